@@ -188,6 +188,11 @@ class ChannelMap(Displayed):
         """Return multiply-accumulates for one sample with the labels in `keep`, bool (n_labels,); all without it."""
         return round(sum(self._term(term, keep) for term in self.mac_terms))
 
+    def macs_left(self, keep: Keep) -> float:
+        """Return the share of multiply-accumulates that is left, 0..1; 1 of a model that has none."""
+        dense = self.macs()
+        return self.macs(keep) / dense if dense else 1.0
+
     def layer_macs(self, keep: Keep | None = None) -> dict[str, int]:
         """Return multiply-accumulates for one sample by module path."""
         layers: dict[str, float] = {}

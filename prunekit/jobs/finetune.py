@@ -274,7 +274,7 @@ class FinetuneRun:
 
     def _log_plan(self, planned: Planned) -> None:
         chart = planned.plan.channel_map
-        left = chart.macs(planned.plan.keep) / chart.macs()
+        left = chart.macs_left(planned.plan.keep)
         self.log(
             f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
             f"masked == compact in the trial to {planned.max_relative_difference:.1e}"

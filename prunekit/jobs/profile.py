@@ -231,7 +231,7 @@ def _networks(
         return transform(compact(whole, Plan(channel_map, keep, {})))
 
     for index, keep in enumerate(keeps):
-        share = channel_map.macs(keep) / channel_map.macs()
+        share = channel_map.macs_left(keep)
         name = f"profile: network {index + 1} of {len(keeps)}, {share:.0%} of the MACs"
         yield Network(name, cut(outline, keep), partial(cut, model, keep))
 
@@ -246,7 +246,7 @@ def _predicted(
         NetworkPrediction(
             rest.at(channel_map, sample.keep),
             sample.whole_ms(rest.dense_ms),
-            channel_map.macs(sample.keep) / channel_map.macs(),
+            channel_map.macs_left(sample.keep),
             index in held_out,
         )
         for index, sample in enumerate(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -178,7 +179,8 @@ class _ChannelMask:
         """Mask these channels from now on."""
         self._dropped = dropped
         self._masks: dict[tuple[torch.device, torch.dtype, int | torch.Size], tuple[int, Tensor]] = {}
-        device = next(self._module.parameters()).device
+        tensors = itertools.chain(self._module.parameters(), self._module.buffers())  # a table of positions is a buffer
+        device = next(tensors).device
         self._kept = None if dropped is None else ~dropped.to(device)
 
     def change(self, gradient: Tensor, index: int) -> Tensor | None:

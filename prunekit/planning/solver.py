@@ -154,6 +154,11 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
         for one, dense in zip(budgets.facts, budgets.dense, strict=True)
         if not one.share
     )
+    if none := [one.name for one, dense in zip(budgets.facts, budgets.dense, strict=True) if not dense]:
+        return (
+            f"the plan removes nothing: the model has no {none[0]}, as one of embeddings alone; "
+            "give another budget, such as params=0.5"
+        )
     return (
         f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "
         f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"

@@ -97,7 +97,7 @@ def require_images(images: Tensor | Inputs) -> Inputs:
             )
     shapes = ", ".join(_shape(value) for value in values)
     few = any((isinstance(value, Tensor) and not value.dim()) or len(value) < FEWEST_IMAGES for value in values)
-    if few or all(isinstance(value, Tensor) and value.dim() < 2 for value in values):
+    if few or (len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim() < 2):  # as a sample alone has
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} {sample_noun(inputs)} (B, ...), some of which only judge; "
             f"got {shapes if has_sample_lists(inputs) else f'a tensor of shape {shapes}'}; "

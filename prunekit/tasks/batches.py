@@ -80,15 +80,16 @@ class ModelBatches:
 
     Attributes:
         model: whose `forward` names the inputs.
-        data: all samples, as a tensor (N, ...), a list of images (C, H, W), or a mapping of tensors by the names of
-            the arguments of `forward`; or a map-style data set of samples, torch's or a `datasets.Dataset`; or any
-            iterable of batches, such as a DataLoader or a generator; or an iterable data set, of batches or samples. A
-            batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a tuple of all
-            inputs, and whose second, if there is one, holds the targets; or a tuple or list of exactly the tensors that
-            `forward` requires, if these are several. Images (C, H, W), of any sizes where the model takes a list of
-            them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a mapping that comes
-            without a task, `labels` or `label` are the targets, and what `forward` does not take is left out; if that
-            is all of it, as in a batch of ultralytics, the entry with the images is the input.
+        data: all samples, as a tensor (N, ...), a list of images (C, H, W), a tuple of exactly the tensors that
+            `forward` requires, if these are several, or a mapping of tensors by the names of its arguments; or a
+            map-style data set of samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a
+            DataLoader or a generator; or an iterable data set, of batches or samples. A batch is a tensor, such a
+            mapping, or a tuple or list whose first entry is one of these or a tuple of all inputs, and whose second, if
+            there is one, holds the targets; or a tuple or list of exactly the tensors that `forward` requires. Images
+            (C, H, W), of any sizes where the model takes a list of them, may come as a list or a tuple, alone or with
+            their targets, or one at a time. Of a mapping that comes without a task, `labels` or `label` are the
+            targets, and what `forward` does not take is left out; if that is all of it, as in a batch of ultralytics,
+            the entry with the images is the input.
         task: takes batches apart that come in another form; itself or its name.
         where: purpose of the data, for messages.
         size: samples of a batch, of data that is not in batches.
@@ -113,6 +114,8 @@ class ModelBatches:
             return -(-len(data) // self.size)
         if are_images(self.model, data):
             return -(-len(data) // IMAGES)
+        if isinstance(data, tuple) and holds_all(self.model, data):
+            return -(-len(data[0]) // self.size)
         return 1 if isinstance(data, Mapping) else length_hint(data)
 
     def _batches(self, task: Task | None) -> Iterable[Any]:
@@ -123,6 +126,8 @@ class ModelBatches:
             return _split(data, self.where, self.size)
         if isinstance(data, Mapping):
             return [data]
+        if task is None and isinstance(data, tuple) and holds_all(model, data):
+            return _parts(data, len(data[0]), self.size)
         if are_images(model, data):
             return [([*data[at : at + IMAGES]],) for at in range(0, len(data), IMAGES)]
         if is_sample_set(data):
@@ -138,6 +143,16 @@ class ModelBatches:
                 f"such as a DataLoader; got {described(data)}"
             )
         return data if task is not None else batches_among(model, data, self.where, self.size)
+
+
+def holds_all(model: nn.Module, data: Any) -> bool:
+    """Return whether data are tensors that hold all samples: one, a mapping, or a tuple of all that `forward` requires.
+
+    A tuple of batches is none: a model of several inputs cannot be called with one of these tensors.
+    """
+    if isinstance(data, tuple):
+        return _are_arguments(model, data)
+    return isinstance(data, (Tensor, Mapping))
 
 
 def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: str = "calibration") -> tuple[Any, ...]:
@@ -248,7 +263,12 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
             f"{where}: expected a mapping of tensors with as many samples each, got {described(data)}; a tokenizer "
             'returns such with return_tensors="pt"'
         )
-    for start in range(0, lengths.pop(), size):
+    yield from _parts(tensors, lengths.pop(), size)
+
+
+def _parts(tensors: Any, count: int, size: int) -> Iterator[Any]:
+    """Yield batches of all samples."""
+    for start in range(0, count, size):
         yield select_samples(tensors, slice(start, start + size))
 
 

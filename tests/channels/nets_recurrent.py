@@ -95,6 +95,21 @@ def state_of_a_remembered_size() -> Case:
     return _Counted(), tokens()
 
 
+class _Written(_Counted):
+    """A recurrence whose first state is made as older code does, with its size written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = next(self.parameters()).data.new(x.shape[0], 7).zero_()
+        for step in x.unbind(1):
+            state = (self.a(step) + self.h(state)).tanh()
+        return self.out(state)
+
+
+@case("a.weight", "h.weight")
+def state_of_a_size_written_out() -> Case:
+    return _Written(), tokens()
+
+
 @case("a.weight")
 def lstm_cell_in_a_loop() -> Case:
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -347,3 +347,28 @@ def test_notes_say_what_stays_because_of_the_trial(given: dict[str, Any]) -> Non
     (said,) = [note for note in result.notes if "than the trace locks" in note]
     assert said.startswith("more channels stay than the trace locks: (aten.div): the trial found a difference")
     assert not prunekit.prune(randomized(Net()).eval(), torch.zeros(1, 3, 8, 8), macs=0.7).notes
+
+
+class Factors(nn.Module):
+    """A recommender: factors of users and items, and no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(9, 16), nn.Embedding(7, 16)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return (self.users(user) * self.items(item)).sum(1)
+
+
+def test_models_without_macs_have_other_budgets() -> None:
+    model, inputs = Factors(), (torch.arange(8), torch.arange(7).repeat(2)[:8])
+    with pytest.raises(PlanError, match=r"the model has no macs.*params=0.5"):
+        prunekit.prune(model, inputs, macs=0.5)
+    assert prunekit.prune(model, inputs, params=0.5).model.users.weight.shape == (9, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with prunekit.Pruner(model, optimizer, inputs, params=0.5, schedule="oneshot") as pruner:
+        model(*inputs).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+        small, _ = pruner.finish()
+    assert small.users.weight.shape == (9, 8)

@@ -11,6 +11,7 @@ from small_nets import SmallNet, handmade_plan, random_plan, randomized
 from torch import Tensor, nn
 from torchvision import models
 
+import prunekit
 from prunekit.channels.trace import trace
 from prunekit.errors import PlanError
 from prunekit.hooks.hook import count_hooks
@@ -220,3 +221,23 @@ def test_second_order_gradients_pass_the_masks() -> None:
             torch.testing.assert_close(two[kept], one[kept], rtol=1e-9, atol=1e-12)
             compared += int(kept.sum())
     assert compared > 0
+
+
+class Shifted(nn.Module):
+    """A module whose only tensor of channels is a buffer, as tables of positions are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+def test_modules_without_parameters_are_masked_by_their_buffers_device() -> None:
+    model = nn.Sequential(nn.Linear(4, 12), Shifted(12), nn.ReLU(), nn.Linear(12, 3))
+    x = torch.randn(8, 4)
+    plan = prunekit.plan(model, x, macs=0.5)
+    assert "1.table" in plan.kept_indices
+    with GradientMasks(model, plan, changing=True):
+        assert_masked(gradients(model, x), plan)

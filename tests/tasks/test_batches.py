@@ -56,6 +56,19 @@ class Rows:
         return [self[index] for index in indices]
 
 
+class Ratings(nn.Module):
+    """Users and items, one number each, to a rating."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.head = nn.Embedding(9, 8), nn.Embedding(7, 8), nn.Linear(16, 12)
+        self.out = nn.Linear(12, 1)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        both = torch.cat([self.user(user), self.item(item)], 1)
+        return self.out(F.relu(self.head(both)))  # type: ignore[no-any-return]
+
+
 def net() -> Sensor:
     torch.manual_seed(0)
     return Sensor().eval()
@@ -282,3 +295,21 @@ def test_what_cannot_be_joined_is_named() -> None:
         joined_inputs(Plain(), [batch([3], mask=False), batch([5], mask=False)])
     with pytest.raises(DataError, match="batch 2: expected the same inputs as in the first one"):
         joined_inputs(Plain(), [(LEFT[0], LABELS), (LEFT[0],)])
+
+
+def test_a_tuple_of_all_required_inputs_holds_all_samples() -> None:
+    torch.manual_seed(0)
+    model, inputs = Ratings(), (torch.randint(9, (200,)), torch.randint(7, (200,)))
+    batches = ModelBatches(model, inputs, size=64)
+    assert [len(user) for (user, _), _ in batches] == [64, 64, 64, 8]
+    assert torch.equal(joined_inputs(model, [given for given, _ in batches])[1], inputs[1])
+    found = prunekit.prune(model, calibration=inputs, params=0.6)
+    assert found.max_relative_difference < 1e-9
+    alone = [given for given, _ in ModelBatches(net(), (torch.randn(4, 3, 8), torch.randn(4, 3, 8)))]
+    assert [len(given) for given in alone] == [1, 1]  # two batches of a model that requires one input
+
+
+def test_numbers_without_a_second_axis_are_one_sample_where_they_are_alone() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(DataError, match="at least 8 samples"):
+        prunekit.prune(model, calibration=torch.randint(9, (32,)), macs=0.6)

@@ -361,9 +361,9 @@ def nodes_of_sizes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             yield from ast.walk(node)
 
 
-_MAKING = frozenset(
+_MAKING = {
     f"{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "empty", "full", "rand", "randn")
-)
+} | {"new", "Tensor", "FloatTensor"}  # which older code makes states with, as in `weight.new(1, batch, 24).zero_()`
 _SHAPING = _MAKING | {
     "view", "reshape", "expand", "repeat", "unflatten", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
 }  # fmt: skip

@@ -129,11 +129,12 @@ class _UntracedSearch:
         self._known: dict[tuple[str, str, int | None], SizeAttribute] = {}
         self._notes: dict[str, list[str]] = {}
         touched = {name.rpartition(".")[0] for name in self.kept}
+        self._paths_left = {path for path, _ in self.compact.named_modules(remove_duplicate=False)}
         self.found = {}
         others: set[tuple[type, str]] = set()
         for path, module in self.model.named_modules():
             prefix = f"{path}." if path else ""
-            if not any(f"{other}.".startswith(prefix) for other in touched):
+            if path not in self._paths_left or not any(f"{other}.".startswith(prefix) for other in touched):
                 continue
             for name, method in methods_of(type(module)).items():
                 known = name == "forward" or (type(module), name) in others
@@ -181,7 +182,7 @@ class _UntracedSearch:
         owners = [path, *(f"{path}.{child}" if path else child for child in parts)]
         found = []
         for owner in owners:
-            for name in vars(self.model.get_submodule(owner)):
+            for name in vars(self.model.get_submodule(owner)) if owner in self._paths_left else ():
                 if name in names and self._meanings((owner, name), path):
                     found.append((owner, name))
         return found

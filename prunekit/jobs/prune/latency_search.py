@@ -108,7 +108,7 @@ class LatencySearch:
     def _attempt(self, number: int, plan: Plan, compact: nn.Module) -> None:
         target, chart = self._target, plan.channel_map
         timing = time_compact(target, compact)
-        left = chart.macs(plan.keep) / chart.macs()
+        left = chart.macs_left(plan.keep)
         predicted_ms = float(target.table.at(chart, plan.keep))  # a NumPy number cannot be saved in a checkpoint
         excess = float(timing.excess(target.asked))
         self.attempts.append(Attempt(number, float(self._share), predicted_ms, float(left), excess, timing))

@@ -89,16 +89,16 @@ def prune(
         example: what the model is called with: a tensor, such as `torch.randn(1, 3, 224, 224)`, a tuple of positional
             arguments, a mapping of arguments by name, or a list of images (C, H, W). May be left out where
             `calibration` is given; with both, this is what is traced.
-        calibration: samples, preprocessed as the model wants them: a tensor (B, ...) or a mapping of tensors by the
-            names of the arguments of `forward`; a map-style data set; or a loader, any iterable of batches, tensors or
-            such mappings or (inputs, ...) each, such as a DataLoader or a generator; the first entry, or what `task`
-            unpacks, may be several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no
-            inputs, and what `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ
-            in length, and positions that the mask leaves out count for nothing. Images (C, H, W) may come one by one,
-            as a list, or in batches that are lists or tuples of them, alone or with targets; of any sizes where the
-            model takes a list, as torchvision's detectors do. Batches of ultralytics' loaders are taken as they are,
-            and their uint8 images scaled to 0..1. An iterable data set may yield samples or batches. Or what `collect`
-            found, if several budgets are tried.
+        calibration: samples, preprocessed as the model wants them: a tensor (B, ...), a tuple of all tensors that
+            `forward` requires, or a mapping of tensors by the names of its arguments; a map-style data set; or a
+            loader, any iterable of batches, tensors or such mappings or (inputs, ...) each, such as a DataLoader or a
+            generator; the first entry, or what `task` unpacks, may be several inputs: a tuple of them, or a mapping. Of
+            a mapping, `labels` or `label` are no inputs, and what `forward` does not take is left out. Where it takes
+            an `attention_mask`, batches may differ in length, and positions that the mask leaves out count for nothing.
+            Images (C, H, W) may come one by one, as a list, or in batches that are lists or tuples of them, alone or
+            with targets; of any sizes where the model takes a list, as torchvision's detectors do. Batches of
+            ultralytics' loaders are taken as they are, and their uint8 images scaled to 0..1. An iterable data set may
+            yield samples or batches. Or what `collect` found, if several budgets are tried.
         macs: share of the multiply-accumulates that may be left, above 0 and at most 1.
         channels: share of the channels that may be left.
         params: share of the parameters that may be left.

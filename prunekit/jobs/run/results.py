@@ -205,7 +205,7 @@ def metrics(
         "sparsity": {"weights": share.weights, "channels": share.channels},
         "plan": {
             **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},
-            "macs_left": chart.macs(planned.plan.keep) / chart.macs(),
+            "macs_left": chart.macs_left(planned.plan.keep),
             "blocks": len(chart.branches.found),
             "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),
             "trial_max_relative_difference": planned.max_relative_difference,

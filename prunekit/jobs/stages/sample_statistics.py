@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.layer_errors import RIDGE, with_gains
 from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
-from prunekit.tasks.batches import BATCH, ModelBatches, joined_inputs
+from prunekit.tasks.batches import BATCH, ModelBatches, holds_all, joined_inputs
 from prunekit.tasks.collation import IMAGES
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
@@ -53,7 +53,7 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
         DataError: fewer than 8 samples, or no tensors.
     """
     found: list[tuple[Any, ...]] = []
-    whole = isinstance(data, (Tensor, Mapping))
+    whole = holds_all(model, data)
     for inputs, _ in ModelBatches(model, data, task, count=count):
         found.append(inputs)
         if not whole and sum(map(sample_count, found)) >= count:

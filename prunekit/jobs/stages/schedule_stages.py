@@ -38,7 +38,7 @@ def final_shares(plan: Plan) -> dict[str, float]:
     These are the budgets; a budget of time, which cannot be measured at each stage, becomes the MACs of the plan.
     """
     if of_time(plan):
-        return {"macs": plan.channel_map.macs(plan.keep) / plan.channel_map.macs()}
+        return {"macs": plan.channel_map.macs_left(plan.keep)}
     found = plan.provenance["budgets"].items()
     return {
         name: min(1.0, facts_from(name, budget).left_of(budget["asked"], budget["dense"])) for name, budget in found
@@ -173,7 +173,7 @@ class StagePlanner(Planner):
         for name, final in self.final.items():
             planned = share_kept(self._schedule.kind, stage.progress, final)
             budget = plan.provenance["budgets"].get(name)
-            macs = self._chart.macs(plan.keep) / self._chart.macs()
+            macs = self._chart.macs_left(plan.keep)
             facts = facts_from(name, budget or {})
             found[name] = planned, macs if budget is None else facts.left_of(budget["left"], budget["dense"])
         return found
