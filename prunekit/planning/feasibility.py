@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prunekit.channels.channel_map import ChannelMap, Lock
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
-from prunekit.channels.tracing.quantized_parts import PRUNE_FIRST, quantized_parts
+from prunekit.channels.rules.quantized import PRUNE_FIRST, quantized_parts
 from prunekit.channels.tracing.tracer import hint_at_child
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.limits import Budgets, budgets_of

@@ -27,6 +27,7 @@ from prunekit.channels.rewrite.taken_positions import MEETING, PICKING, RunningE
 from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.rules.quantized import PRUNE_FIRST, is_quantizing, quantized_parts
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.rules.shape import SHAPES_IN_PLACE
 from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
@@ -39,7 +40,6 @@ from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, La
 from prunekit.channels.tracing.made_axes import MadeAxes
 from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
-from prunekit.channels.tracing.quantized_parts import PRUNE_FIRST, is_quantizing, quantized_parts
 from prunekit.channels.tracing.state_search import label_state, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature

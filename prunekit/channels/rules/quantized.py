@@ -1,4 +1,4 @@
-"""Parts of a model that quantization put there: observers, fake quantization, and layers of whole numbers."""
+"""Parts of a model that quantization put there, which no rule follows: observers, fake quantization, whole numbers."""
 
 from __future__ import annotations
 
