@@ -75,8 +75,8 @@ def redundant() -> Residual:
         for tensor in (model.conv1.weight, model.bn1.running_var, model.bn1.running_mean):
             tensor[again] = tensor[of]
         for vector in (model.bn1.weight, model.bn1.bias):
-            vector[copy] = factor * vector[of]
-        model.deep.weight[copy], model.deep.bias[copy] = model.deep.weight[of], factor * model.deep.bias[of]
+            vector[again] = factor * vector[of]
+        model.deep.weight[again], model.deep.bias[again] = model.deep.weight[of], factor * model.deep.bias[of]
     return model
 
 
