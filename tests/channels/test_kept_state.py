@@ -213,3 +213,60 @@ def test_state_that_no_trace_saw_is_named() -> None:
     model.shift = torch.ones(16)
     with pytest.raises(VerificationError, match=r"keeps tensors in attributes that are no buffers \(shift\)"):
         pk.verify(model, pk.compact(model, plan), plan, x)
+
+
+class Penalized(nn.Module):
+    """A network that leaves losses for the training loop: of its own, in a list, and of a layer in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.watch = nn.Linear(6, 16), nn.Linear(16, 12), nn.Linear(12, 3), Sparse()
+        self.losses: list[Tensor] = []
+        self.loss: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.watch(self.a(x).relu())
+        self.loss = y.square().mean()
+        z = self.b(y).relu()
+        self.loss += z.abs().mean() + self.b.weight.square().sum()
+        self.losses.append(z.var(-1).mean())
+        return self.c(z)  # type: ignore[no-any-return]
+
+
+class Sparse(nn.Module):
+    """A layer that leaves the mean of what it passes on, in train mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.penalty = x.mean()
+        return x
+
+
+class Scaled(Penalized):
+    """A network that divides by a mean over channels that the call before left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).relu()
+        z = self.b(y if isinstance(self.loss, float) else y / self.loss).relu()
+        self.loss = y.detach().abs().mean() + 1
+        return self.c(z)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_losses_that_only_the_training_loop_reads_lock_nothing(called: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Penalized(), torch.randn(4, 6)
+    if called:
+        model(x).sum().backward()
+    result = pk.prune(model, x, macs=0.6)
+    small = result.model.train()
+    assert small.a.out_features < 16
+    assert small.b.out_features < 12
+    (small(x).sum() + small.loss + small.losses[-1] + small.watch.penalty).backward()
+    assert small.loss.shape == ()
+
+
+def test_a_mean_that_the_next_call_reads_locks() -> None:
+    chart = pk.trace(Scaled(), torch.randn(4, 6))
+    assert not chart.labels["a.weight"][0].any()
+    assert chart.labels["b.weight"][0].any()

@@ -66,14 +66,19 @@ def _any_free(axes: tuple[Labels | None, ...]) -> bool:
     return any(one is not None and bool(one.any()) for one in axes)
 
 
-def kept_tensors(model: nn.Module) -> dict[Place, Tensor]:
-    """Return the tensors of numbers that modules hold in attributes that are neither parameters nor buffers."""
+def kept_tensors(model: nn.Module, *, numbers: bool = False) -> dict[Place, Tensor]:
+    """Return the tensors that modules hold in attributes that are neither parameters nor buffers.
+
+    Args:
+        model: the model.
+        numbers: whether those of a single number count.
+    """
     own = {id(tensor) for _, tensor in named_tensors(model)}
     found: dict[Place, Tensor] = {}
     for path, module in model.named_modules():
         for name, value in _attributes(module):
             for index, tensor in enumerate(_tensors(value)):
-                if id(tensor) not in own and has_gradients(tensor) and tensor.numel() > 1:
+                if id(tensor) not in own and has_gradients(tensor) and (numbers or tensor.numel() > 1):
                     found[path, name, index] = tensor
     return found
 

@@ -2,11 +2,15 @@
 
 A model that has run before holds results of that run. Whether forward leaves them for its next call, makes them only
 where they are missing, or reads them as constants, is tried on copies.
+
+Of auxiliary losses in attributes, which no output and no later call reads, the compact model computes its own. A mean
+over channels is another number where some are gone, and so would lock them: operators that lead to nothing else neither
+lock nor are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,10 +23,13 @@ from prunekit.channels.cut.model_copy import with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
 from prunekit.channels.tracing.label_flow import LabelFlow
-from prunekit.channels.tracing.meta_shapes import OnMeta
+from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
+from prunekit.channels.tracing.operator_mode import OperatorMode
+from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.errors import reraise_shortage
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
 
 ONE_BY_ONE = 16
 """How many attributes are tried by themselves where the model does not run without all of them."""
@@ -146,3 +153,81 @@ def _axes_of(flow: LabelFlow, tensor: Tensor) -> tuple[Labels | None, ...]:
     """Return the labels along each axis of a tensor; None where those of an axis are spread over several, or none."""
     alone = {field.span[0]: field.labels.reshape(-1) for field in flow.fields(tensor) if len(field.span) == 1}
     return tuple(alone.get(axis) for axis in range(tensor.dim()))
+
+
+def results_aside(
+    runs: Sequence[TracedRun], model: nn.Module, examples: Sequence[tuple[Any, ...]]
+) -> dict[int, frozenset[int]]:
+    """Return, by the number of a run, the operators that lead only to numbers which no later call reads.
+
+    Args:
+        runs: of a trace.
+        model: the copy that ran; not changed.
+        examples: the inputs that it ran on.
+    """
+    found = {number: run.aside for number, run in enumerate(runs) if run.aside}
+    read = any(_reads_later(model, examples[runs[one].example], training=runs[one].training) for one in found)
+    return {} if read else found
+
+
+def operators_aside(run: TracedRun, numbers: Iterable[int], others: Iterable[int]) -> frozenset[int]:
+    """Return the operators of a run that lead to numbers kept aside, and to nothing else.
+
+    Args:
+        run: that ended.
+        numbers: of the operators that made single numbers which the model keeps in attributes.
+        others: of those that made all else that it keeps.
+    """
+    wanted = set(numbers)
+    if not wanted:
+        return frozenset()
+    read = {number for operator in run.operators for number in operator.reads}
+    ends = {i for i, one in enumerate(run.operators) if _acts(one) or (i not in read and i not in wanted)}
+    return frozenset(_leading_to(run, wanted) - _leading_to(run, ends | run.returned | set(others)))
+
+
+def _acts(operator: TracedOperator) -> bool:
+    """Return whether an operator does more than to return tensors: writes to some, or returns a number to Python."""
+    shapes = operator.call[2]
+    writes = operator.name.endswith("_") and any(torch.Size(shape).numel() > 1 for shape in shapes)
+    return writes or not shapes
+
+
+def _leading_to(run: TracedRun, numbers: set[int]) -> set[int]:
+    found, waiting = set[int](), [number for number in numbers if number >= 0]
+    while waiting:
+        number = waiting.pop()
+        if number not in found:
+            found.add(number)
+            waiting += [one for one in run.operators[number].reads if one >= 0]
+    return found
+
+
+class _Reads(OperatorMode):
+    """Notes which tensors operators read."""
+
+    def __init__(self, watched: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._watched = {id(tensor) for tensor in watched}
+        self.read = False
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        self.read = self.read or any(id(tensor) in self._watched for tensor in gather((args, kwargs)))
+        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
+
+
+def _reads_later(model: nn.Module, inputs: tuple[Any, ...], *, training: bool) -> bool:
+    """Return whether a forward pass reads single numbers that the one before kept; True if it does not run twice."""
+    twin = with_tensors(model, {})
+    try:
+        with mode_for_trace(twin, training), torch.no_grad(), plain_attention(), same_draws(twin):
+            with _Reads(()):
+                call(twin, inputs)
+            numbers = [tensor for tensor in kept_tensors(twin, numbers=True).values() if tensor.numel() == 1]
+            with _Reads(numbers) as watch:
+                call(twin, inputs)
+    except Exception as error:  # whatever the model's own code makes of a second call
+        reraise_shortage(error)
+        return True
+    return watch.read

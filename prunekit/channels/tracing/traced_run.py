@@ -36,6 +36,7 @@ class TracedOperator:
     module_call: ModuleCall | None = None  # the call of its module in which it ran
     reads: tuple[int, ...] = ()  # the numbers of the operators whose results it read; -1: the model's inputs
     tensors: tuple[str, ...] = ()  # names of the parameters and buffers that it read
+    aside: bool = False  # leads only to numbers that the model keeps aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class TracedRun:
         module_calls: every call of a module, in the order in which they ended.
         returned: numbers of the operators that made the model's outputs.
         asks_mode: paths of modules, except for torch's own layers, whose code reads whether they are in train mode.
+        aside: numbers of operators that lead only to numbers that the model keeps aside; found when it ended, or given.
     """
 
     example: int
@@ -115,3 +117,4 @@ class TracedRun:
     module_calls: list[TracedCall] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     asks_mode: set[str] = field(default_factory=set)
+    aside: frozenset[int] = frozenset()

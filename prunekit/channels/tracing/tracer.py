@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import FixedPositions, LockRecord
-from prunekit.channels.cut.kept_state import NO_STATE, KeptState, same_state
+from prunekit.channels.cut.kept_state import NO_STATE, KeptState, kept_tensors, same_state
 from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owners, with_tensors
 from prunekit.channels.labels import LOCKED, Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
@@ -40,7 +40,7 @@ from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, La
 from prunekit.channels.tracing.made_axes import MadeAxes
 from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
-from prunekit.channels.tracing.state_search import label_state, with_left
+from prunekit.channels.tracing.state_search import label_state, operators_aside, results_aside, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
@@ -162,20 +162,25 @@ class LabelMode(OperatorMode):
         flow.module, flow.call, flow.operator = self.stack.current, self.stack.call, name
         inputs = gather((args, kwargs))
         inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
+        aside = len(self.run.operators) in self.run.aside
         for tensor in inputs:
-            flow.read(tensor, drops_axes=name in DROPS_AXES)
+            if not aside:
+                flow.read(tensor, drops_axes=name in DROPS_AXES)
             owners = self.owners.get(id(tensor), ())
             self.run.uses_own = self.run.uses_own or bool(owners)
             if flow.module not in owners:
                 self.run.borrowed.update([(flow.module, owner) for owner in owners])
         outs = tuple(gather(out))
-        before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
+        before = () if aside else tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
         self.given.update(map(id, outs) if any(id(tensor) in self.given for tensor in inputs) else ())
         flow.expression = self._expression(name, inputs) if before else None
         call = signature(args, kwargs, outs)
         earlier = len(flow.constraints)
-        if not self._repeats(name, before, call, outs):
+        if aside:
+            for tensor in outs:
+                flow.set(tensor, ())
+        elif not self._repeats(name, before, call, outs):
             self.run.repeats = False
             known, locks = flow.fields(target), len(flow.locks)
             self._apply(name, args, kwargs, out, before)
@@ -186,7 +191,8 @@ class LabelMode(OperatorMode):
                 self._advise(locks, {record.reason for record in flow.locks[locks:]}, f"; {PRUNE_FIRST}")
             if name not in SHAPES_IN_PLACE:
                 self._written(target, known)
-        self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
+        if not aside:
+            self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
         place = self._place((before and takes_sizes(name, args)) or name in MADE)
@@ -194,7 +200,7 @@ class LabelMode(OperatorMode):
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
         own = tuple([self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names])
         operator = TracedOperator(
-            name, flow.module, fields, before, counted, call, *place, constraints, self.stack.call, reads, own
+            name, flow.module, fields, before, counted, call, *place, constraints, self.stack.call, reads, own, aside
         )
         self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
@@ -388,6 +394,7 @@ def _trace(
     alternatives: Alternatives | None = None,
     interchangeable: Sequence[Interchangeable] = (),
     divided: frozenset[TensorAxis] = frozenset(),
+    aside: Mapping[int, frozenset[int]] | None = None,
 ) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
@@ -428,6 +435,7 @@ def _trace(
             raise ModelError(calls.refused)  # it may run with values
         trace.read = read = calls.read
         run = TracedRun(index, training=False, gradients=gradients, calls=calls, alternatives=others)
+        run.aside = (aside or {}).get(len(trace.runs), frozenset())
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
             _run(clone, inputs, run, trace)
         run.asks_mode.update(watch.read_by)
@@ -436,6 +444,7 @@ def _trace(
                 trained = replace(
                     run, training=True, repeats=True, operators=[], borrowed=set(), module_calls=[], returned=set()
                 )
+                trained.aside = (aside or {}).get(len(trace.runs), frozenset())
                 with mode_for_trace(clone, True):
                     _run(clone, inputs, trained, trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
@@ -455,9 +464,13 @@ def _trace(
         wide=wide,
         interchangeable=interchangeable,
     )
+    if aside is None:
+        inputs_of = [map_tensors(example, stand_in) for example in examples]
+        if unread := results_aside(trace.runs, clone, inputs_of):
+            return traced_again(alternatives=alternatives, divided=divided, aside=unread)
     divisors = _divisors(trace, stand_ins)
     if not divisors <= divided:  # they keep their values under masks, so that what is added to them is not zero
-        return traced_again(alternatives=alternatives, divided=divided | divisors)
+        return traced_again(alternatives=alternatives, divided=divided | divisors, aside=aside)
     again = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
     if again:
         with suppress(Exception):  # some other module does not run on what these were given
@@ -541,6 +554,9 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
         trace.state = with_left(trace.state, flow, clone)
+        kept = kept_tensors(clone, numbers=True).values()
+        numbers, others = ([one for one in kept if (one.numel() == 1) is single] for single in (True, False))
+        run.aside = run.aside or operators_aside(run, mode.makers(numbers), mode.makers(others))
     flow.end_run()  # the trace is kept, and all tensors of the run with it
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran

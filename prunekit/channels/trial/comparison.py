@@ -118,14 +118,15 @@ class _OperatorWatch(OperatorMode):
 
 
 def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
-    """Return the operators of a traced run by key."""
+    """Return the operators of a traced run by key, without those that lead only to what the model keeps aside."""
     counts: dict[tuple[str, str], int] = {}
     result = {}
     for operator in run.operators:
         if not operator.counted:
             continue
         number = counts[operator.module, operator.name] = counts.get((operator.module, operator.name), -1) + 1
-        result[operator.module, operator.name, number] = operator
+        if not operator.aside:
+            result[operator.module, operator.name, number] = operator
     return result
 
 
