@@ -193,6 +193,18 @@ def test_models_of_every_zoo_pass(zoo: str) -> None:
 
 
 @pytest.mark.slow
+def test_ordinary_networks_through_the_journey() -> None:
+    done = run("ordinary.py", "--only", "TwoTower,NamesRNN", "--json")
+    assert done.returncode == 0, done.stderr
+    through, refused = (json.loads(line) for line in done.stdout.splitlines())
+    steps = ("by example", "by data", "trained", "saved and loaded", "ONNX")
+    assert through == {"network": "TwoTower", "kind": "graphs", **dict.fromkeys(steps, "ok"), "locked": 0, "reason": ""}
+    assert refused["by example"].startswith("PlanError: no channel is free")
+    assert (refused["saved and loaded"], refused["ONNX"]) == ("not reached", "not reached")
+    assert done.stderr.endswith("1 of 2 go through all of it\n")
+
+
+@pytest.mark.slow
 def test_uses_of_compact_models_beside_their_dense_ones() -> None:
     pytest.importorskip("timm")
     columns = ["deepcopy", "state_dict", "fx", "jit.trace"]

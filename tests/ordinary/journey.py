@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ordinary import Network
+from network_registry import Network
 from torch import Tensor, nn
 
 import prunekit as pk
@@ -43,6 +43,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, network: Network) -
     optimizer.step()
 
 
+class NotReachedError(Exception):
+    """A step goes on with what an earlier one did not make."""
+
+
 class Journey:
     """The steps, in order, each a method of its own; later ones go on with what earlier ones made."""
 
@@ -50,6 +54,8 @@ class Journey:
         torch.manual_seed(0)
         self.network, self.folder, self.model = network, folder, self.built(network)
         self.example, self.wanted = network.inputs(2), {**network.budget, "outputs": network.outputs}
+        self.pruned: Any = None
+        self.small: nn.Module | None = None
 
     @staticmethod
     def built(network: Network) -> nn.Module:
@@ -92,6 +98,8 @@ class Journey:
 
     def saved_and_loaded(self) -> Any:
         """Save what was trained; load it into a model that the author's code builds, and that draws other weights."""
+        if self.small is None:
+            raise NotReachedError
         pk.save(self.small.eval(), self.folder / "model", self.plan)
         loaded = pk.load(self.folder / "model", lambda: self.built(self.network))
         inputs = self.network.inputs(4)
@@ -100,6 +108,8 @@ class Journey:
 
     def to_onnx(self) -> Any:
         """Export the model that was pruned by data; the export itself is compared with it."""
+        if self.pruned is None:
+            raise NotReachedError
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's exporter
             path = self.folder / "model.onnx"

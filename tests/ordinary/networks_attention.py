@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from ordinary import images, ordinary, series, words
+from network_registry import images, ordinary, series, words
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from ordinary import images, ordinary
+from network_registry import images, ordinary
 from torch import Tensor, nn
 from torch.nn import functional as F
 

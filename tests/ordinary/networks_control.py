@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from ordinary import images, ordinary, series, vectors
+from network_registry import images, ordinary, series, vectors
 from torch import Tensor
 from torch.distributions import Normal
 

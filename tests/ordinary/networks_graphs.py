@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from ordinary import images, numbers, ordinary, series, vectors
+from network_registry import images, numbers, ordinary, series, vectors
 from torch import Tensor
 
 

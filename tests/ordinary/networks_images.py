@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from ordinary import images, ordinary
+from network_registry import images, ordinary
 from torch import Tensor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from ordinary import images, ordinary, series, vectors
+from network_registry import images, ordinary, series, vectors
 from torch import Tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from ordinary import ordinary, series, words
+from network_registry import ordinary, series, words
 from torch import Tensor
 from torch.nn.utils.parametrizations import weight_norm
 

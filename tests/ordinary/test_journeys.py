@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from journey import STEPS, Journey
-from ordinary import every_network
+from network_registry import every_network
 
 NETWORKS = every_network()
 WITHOUT_EXPORT = [name for name in STEPS if name != "ONNX"]
