@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.formats.files.external_data import require_own_data
 from prunekit.formats.format import ExportFormat, ExportOptions, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure
 from prunekit.formats.program import Program, fed, program_of, trace, tracing
@@ -125,7 +126,8 @@ class OnnxFormat(ExportFormat):
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a file in ONNX Runtime on the CPU."""
-        session, interface = session_of(path, threads), self.interface(path)
+        interface = self.interface(path)  # first: it checks where the weights are
+        session = session_of(path, threads)
         taken = {entry.name for entry in session.get_inputs()}
         names = [spec.name for spec in interface.outputs]
 
@@ -207,7 +209,7 @@ def interface_of_file(path: Path) -> ModelInterface:
     """Return the interface of an ONNX file.
 
     Raises:
-        ArtifactError: it is missing or no ONNX file.
+        ArtifactError: it is missing or no ONNX file, or its data are not in its own folder.
     """
     import onnx
 
@@ -218,6 +220,7 @@ def interface_of_file(path: Path) -> ModelInterface:
     except Exception as error:  # protobuf's own classes
         reraise_shortage(error)
         raise ArtifactError(f"{path}: expected an ONNX file, but {reason_of(error)}") from error
+    require_own_data(model, path)
     known = {entry.key: entry.value for entry in model.metadata_props}
     if KEY in known:
         return interface_of_json(known[KEY], str(path))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
+from prunekit.formats.files.external_data import require_own_file
 from prunekit.formats.files.node_modules import NodeModules
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
@@ -23,6 +24,9 @@ DTYPES = {"f32": "float32", "f16": "float16", "f64": "float64", "bf16": "bfloat1
 
 SPARSE_RATE = 0.5
 """Share of zeros from which int8 weights of fully connected layers stay packed in memory, on CPUs with AMX."""
+
+STARTS = (b"<?xml", b"<net")
+"""Beginnings of IR files."""
 
 MODULES = "prunekit_modules"
 """Key of the runtime information that names the module of each operator, as JSON."""
@@ -129,13 +133,20 @@ def sparse_options(cpuinfo: Path = CPUINFO) -> dict[str, float]:
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an OpenVINO .xml file, and there is none")
+    weights = path.with_suffix(".bin")
+    if weights.is_symlink() or weights.exists():
+        require_own_file(path, weights.name, "the file of its weights")
+    with path.open("rb") as file:
+        if not file.read(100).lstrip().startswith(STARTS):  # else OpenVINO tries what else it reads: ONNX, TensorFlow
+            raise ArtifactError(f"{path}: expected an OpenVINO .xml file, and it is no XML of a network")
     try:
         return openvino_core().read_model(path)
     except Exception as error:  # of OpenVINO
         reraise_shortage(error)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the cause is in the last
         raise ArtifactError(
             f"{path}: expected an OpenVINO .xml file with its weights in {path.stem}.bin beside it, but "
-            f"{reason_of(error)}"
+            f"{lines[-1] if lines else reason_of(error)}"
         ) from error
 
 
