@@ -22,6 +22,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from prunekit.channels.rewrite.weak_cache import weak_cache
+
 SIZED = frozenset(
     f"aten.{name}"
     for name in ("view", "_unsafe_view", "reshape", "expand", "split", "split_with_sizes", "slice")
@@ -70,7 +72,7 @@ def caller_here(above: int) -> tuple[Site, nn.Module, CodeType | None] | None:
     function = _own_frame(sys._getframe(1 + above))
     frame = None if function is None else function.f_back
     owner = None if frame is None else _owner(frame)
-    if frame is None or owner is None or _method_around(type(owner), frame.f_code) is not frame.f_code:  # type: ignore[arg-type]
+    if frame is None or owner is None or _method_around(type(owner), frame.f_code) is not frame.f_code:
         return None
     code = function.f_code if function is not None and _owner(function) is owner else None
     return Site(frame.f_code, frame.f_code, frame.f_lasti), owner, code
@@ -100,7 +102,7 @@ def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module]
             return None
         owner = _owner(frame)
         if owner is not None:
-            method = _method_around(type(owner), inner.f_code)  # type: ignore[arg-type]
+            method = _method_around(type(owner), inner.f_code)
             if method is not None:
                 return inner, method, owner
         frame = frame.f_back
@@ -114,7 +116,7 @@ def calling_frame(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Modu
         if frame is None:
             break
         owner = _owner(frame)
-        if owner is not None and _method_around(type(owner), frame.f_code) is frame.f_code:  # type: ignore[arg-type]
+        if owner is not None and _method_around(type(owner), frame.f_code) is frame.f_code:
             return frame, frame.f_code, owner
         frame = frame.f_back
     return None
@@ -124,7 +126,7 @@ _NESTED = 4
 """How many frames a method may be above its running code, in comprehensions, lambdas and inner functions."""
 
 
-@lru_cache(maxsize=4096)
+@weak_cache
 def _method_around(cls: type, code: CodeType) -> CodeType | None:
     """Return the method of a class that some code belongs to."""
     names = {name for base in cls.__mro__ if base is not nn.Module for name in vars(base)}

@@ -228,7 +228,7 @@ def _fixed(fixed: FixedPositions, trace: Trace) -> AvoidableConstraints | None:
         return None
     owner = fixed.expression.owner
     module = model.get_submodule(owner)
-    if not can_state(type(module), fixed.place):  # type: ignore[arg-type]
+    if not can_state(type(module), fixed.place):
         return None
     # A model that was pruned before takes some positions already.
     taken = vars(module).get(fixed.place.attribute) if fixed.place.whole else None

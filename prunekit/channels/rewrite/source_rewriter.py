@@ -37,6 +37,7 @@ from prunekit.channels.rewrite.call_sites import (
     rearranged_by,
 )
 from prunekit.channels.rewrite.taken_positions import ordered, picked_from
+from prunekit.channels.rewrite.weak_cache import weak_cache
 from prunekit.errors import ArtifactError
 
 Values = dict[str, dict[str, Any]]
@@ -142,7 +143,6 @@ def _places(cls: type) -> frozenset[CodePlace]:
     return found
 
 
-_SIZED: dict[tuple[type, frozenset[CodePlace]], type] = {}
 _KINDS: dict[type, type] = {}
 
 
@@ -153,16 +153,18 @@ ORDERED = "_prunekit_ordered"
 
 
 def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:
-    if (cls, places) not in _SIZED:
-        methods: dict[str, Any] = {
-            name: _compiled(cls, name, [place for place in places if place.function == name])
-            for name in sorted({place.function for place in places})
-        }
-        told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_prunekit_places": places}
-        if not _reduces_as_usual(cls):
-            methods["__reduce_ex__"] = _reduce_as_sized
-        _SIZED[cls, places] = _kind_of(type(cls))(cls.__name__, (cls,), {**methods, **told})
-    return _SIZED[cls, places]
+    sizeds: list[type] = type.__subclasses__(cls)  # a table would keep the classes alive
+    if (known := next((sized for sized in sizeds if _places(sized) == places), None)) is not None:
+        return known
+    methods: dict[str, Any] = {
+        name: _compiled(cls, name, [place for place in places if place.function == name])
+        for name in sorted({place.function for place in places})
+    }
+    told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_prunekit_places": places}
+    if not _reduces_as_usual(cls):
+        methods["__reduce_ex__"] = _reduce_as_sized
+    made: type = _kind_of(type(cls))(cls.__name__, (cls,), {**methods, **told})
+    return made
 
 
 def _kind_of(metaclass: type) -> type:
@@ -318,7 +320,7 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-@functools.lru_cache(maxsize=1024)
+@weak_cache
 def can_state(cls: type, place: CodePlace) -> bool:
     """Return whether a class's method can be compiled with something in place of an expression."""
     try:

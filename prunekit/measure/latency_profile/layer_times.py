@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from math import isfinite
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.channels.rewrite.weak_cache import weak_cache
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
@@ -169,7 +169,7 @@ def _code(network: nn.Module) -> Iterator[str]:
             yield _source(kind)
 
 
-@cache
+@weak_cache
 def _source(kind: type | ModuleType) -> str:
     try:
         return f"\n{inspect.getsource(kind)}"
