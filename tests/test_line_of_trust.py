@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import shutil
@@ -21,11 +22,15 @@ from synthetic_run import write_run
 
 import prunekit as pk
 from prunekit.cli import cli
-from prunekit.errors import PrunekitError, UsageError
+from prunekit.compaction.model_folder import folder_interface
+from prunekit.errors import UsageError
+from prunekit.formats.format import FORMATS, ExportSource
+from prunekit.formats.standalone import build_of
 from prunekit.known_names import CRITERIA, TASKS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 from prunekit.tasks.task import get_task
+from prunekit.utils.files import with_checksum
 from prunekit.utils.user_code import from_file
 
 NAMES = ("evil.py:found", "python:evil:found")
@@ -107,7 +112,7 @@ def test_no_text_of_a_model_folder_runs_code(ran: Callable[[], bool], file: str)
     skipped = ("kept", "dense_shapes", "shapes", "stored", "sha256", "locks", "activations", "macs", "versions")
     for path in leaves({key: value for key, value in given.items() if key not in skipped}):
         for made in (made for name in NAMES for made in changed(given, path, name)):
-            (folder / file).write_text(json.dumps(made))
+            (folder / file).write_text(json.dumps(with_checksum(made)))  # whoever changes it can also write the sum
             with suppress(Exception):  # refused in whatever words: those are for other tests
                 used_folder(folder)
             assert not ran(), f"{file}: {path}"
@@ -192,11 +197,88 @@ def test_a_folder_says_how_its_task_is_named_by_the_user(ran: Callable[[], bool]
     folder = model_folder()
     manifest = json.loads((folder / "prunekit.json").read_text())
     manifest["interface"]["task"] = NAMES[0]
-    (folder / "prunekit.json").write_text(json.dumps(manifest))
-    with suppress(PrunekitError):  # where the manifest has a checksum, the change alone is refused
-        loaded = pk.load(folder)
-        with pytest.raises(PrunekitError, match=r"prunekit\.json: interface: task: .* name it yourself: --task NAME"):
-            pk.predict(loaded, "p.png")
+    (folder / "prunekit.json").write_text(json.dumps(with_checksum(manifest)))
+    loaded = pk.load(folder)
+    with pytest.raises(UsageError, match=r"prunekit\.json: interface: task: .* name it yourself: --task NAME"):
+        pk.predict(loaded, "p.png")
+    assert not ran()
+    (tmp_path / "mine.py").write_text("from prunekit.tasks.classification import IMAGE_CLASSIFICATION as found\n")
+    assert pk.predict(loaded, "p.png", task="mine.py:found").probabilities is not None
+
+
+def test_a_folder_names_no_code_for_its_exports(ran: Callable[[], bool], tmp_path: Path) -> None:
+    folder = model_folder()
+    model = pk.load(folder)
+    manifest = json.loads((folder / "prunekit.json").read_text())
+    for name in NAMES:
+        own = {"name": name, "zoo": "own", "arguments": {}}
+        (folder / "prunekit.json").write_text(json.dumps(with_checksum(manifest | {"build": own})))
+        source = ExportSource(model, (torch.randn(1, 3, 8, 8),), folder_interface(folder), folder=folder)
+        assert build_of(source) is None
+        for form in ("standalone", "hub"):
+            with suppress(Exception):
+                FORMATS.get(form).write(source, tmp_path / form)
         assert not ran()
-        (tmp_path / "mine.py").write_text("from prunekit.tasks.classification import IMAGE_CLASSIFICATION as found\n")
-        assert pk.predict(loaded, "p.png", task="mine.py:found").probabilities is not None
+
+
+DOORS = {
+    "__init__.py: __getattr__": "a table of its own",
+    "channels/rules/__init__.py: ": "the modules of a folder of the package",
+    "channels/rewrite/source_rewriter.py: _compiled": "the source of a model's own class",
+    "data/user_data.py: load_own": "--data, typed",
+    "distributed/process_group.py: from_main": "a value of another process of the same job",
+    "formats/folders/builders.py: _own": "--model, typed; a manifest's build is of a zoo, see `build_of`",
+    "formats/folders/bundled_source.py: importable_module": "the module of a class that is loaded",
+    "formats/folders/bundled_source.py: _source": "the module of a class that is loaded",
+    "formats/hub.py: _loaded": "--model, typed; a manifest's build is of a zoo, see `build_of`",
+    "formats/standalone.py: imported": "the file that was just written",
+    "jobs/export/quantize_export.py: quantize_export": "a table of its own",
+    "jobs/run/job_inputs.py: job_model": "--model, typed",
+    "jobs/run/job_inputs.py: dense_of": "--model, typed",
+    "jobs/run/job_inputs.py: job_optimizer": "--optimizer, typed",
+    "jobs/run/model_pair.py: build_dense": "--model, typed",
+    "jobs/run/model_pair.py: _load_dense": "--model, typed",
+    "jobs/run/model_sources.py: _from_folder": "--model, typed",
+    "jobs/run/model_sources.py: _from_factory": "--model, typed",
+    "jobs/run/results.py: RunResult.model": "the factory that the run was called with",
+    "known_names.py: _lazily": "a table of its own",
+    "measure/latency/worker_process.py: WorkerProcess.ask": "the answer of a process of its own, in a private folder",
+    "measure/latency/worker_process.py: _read": "the question of the process that started it, in a private folder",
+    "measure/latency/worker_process.py: serve": "the question of the process that started it, in a private folder",
+    "models/zoo.py: package": "a table of its own",
+    "models/zoo.py: load_factory": "--model, typed",
+    "models/zoo.py: load_with_example": "--model, typed",
+    "utils/registry.py: Registry._load": "the modules that register built-in objects",
+    "utils/registry.py: Registry.reload": "`load_object`, which refuses what a file gave",
+    "utils/user_code.py: run_factory": "`load_object`, which refuses what a file gave",
+    "utils/user_code.py: _import": "`load_object`, which refuses what a file gave",
+}
+"""Functions that import, unpickle or run what is no constant, and why no file's text gets there."""
+RUNNING = {
+    "import_module", "__import__", "load_object", "run_factory", "load_factory", "load_with_example", "exec_module",
+    "run_path", "run_module", "resolve_name", "Unpickler", "exec", "eval", "compile",
+}  # fmt: skip
+BUILT_IN = {"exec", "eval", "compile", "__import__"}
+
+
+def running(node: ast.AST, name: str = "") -> Iterator[str]:
+    """Yield the name of the function around each call that runs code which is no constant."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{name}.{child.name}".strip(".") if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else name
+        if isinstance(child, ast.Call) and not (child.args and isinstance(child.args[0], ast.Constant)):
+            of_module = isinstance(child.func, ast.Attribute)
+            called = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
+            pickled = called in ("loads", "load") and ast.unparse(child.func).startswith("pickle.")
+            if pickled or (called in RUNNING and not (of_module and called in BUILT_IN)):
+                yield name
+        yield from running(child, inner)
+
+
+def test_every_way_from_text_to_code_is_known() -> None:
+    root = Path(pk.__file__).parent
+    found = {
+        f"{path.relative_to(root).as_posix()}: {name}"
+        for path in root.rglob("*.py")
+        for name in running(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == DOORS.keys()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -434,10 +435,24 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
     if settings is None:
         raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {manifest['build']!r}")
     quiet = {"init_weights": False} if (settings.zoo, settings.name) in SLOW_TO_START else {}
+    settings = replace(settings, arguments={**settings.arguments, **quiet})
+    _require_room(folder, settings)
     try:
-        return build_model(replace(settings, arguments={**settings.arguments, **quiet}), num_classes=None)
+        return build_model(settings, num_classes=None)
     except ModelError as error:
         raise ArtifactError(f"{folder / MANIFEST}: build: {error}") from error
+
+
+def _require_room(folder: Path, settings: ModelSettings) -> None:
+    """Raise unless the model that a folder's build names fits into memory, before any of it is allocated."""
+    size, free = 0, psutil.virtual_memory().available
+    with suppress(Exception), torch.device("meta"):  # a constructor that looks at its weights is not judged
+        size = sum(tensor.nbytes for _, tensor in named_tensors(build_model(settings, num_classes=None)))
+    if size > free:
+        raise ArtifactError(
+            f"{folder / MANIFEST}: build: the {settings.name} that it asks for takes {size:,} bytes, and {free:,} of "
+            f"memory are free: {settings.arguments!r:.200}"
+        )
 
 
 def _called(factory: Callable[[], Any]) -> Any:

@@ -37,6 +37,7 @@ from prunekit.formats.folders.model_file import (
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
+from prunekit.models.zoo import from_build
 from prunekit.reading.text_files import read_json
 from prunekit.utils.context import set_mode, without_gradients
 from prunekit.utils.files import require_checksum, sha256, with_checksum, write_json, write_text
@@ -234,12 +235,12 @@ def _own_module(builder: Builder) -> str:
 
 
 def build_of(source: ExportSource) -> Mapping[str, Any] | None:
-    """Return how the dense model is built, as the caller or the model folder says."""
+    """Return how the dense model is built: as the caller says, or by a zoo's name in the model folder, never code."""
     given = source.facts.get(BUILD)
     if isinstance(given, Mapping):
         return given
     build = read_manifest(source.folder).get("build") if source.folder is not None else None
-    return build if isinstance(build, Mapping) else None
+    return build if from_build(build) is not None else None
 
 
 def save_tensors(model: nn.Module, path: Path) -> dict[str, tuple[str, list[int]]]:

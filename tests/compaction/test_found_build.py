@@ -14,6 +14,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models.cifar import CifarResNet
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.tensors import gather
 
 
@@ -109,3 +110,12 @@ def test_parameters_that_a_folder_cannot_hold_are_named(tmp_path: Path) -> None:
     assert torch.equal(pk.load(folder, model=model)(x), result.model(x))
     with pytest.raises(ArtifactError, match=r"parts\.0\.\w+ is a parameter that the model does not register"):
         pk.load(folder, model=Hidden)
+
+
+def test_a_build_that_does_not_fit_into_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = pk.prune(CifarResNet(8, num_classes=3).eval(), torch.randn(1, 3, 32, 32), channels=0.5)
+    settings = ModelSettings("resnet8", "cifar", arguments={"num_classes": 10**12})
+    folder = pk.save(result, tmp_path / "small", build=settings)
+    with pytest.raises(ArtifactError, match=r"build: the resnet8 that it asks for takes 260,.* bytes, and .* free"):
+        pk.load(folder)
