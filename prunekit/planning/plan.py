@@ -18,26 +18,21 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep, Lock, SizeAttribute, group_labels
-from prunekit.channels.cut.kept_state import KeptState
+from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
-from prunekit.channels.depth.branch import Branch, Branches, BranchLock, ModuleBody
-from prunekit.channels.joint_labels import NOT_JOINT
-from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
-from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
+from prunekit.channels.depth.branch import Branch
+from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError
-from prunekit.models.bitmask import pack_bits, unpack_bits
+from prunekit.models.bitmask import pack_bits
+from prunekit.planning.stored_plan import FORMAT, PACKED_FORMAT, from_files
 from prunekit.reading.text_files import read_json
 from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, require_checksum, sha256, with_checksum, write_text
-from prunekit.utils.inputs import InputSpec
-from prunekit.utils.outputs import ReadOutputs
 
-FORMAT, PACKED_FORMAT = 1, 2
-"""The second is of plans with masks of single weights, as packed bits, which older versions would not find."""
 SHOWN = 10
 """Blocks that are gone, of which the names are shown."""
 
@@ -411,97 +406,13 @@ def load_plan(folder: StrPath) -> Plan:
     if not path.is_file() or sha256(path) != text.get("sha256"):
         raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")
     try:
-        tensors = load_file(path)
+        parts = from_files(text, load_file(path))
+        plan = Plan(parts.channel_map, parts.keep, parts.provenance, parts.element_masks)
+        plan.channel_map.layer_macs(plan.keep)
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
-    try:
-        masks = _read_element_masks(text, tensors)
-        return Plan(_read_map(text, tensors), tensors["keep"], dict(text["provenance"]), masks)
-    except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
-        raise ArtifactError(
-            f"{folder / 'plan.json'}: not as prunekit writes it ({type(error).__name__}: {error}); make the plan again"
-        ) from error
-
-
-def _read_element_masks(text: dict[str, Any], tensors: Mapping[str, Labels]) -> dict[str, torch.Tensor]:
-    """Return the masks of single weights: packed bits, or, in plans of format 1, one byte for each weight."""
-    if text["format"] == FORMAT:
-        prefix = "element/"
-        old = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        return {name: torch.from_numpy(value) for name, value in old.items()}
-    masks = {}
-    for name, shape in text["element_masks"].items():
-        try:
-            masks[name] = torch.from_numpy(unpack_bits(tensors[f"bits/{name}"], shape))
-        except ValueError as error:
-            raise ValueError(f"element_masks: {name}: {error}") from error
-    return masks
-
-
-def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
-    shapes = {name: tuple(shape) for name, shape in text["shapes"].items()}
-    labels = {
-        name: tuple(tensors.get(f"labels/{name}/{axis}") for axis in range(len(shape)))
-        for name, shape in shapes.items()
-    }
-    n_labels = int(tensors["keep"].size)
-    joint = tensors.get("joint", NOT_JOINT)
-    return ChannelMap(
-        labels=labels,
-        shapes=shapes,
-        n_labels=n_labels,
-        groups=group_labels(labels, n_labels, joint),
-        locks=tuple(Lock(*lock) for lock in text["locks"]),
-        activations={
-            (p, kind, int(n)): tensors[f"activation/{i}"] for i, (p, kind, n) in enumerate(text["activations"])
-        },
-        mac_terms=tuple(
-            MacTerm(module, operator, constant, tuple(tensors[f"macs/{i}/{j}"] for j in range(count)))
-            for i, (module, operator, constant, count) in enumerate(text["macs"])
-        ),
-        source=None,
-        norms={
-            path: ChannelNorm(*_read_axes(f"norm/{i}", inputs, outputs, tensors))
-            for i, (path, inputs, outputs) in enumerate(text.get("norms", []))
-        },
-        blocks={
-            path: NarrowBlock(*_read_axes(f"block/{i}", inputs, outputs, tensors), tensors[f"block/{i}"])
-            for i, (path, inputs, outputs) in enumerate(text.get("blocks", []))
-        },
-        sizes=tuple(
-            SizeAttribute(path, name, position, tensors[f"size/{i}"], tensors.get(f"order/{i}"), bool(whole))
-            for i, (path, name, position, *whole) in enumerate(text.get("sizes", []))
-        ),
-        joint=joint,
-        divided=frozenset((name, axis) for name, axis in text.get("divided", [])),
-        multiples=tuple(
-            WidthMultiple(tensors[f"multiple/{i}"], number, least)
-            for i, (number, least) in enumerate(text.get("multiples", []))
-        ),
-        stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
-        inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
-        read=ReadOutputs.from_text(text.get("outputs", {})),
-        branches=_read_branches(text, tensors),
-        state=KeptState(
-            {
-                (path, name, index): tuple(tensors.get(f"state/{i}/{j}") for j in range(axes))
-                for i, (path, name, index, axes) in enumerate(text.get("state", []))
-            },
-            frozenset((path, name) for path, name in text.get("remade", [])),
-        ),
-    )
-
-
-def _read_branches(text: dict[str, Any], tensors: dict[str, Labels]) -> Branches:
-    found = []
-    for i, known in enumerate(text.get("branches", [])):
-        parts = tuple(tensors[f"branch/{i}/{j}"] for j in range(known["parts"]))
-        found.append(Branch.from_json(known, parts, tensors[f"branch/{i}/last"]))
-    bodies = [ModuleBody.from_json(known) for known in text.get("bodies", [])]
-    locks = tuple(BranchLock(name, reason) for name, reason in text.get("branches_stay", []))
-    return Branches(tuple(found), {body.module: body for body in bodies}, locks)
-
-
-def _read_axes(key: str, inputs: list[int], outputs: list[int], tensors: Mapping[str, Labels]) -> tuple[Axes, Axes]:
-    axes = tuple((axis, tensors[f"{key}/{j}"]) for j, axis in enumerate([*inputs, *outputs]))
-    return axes[: len(inputs)], axes[len(inputs) :]
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, PlanError) as error:
+        told = str(error) if isinstance(error, (ValueError, PlanError)) else f"{type(error).__name__}: {error}"
+        text_file = folder / "plan.json"
+        raise ArtifactError(f"{text_file}: not as prunekit writes it ({told}); make the plan again") from error
+    return plan

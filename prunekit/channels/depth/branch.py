@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.fused_modules import is_inside
 
+MOST_RESULTS = 1000
+"""Entries of a tuple that a module returns."""
 Step = tuple[Any, ...]
 """One step of a module's own code: a kind, what it runs, and the numbers of the values that it reads.
 
@@ -57,6 +59,8 @@ class Replacement:
         if not isinstance(bias, str | None):
             raise TypeError(f"expected the name of a tensor, got {bias!r}")
         place = None if place is None else (int(place[0]), int(place[1]))
+        if place is not None and not 0 <= place[0] < place[1] <= MOST_RESULTS:
+            raise ValueError(f"expected a place among at most {MOST_RESULTS} results, got {place}")
         empty = None if empty is None else int(empty)
         return cls(str(module), bool(constant), bias, tuple(map(int, shape)), place, empty, bool(as_input))
 
@@ -83,7 +87,12 @@ class ModuleBody:
     def from_json(cls, found: Any) -> ModuleBody:
         """Return the code of JSON values; raises ValueError or TypeError if they are none."""
         module, steps, result = found
-        return cls(str(module), tuple(_step(step) for step in steps), int(result))
+        body = cls(str(module), tuple(_step(step) for step in steps), int(result))
+        values = [(value, index) for index, step in enumerate(body.steps) for value in read_by(step)]
+        for value, last in (*values, (body.result, len(body.steps))):
+            if type(value) is not int or not 0 <= value <= last:
+                raise ValueError(f"expected the number of a value that is there, up to {last}, got {value!r:.50}")
+        return body
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +155,9 @@ class Branch:
         rest = {key: tuple(found[key]) for key in ("layers", "steps", "small")}
         presence = min(parts, key=len)
         name, body = found["name"], found["body"]
+        texts = (name, *rest["layers"], *rest["small"], *(() if body is None else (body,)))
+        if not all(isinstance(text, str) for text in texts) or not all(type(step) is int for step in rest["steps"]):
+            raise TypeError(f"expected names of modules and tensors, and numbers of steps, got {texts!r:.99}")
         return cls(name, np.concatenate(parts), presence, parts, last, replacements, body=body, **rest)
 
     def loses(self, name: str) -> bool:
@@ -217,6 +229,8 @@ def _step(step: Any) -> Step:
         or not step
         or not isinstance(step[0], str)
         or ARITY.get(step[0]) != len(step)
+        or (step[0] not in ("add", "mul") and not isinstance(step[1], str))
+        or (step[0] == "function" and not isinstance(step[2], (list, tuple)))
     ):
         raise ValueError(f"expected a step, got {step!r}")
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in step)
