@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from prunekit.distributed.launcher import launched, local_rank
+from prunekit.distributed.shared_values import packed, unpacked
 from prunekit.errors import PeerError, RunError
 
 if TYPE_CHECKING:
@@ -228,14 +228,14 @@ def from_main(make: Callable[[], T]) -> T:
     key = f"value/{shared.add(f'turn/{rank()}', 1)}"
     if is_main():
         value = make()
-        shared.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are text to torch's stubs
+        shared.set(key, packed(value))  # type: ignore[arg-type]  # bytes are text to torch's stubs
         return value
     nap = 0.001
     while not shared.check([key]):
         require_no_failure()
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_NAP_S)
-    found: T = pickle.loads(shared.get(key))
+    found: T = unpacked(shared.get(key))
     return found
 
 
