@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
+from prunekit.formats.pt2_archive import archive_file
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
     Array,
@@ -137,8 +138,8 @@ class InductorQuantizer(Quantizer):
     def _save(self, program: Any) -> Path:
         self._number += 1
         path = self._folder / f"{self._number}.pt2"
-        with _quietly():
-            torch.export.save(program, path)
+        with _quietly(), archive_file(path) as stream:
+            torch.export.save(program, stream)
         return path
 
     def quantize(self, way: str, layers: frozenset[str]) -> Path:
@@ -189,9 +190,10 @@ class InductorQuantizer(Quantizer):
 
     def compile(self, file: Path, package: Path) -> None:
         """Write the AOTInductor package of a program; weights are constants, which int8 kernels need."""
-        with _quietly(), torch.no_grad(), torch._inductor.config.patch(freezing=True):
+        freezing = torch._inductor.config.patch(freezing=True)
+        with _quietly(), torch.no_grad(), freezing, archive_file(package) as stream:
             try:
-                torch._inductor.aoti_compile_and_package(torch.export.load(file), package_path=str(package))
+                torch._inductor.aoti_compile_and_package(torch.export.load(file), package_path=stream)
             except Exception as error:  # of the compilers
                 reraise_shortage(error)
                 name = type(self._model).__name__

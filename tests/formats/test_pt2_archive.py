@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision  # registers operators that read and write files
+from click.testing import CliRunner
 from exporting import Convolutions, source_of, write
 from torch import Tensor, nn
 from torch.nn import functional
 
 import prunekit as pk
+from prunekit.cli import cli
 from prunekit.errors import ArtifactError, RunError
 from prunekit.formats.exported_model import open_exported
 from prunekit.formats.format import FORMATS, ExportOptions
@@ -220,7 +223,12 @@ def test_operators_that_touch_files_run_only_where_it_is_allowed(tmp_path: Path)
     with pytest.raises(ArtifactError, match="allow_code=True"):
         open_exported(file)(torch.zeros(1, 4))
     assert pk.interface(file).inputs[0].shape == (1, 4), "no code is run for it"
+    np.save(tmp_path / "x.npy", np.zeros((1, 4), np.float32))
+    refused = CliRunner().invoke(cli, ["predict", str(file), str(tmp_path / "x.npy")])
+    assert (refused.exit_code, "image.write_file" in refused.stderr) == (1, True)
     assert not place.exists()
+    assert CliRunner().invoke(cli, ["predict", str(file), str(tmp_path / "x.npy"), "--allow-code"]).exit_code == 0
+    place.unlink()
     assert pk.predict(file, torch.zeros(1, 4), allow_code=True).outputs["output"].shape == (1, 2)
     assert place.read_bytes() == b"any bytes"
 
