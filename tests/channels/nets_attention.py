@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -188,3 +189,41 @@ class HeadsInTheBatch(nn.Module):
 @case("inner.weight", "v.weight")
 def heads_folded_into_the_batch() -> Case:
     return HeadsInTheBatch(), tokens()
+
+
+def scaled_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as a function of no module, whose scale is a number made of a width."""
+    return (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).softmax(-1) @ v
+
+
+class OutsideOfMethods(Attention):
+    """The same attention in functions, where no number can be kept as it is: whole heads may go."""
+
+    def __init__(self, static: bool) -> None:
+        super().__init__(3, 4)
+        self.attend = self.attention if static else scaled_attention
+        self.heads = 3
+
+    @staticmethod
+    def in_heads(x: Tensor, heads: int) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)
+
+    @staticmethod
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        width = q.shape[-1]
+        return (q @ k.transpose(-2, -1) * width**-0.5).softmax(-1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        q, k, v = (self.in_heads(part(x), self.heads) for part in (self.q, self.k, self.v))
+        return self.out(x + self.o(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+
+
+@case("inner.weight", "q.weight")
+def attention_in_static_methods() -> Case:
+    return OutsideOfMethods(static=True), tokens()
+
+
+@case("inner.weight", "q.weight")
+def attention_in_a_function_of_no_module() -> Case:
+    return OutsideOfMethods(static=False), tokens()

@@ -58,6 +58,7 @@ DIVIDES = (
     "what it is computed from is divided by zero where a channel is removed: add an eps to the divisor, or prune "
     "before such a factor is put on, or after it is merged into the weight"
 )
+SCALING = frozenset({"aten.mul", "aten.div"})
 AGAIN = 4
 """How often the Python of modules of one class may fail before all of their channels are locked."""
 KEEPS_CLASS = "plain_classes keeps its class as it is"
@@ -391,7 +392,8 @@ class _PlanOnTrial:
         culprit = operators.get(divergence.key) if divergence.operator else None
         if culprit is not None:
             before = run.operators[: run.operators.index(culprit) + 1]
-            candidates = [[operator] for operator in reversed(before[-1:] if there else before)]
+            summed = [] if again or not isfinite(divergence.difference) else self._summed_before(culprit, run)
+            candidates = [summed, *([operator] for operator in reversed(before[-1:] if there else before))]
         else:
             inside = [operator for operator in run.operators if operator.module == divergence.module]
             parts = [[operator] for operator in within(divergence.module, run)]
@@ -415,6 +417,20 @@ class _PlanOnTrial:
                 call = None if culprit is None else culprit.module_call
                 return LockRecord(reason, divergence.module, divergence.operator, labels, only=part, call=call)
         return None
+
+    def _summed_before(self, culprit: TracedOperator, run: TracedRun) -> list[TracedOperator]:
+        """Return the operator whose sums over positions in heads a number multiplies; none of other operators.
+
+        The number may be made of the width of a head, as attention's scale is, in a function that cannot be rewritten:
+        whole heads may go then.
+        """
+        operator = culprit if culprit.name.removesuffix("_") in SCALING else None
+        lost = None
+        while operator is not None and lost is None:
+            lost = self._lost(self.channel_map.traced.final[_labels_at([operator])])
+            made_by = [number for number in operator.reads if number >= 0]
+            found, operator = operator, run.operators[made_by[0]] if len(made_by) == 1 else None
+        return [found] if lost == Removal.POSITIONS and found is not culprit else []
 
     def locks_before(self, divergence: Divergence, run: TracedRun) -> list[LockRecord]:
         """Return locks at the last operator that a failed one reads from and that prunes, in all modules of a class."""
