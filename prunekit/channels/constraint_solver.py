@@ -123,15 +123,17 @@ def _lock_unused(trace: Trace, axes: LabeledAxes, union: LabelUnion) -> list[Loc
 
 
 def _lock_beside(trace: Trace, axes: LabeledAxes, union: LabelUnion, unread: list[int]) -> list[LockRecord]:
-    """Lock axes of tensors that are read, of the size of one that is not, in a layer of the model's own.
+    """Lock axes of tensors that are read, of the size of one that is not, in a layer whose train mode does not run.
 
-    Its Python has another way to compute, in which these meet.
+    Its Python has another way to compute, in which these meet. Where both modes ran, no mode reads the tensor.
     """
     model, missing = trace.model(), set(unread)
     sizes: dict[str, set[int]] = {}
     for index in unread:
         sizes.setdefault(axes.modules[index], set()).add(axes.axes[index].size)
-    own = {path for path in sizes if not is_layer_of_torch(model.get_submodule(path))}
+    trained = {run.example for run in trace.runs if run.training}
+    asking = set[str]().union(*(run.asks_mode for run in trace.runs if run.example not in trained))
+    own = {path for path in sizes if path in asking and not is_layer_of_torch(model.get_submodule(path))}
     beside = [i for i, path in enumerate(axes.modules) if path in own and i not in missing]
     records = []
     for index in beside:

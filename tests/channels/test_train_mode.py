@@ -157,3 +157,22 @@ def test_what_is_beside_an_unread_tensor_stays_with_it() -> None:
     result.model.eval()[0].told = True
     result.model(torch.randn(2, 6))
     result.model.train()(torch.randn(8, 6))
+
+
+class Optional(nn.Module):
+    """Has a parameter that neither mode uses, as of a variant that was not chosen."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.step = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.ones(outputs, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.dropout(x, 0.1, self.training), self.weight)
+
+
+def test_what_no_mode_reads_stays_alone() -> None:
+    model = nn.Sequential(Optional(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    small = pk.prune(model, torch.randn(4, 6), channels=0.5).model
+    assert small[0].weight.shape == (8, 6)
+    assert small[0].step.shape == (16, 1)
+    small.train()(torch.randn(2, 6)).sum().backward()
