@@ -287,7 +287,11 @@ def _code_of_text(text: str, key: str) -> str:
     if key in ("expr_str", "guards_code"):
         return "" if is_arithmetic(text) else f"it has the expression {text[:LONGEST_TEXT]!r}"
     if key in ("in_spec", "out_spec"):
-        return "" if _is_nesting(text) else "the classes of its arguments name code to import"
+        return (
+            ""
+            if _is_nesting(text)
+            else f"its arguments are nested in more than tuples, lists and dictionaries: {text[:200]}"
+        )
     known = {"target": TARGET, "as_operator": TARGET, "type": DEVICE}.get(key, PATH if key in PATHS else NAME)
     if known.fullmatch(text) or (key == "as_float" and text in INFINITE):
         return ""

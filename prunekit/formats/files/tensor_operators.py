@@ -15,7 +15,7 @@ from typing import Any
 from prunekit.utils.private_torch import operator_schema
 
 OPERATOR = re.compile(r"torch\.ops\.(?P<namespace>[a-z]\w*)\.(?P<name>\w+)(\.(?P<overload>\w+))?", re.ASCII)
-NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
+NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed", "transformers"})
 """Namespaces of tensor operators. Operators of others are refused, whatever they take."""
 HIGHER_ORDER = frozenset({
     "associative_scan", "cond", "map_impl", "scan", "tag_activation_checkpoint", "while_loop", "wrap_with_autocast",
