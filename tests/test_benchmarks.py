@@ -68,6 +68,17 @@ def run(script: str, *arguments: str) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
+@pytest.mark.parametrize("reader", ["archives of images (.npz)", "runs to resume"])
+def test_damaged_files_are_counted_by_what_became_of_them(reader: str, tmp_path: Path) -> None:
+    done = run("fuzz.py", "--only", reader, "--inputs", "12", "--at", str(tmp_path / "at.json"))
+    row = json.loads(done.stdout)
+    assert row["reader"] == reader
+    assert row["inputs"] == row["loaded"] + row["refused"] == 12
+    assert row["loaded"] > 0
+    assert row["refused"] > 0
+    assert row["faults"] == []
+
+
 @pytest.mark.slow
 def test_one_object_a_line() -> None:
     done = run("hooks.py", "--json", "--only", "mask/inference", "--rounds", "2")
