@@ -2,10 +2,10 @@
 
 Each reader has sound files (`fuzz_readers.py`). One at a time is damaged: bytes cut, flipped, doubled or replaced;
 values of other types, absent, renamed or deep; arrays of other shapes and dtypes; parts of archives changed and packed
-again, and checksums made right again, which else would hide what lies behind them. The reader then reads all of them and
-uses what it read to the end. `loaded` counts the inputs that were taken, `refused` those that ended in an error of
-prunekit's own with a message that can be printed; any other error, a crash, or more than `--limit` seconds is `unclean`.
-The same seed gives the same inputs. A reader runs in a process of its own, on one thread.
+again, and checksums made right again, which else would hide what lies behind them. The reader then reads all of them,
+and uses what it read to the end. `loaded` counts the inputs that were taken, `refused` those that ended in an error of
+prunekit's own with a message that can be printed; any other error, a crash, or more than `--limit` seconds is
+`unclean`. The same seed gives the same inputs. A reader runs in a process of its own, on one thread.
 
     python benchmarks/fuzz.py [--readers A,B] [--inputs 600] [--seed 0] [--limit 20] [--json] [--keep]
 """

@@ -108,7 +108,7 @@ def plans(folder: Path) -> Sound:
 
 def _sign(text: Path, tensors: Path, key: str = "sha256") -> None:
     """Puts the checksum of a file into another, as far as that is still JSON."""
-    with suppress(ValueError, AttributeError, TypeError, RecursionError):
+    with suppress(ValueError, AttributeError, TypeError, LookupError, RecursionError):
         known = json.loads(text.read_bytes())
         if isinstance(known[key], dict):
             known[key][tensors.name] = sha256(tensors)

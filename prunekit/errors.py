@@ -162,9 +162,19 @@ def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: s
 
 def reason_of(error: BaseException) -> str:
     """Return the type of an error and the first line of its message; in TorchScript the line that tells what failed."""
-    lines = str(error).splitlines() or [""]
+    lines = [printable(line) for line in str(error).splitlines()] or [""]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): \S", line)]
     return raised[-1] if raised and is_of_torchscript(error) else f"{type(error).__name__}: {lines[0]}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def printable(text: str) -> str:
+    """Return a text with all signs escaped that cannot be printed, which libraries take over from a damaged file."""
+    return text if text.isprintable() else "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def is_of_torchscript(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.errors import DataError, PrunekitError, UsageError, cut_short, reraise_shortage
+from prunekit.errors import DataError, PrunekitError, UsageError, cut_short, first_line, reraise_shortage
 from prunekit.reading.text_files import read_json, read_text, shown
 
 FILE = "tokenizer.json"
@@ -136,7 +136,7 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise
     except BaseException as error:  # it raises plain exceptions, and where it panics what is no `Exception`
         reraise_shortage(error)
-        reason = cut_short(ascii(str(error).strip() or type(error).__name__)[1:-1])
+        reason = cut_short(first_line(error))
         raise DataError(
             f"{shown(path)}: expected a tokenizer as the package tokenizers writes it, but: {reason}"
         ) from error

@@ -423,6 +423,9 @@ def _ready(
 def _read_inputs(target: InputModel, path: Path) -> tuple[Any, ...]:
     """Return the inputs in a file as an example: by the names of the model's inputs, or its only input."""
     arrays = _tensors_in(path)
+    flat = next((name for name, tensor in arrays.items() if not tensor.dim()), None)
+    if flat is not None:
+        raise DataError(f"{shown(path)}: {shown(flat)}: expected samples on the first axis, got one number")
     known = {spec.name: spec for spec in target.interface.inputs} if target.interface else {}
     names = list(known) or parameter_names(target.model)
     if len(arrays) == 1 and (len(known) == 1 or next(iter(arrays)) not in names):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.errors import ModelError, reraise_shortage
+from prunekit.errors import ModelError, first_line, reraise_shortage
 from prunekit.models.bitmask import read_tensors
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath
@@ -124,9 +124,8 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError, SafetensorError: a file that cannot be used
         reraise_shortage(error)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{path}: expected a state dict of tensors, but {reason}; pickled objects are never loaded: "
+            f"{path}: expected a state dict of tensors, but {first_line(error)}; pickled objects are never loaded: "
             "save model.state_dict()"
         ) from error
 

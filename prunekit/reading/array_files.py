@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 from safetensors import safe_open
 
-from prunekit.errors import ArtifactError, PrunekitError, cut_short, reraise_shortage
+from prunekit.errors import ArtifactError, PrunekitError, cut_short, first_line, reraise_shortage
 from prunekit.reading.text_files import require_file, shown
 
 if TYPE_CHECKING:
@@ -178,5 +178,5 @@ def _reading(read: Callable[[], _T], path: Path, expected: str, raises: type[Pru
         raise
     except Exception as error:  # zipfile, zlib, struct, tokenize, OSError, ValueError, EOFError, SafetensorError
         reraise_shortage(error)
-        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise raises(f"{shown(path)}: expected {expected}, but: {reason}") from error

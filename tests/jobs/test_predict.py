@@ -206,6 +206,12 @@ def test_arrays_that_are_no_tensors_are_named(tmp_path: Path, dtype: str) -> Non
         pk.predict(nn.Linear(4, 2), tmp_path / "x.npz")
 
 
+def test_one_number_is_no_samples(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", left=np.ones((2, 4), np.float32), right=np.array(1.0, np.float32))
+    with pytest.raises(DataError, match=r"x.npz: right: expected samples on the first axis, got one number"):
+        pk.predict(Two(), tmp_path / "x.npz")
+
+
 def test_arrays_of_the_other_byte_order_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(8.0).reshape(2, 4).astype(">f4"))
     model = nn.Linear(4, 2)

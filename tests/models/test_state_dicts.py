@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,15 @@ def test_damaged_weights_are_loaded_or_refused(tmp_path: Path) -> None:
             load_weights(model, path)
 
         assert unclean(read_bytes, damaged_bytes(path.read_bytes(), 100, seed=0)) == []
+
+
+def test_what_a_damaged_file_says_can_be_printed(tmp_path: Path) -> None:
+    """A message of torch that quotes bytes of the file, here a name of a byte order with a zero in it."""
+    torch.save(small(0).state_dict(), tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as sound, zipfile.ZipFile(tmp_path / "w.pt", "w") as damaged:
+        for name in sound.namelist():
+            damaged.writestr(name, b"lit\0\x1b[31m" if name.endswith("byteorder") else sound.read(name))
+    with pytest.raises(ModelError, match="expected a state dict of tensors, but") as caught:
+        load_weights(small(1), tmp_path / "w.pt")
+    assert "lit" in str(caught.value)
+    assert str(caught.value).isprintable()

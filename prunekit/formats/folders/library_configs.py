@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.errors import first_line
 from prunekit.formats.folders.builders import Builder, builders
 from prunekit.models.interface import ModelInterface
 from prunekit.models.library_config import ConfigSearch, quiet_library, shapes_of, whole_numbers
@@ -245,7 +246,7 @@ def _differs(
         loaded = set_mode(load(str(folder)), False)
         found = gather(without_gradients(lambda: call(loaded, example)))
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].replace(str(folder), "the folder")
+        first = first_line(error).replace(str(folder), "the folder")
         return f"loading it raises {type(error).__name__}: {first}"
     expected = gather(without_gradients(lambda: call(model, example)))
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:

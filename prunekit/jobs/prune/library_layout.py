@@ -18,7 +18,7 @@ from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.equal_widths import EqualWidths, Family, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.compaction.compact_model import compact
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.formats.folders.included_parts import without_values
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.models.library_config import (
@@ -369,7 +369,7 @@ class _Calls:
                 with torch.no_grad():
                     found = [gather(built(*given, **by_name)) for given, by_name in self.arguments]
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = first_line(error)
             return f"it raises {type(error).__name__}: {first}"
         for ours, theirs in zip(self.results, found, strict=True):
             if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:

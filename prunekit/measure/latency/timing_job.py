@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prunekit.channels.tracing.storages import plain_in
-from prunekit.errors import VerificationError
+from prunekit.errors import VerificationError, first_line
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.machine import Load, clock_mhz
 from prunekit.measure.latency.peak_memory import PeakMemory
@@ -232,5 +232,5 @@ def output_tensors(output: Any) -> list[Tensor]:
 
 def error_line(error: Exception) -> str:
     """Return why a setting failed, in one line."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     return text if isinstance(error, VerificationError) else f"{type(error).__name__}: {text}"
