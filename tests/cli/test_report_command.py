@@ -116,7 +116,7 @@ def test_damaged_tables_are_left_out_and_named(tmp_path: Path) -> None:
     result = run(str(folder))
     assert result.exit_code == 1
     assert "history.csv: expected a CSV table" in result.stderr
-    assert "recipe.yaml: expected text in UTF-8" in result.stderr
+    assert "recipe.yaml:1: expected text in UTF-8" in result.stderr
     assert "This run has no training history." in (folder / "report.html").read_text(encoding="utf-8")
 
 

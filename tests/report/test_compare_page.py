@@ -127,6 +127,14 @@ def test_runs_without_measurements_of_time_have_a_page(make: Make, tmp_path: Pat
     assert "not verified" in html
 
 
+def test_figures_of_other_types_are_named_with_their_runs(make: Make, three: list[Path], tmp_path: Path) -> None:
+    odd = make("odd")
+    found = json.loads((odd / "metrics.json").read_text())
+    (odd / "metrics.json").write_text(json.dumps({**found, "accuracy": {"pruned": 3}}))
+    with pytest.raises(ArtifactError, match=r"odd.*: figures that are not as prunekit writes them .*of each run what"):
+        write_comparison([odd, three[1]], tmp_path / "page.html")
+
+
 @pytest.mark.parametrize("state", ["running", "failed"])
 def test_a_run_that_has_not_finished_is_refused(make: Make, three: list[Path], tmp_path: Path, state: str) -> None:
     part, analysis = make("part"), make("analysis")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from mutants import changed_json, unclean
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
@@ -21,7 +23,7 @@ from prunekit.report import measurement_notes
 from prunekit.report.figures.charts import curves
 from prunekit.report.headline import blocks, clamped, compared, masked, sentence, tiles
 from prunekit.report.measurement_notes import how
-from prunekit.report.pages.run_page import again, write_report
+from prunekit.report.pages.run_page import again, missing, write_report
 from prunekit.report.run_data import read_run
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -498,3 +500,48 @@ def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:
     )
     assert "Some CPU, 2 cores, clock 2600 then 1800 MHz" in page
     assert "1.5 cores busy (python 1.5)" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("metrics.json", "latency", [3], "metrics.json"),
+        ("metrics.json", "accuracy", {"dense": 3}, "metrics.json"),
+        ("metrics.json", "pruned", [1, 2], "metrics.json"),
+        ("metrics.json", "speedup", "fast", "metrics.json"),
+        ("status.json", "state", ["finished"], None),
+        ("environment.json", "torch", 3, None),
+    ],
+)
+def test_values_of_other_types_are_named_and_the_rest_is_shown(
+    name: str, key: str, value: object, says: str | None, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", groups=2, only=())
+    found = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**found, key: value}))
+    said: list[str] = []
+    page = write_report(run, whole=False, log=said.append)
+    assert "<html" in page.read_text()
+    assert says is None or any("not as prunekit writes" in each for each in said)
+
+
+def test_a_table_of_text_in_place_of_numbers_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", groups=2, only=("history",))
+    table = (run / "history.csv").read_text().splitlines()
+    (run / "history.csv").write_text("\n".join([table[0], ",".join(["x"] * len(table[0].split(",")))]))
+    said: list[str] = []
+    page = write_report(run, whole=False, log=said.append)
+    assert any("not as prunekit writes" in each for each in said)
+    assert said[0] in html.unescape(page.read_text())
+
+
+@pytest.mark.slow
+def test_mutants_of_figures_are_shown_or_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", groups=2, only=())
+
+    def read(mutant: bytes) -> None:
+        (run / "metrics.json").write_bytes(mutant)
+        write_report(run, whole=False)
+        missing(run)
+
+    assert unclean(read, changed_json(metrics(), 200, seed=50)) == []

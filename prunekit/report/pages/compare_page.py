@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prunekit.errors import UsageError
+from prunekit.errors import ArtifactError, PrunekitError, UsageError, reason_of
 from prunekit.measure.latency.row_text import dtype_text, setting_text, unstable_mark
 from prunekit.report.figures.pareto import (
     MACHINE_KEYS,
@@ -48,6 +48,19 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         UsageError: a run has not finished or is of another kind, or the page cannot be written.
         ArtifactError: a folder is not there, or a file in it is damaged.
     """
+    try:
+        return _write(folders, page)
+    except PrunekitError:  # some are ValueErrors too
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        named = ", ".join(map(str, folders))
+        raise ArtifactError(
+            f"{named}: figures that are not as prunekit writes them ({reason_of(error)}); `prunekit report RUN` says "
+            "of each run what is damaged"
+        ) from error
+
+
+def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
     found = compared_runs([read_run(folder) for folder in folders])
     _require_finished(found)
     require_writable(page)

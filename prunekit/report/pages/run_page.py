@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from markupsafe import Markup
 
-from prunekit.errors import ArtifactError
+from prunekit.errors import ArtifactError, PrunekitError, reason_of
 from prunekit.reading.text_files import read_json
 from prunekit.report.headline import sentence, tiles
 from prunekit.report.rendering import rendered
@@ -75,11 +75,24 @@ def write_report(
         former = folder / FORMER
         if not former.exists():  # it may be the last place that has the figures
             target.rename(former)
-    write_text(target, _render(replace(run, page=target), state, sections, log))
+    shown = replace(run, page=target)
+    try:
+        html = _render(shown, state, sections, log, whole=whole)
+    except PrunekitError:
+        raise
+    except Exception as error:
+        if whole:
+            raise
+        name = figures_of(run)
+        reason = f"{folder / name}: not as prunekit writes it ({reason_of(error)}); the file is damaged"
+        log(reason)
+        bare = replace(shown, metrics={}, analysis={}, profile={}, damaged={**run.damaged, name: reason})
+        html = _render(bare, state, sections, log, whole=False)
+    write_text(target, html)
     return target
 
 
-def _render(run: Run, state: str | None, sections: Sequence[str], log: Log) -> str:
+def _render(run: Run, state: str | None, sections: Sequence[str], log: Log, *, whole: bool) -> str:
     kind, failed, values = figures_of(run), list[str](), dict[str, Any]()
     # Pages of other kinds have imports of their own, such as torch.
     if kind == "profile.json":
@@ -102,7 +115,7 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log) -> s
             "tiles": list(tiles(run.metrics)),
             "sentence": sentence(run.metrics),
             "again": again(run),
-            "sections": [part for part in _shown(ordered(sections), lambda one: one.html(run), note) if part],
+            "sections": [part for part in _shown(ordered(sections), lambda one: one.html(run), note, whole) if part],
         }
     return rendered(
         TEMPLATES[kind],
@@ -115,16 +128,18 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log) -> s
 
 
 def _shown(
-    sections: Iterable[Section], show: Callable[[Section], Part], instead: Callable[[str], Part]
+    sections: Iterable[Section], show: Callable[[Section], Part], instead: Callable[[str], Part], whole: bool
 ) -> Iterator[Part]:
-    """Yield what each section shows, or the replacement for a user's section that raised."""
+    """Yield what each section shows, or the replacement for a user's, or one of damaged files, that raised."""
     for section in sections:
         try:
             part = show(section)
         except Exception as error:
-            if section.name in SECTIONS.declared:
+            ours = section.name in SECTIONS.declared
+            if ours and whole:
                 raise
-            part = instead(f"Section {section.name!r} raised {type(error).__name__}: {error}; it is missing here")
+            why = "its files are not as prunekit writes them" if ours else "it is missing here"
+            part = instead(f"Section {section.name!r} raised {type(error).__name__}: {error}; {why}")
         yield part
 
 
@@ -250,7 +265,7 @@ def lines(metrics: Mapping[str, Any], folder: Path) -> list[str]:
     These are the lines of the sections of its page, shortfalls, and where the model and the report are.
     """
     run = Run(folder, metrics=dict(metrics))
-    said = _shown(ordered(), lambda section: section.text(run), lambda text: [text])
+    said = _shown(ordered(), lambda section: section.text(run), lambda text: [text], whole=True)
     return [
         *(line for part in said for line in part),
         *(f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]),
