@@ -226,7 +226,6 @@ DOORS = {
     "channels/rules/__init__.py: ": "the modules of a folder of the package",
     "channels/rewrite/source_rewriter.py: _compiled": "the source of a model's own class",
     "data/user_data.py: load_own": "--data, typed",
-    "distributed/process_group.py: from_main": "a value of another process of the same job",
     "formats/folders/builders.py: _own": "--model, typed; a manifest's build is of a zoo, see `build_of`",
     "formats/folders/bundled_source.py: importable_module": "the module of a class that is loaded",
     "formats/folders/bundled_source.py: _source": "the module of a class that is loaded",
