@@ -35,6 +35,7 @@ from prunekit.jobs.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
 from prunekit.models.interface import attached
+from prunekit.modes.public_call import public_call
 from prunekit.recipe.loading import load as load_recipe
 from prunekit.recipe.loading import own_overrides, with_overrides
 from prunekit.recipe.overrides import Overrides, as_texts
@@ -80,6 +81,7 @@ def job_of(
     return load_recipe(recipe, changes, allow_code=allow_code)
 
 
+@public_call
 def finetune(
     recipe: Recipe,
     overrides: Overrides = (),
@@ -134,6 +136,7 @@ def finetune(
         return run_finetuning(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
 
 
+@public_call
 def prune(
     recipe: Recipe,
     overrides: Overrides = (),
@@ -158,6 +161,7 @@ def prune(
         return prune_job(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
 
 
+@public_call
 def calibrate(
     recipe: Recipe,
     overrides: Overrides = (),
@@ -182,6 +186,7 @@ def calibrate(
         return run_calibration(job, log=log, progress=progress, own=own)
 
 
+@public_call
 def sensitivity(
     recipe: Recipe,
     overrides: Overrides = (),
@@ -209,6 +214,7 @@ def sensitivity(
         return analyze(job, measured=measured, groups=groups, log=log, progress=progress, own=own)
 
 
+@public_call
 def profile(
     recipe: Recipe,
     overrides: Overrides = (),
@@ -235,6 +241,7 @@ def profile(
         return profile_job(job, networks=networks, log=log, own=own)
 
 
+@public_call
 def export(
     model: nn.Module | ModelWithPlan | StrPath,
     example: Any = None,

@@ -16,6 +16,7 @@ ROOT = Path(prunekit.__file__).parent
 PAGE = ROOT / "guide" / "architecture.md"
 FLOORS = {
     "errors": 0, "utils": 0, "known_names": 0, "hooks": 0, "settings": 0, "distributed": 0, "reading": 0,
+    "modes": 0,
     "channels": 1,
     "data": 2, "models": 2, "statistics": 2, "tasks": 2,
     "criteria": 3,
@@ -36,6 +37,10 @@ WITHIN = {
     ("utils", "reading"),
     ("settings", "reading"),
     ("known_names", "utils"),
+    ("modes", "errors"),
+    ("modes", "utils"),
+    ("utils", "modes"),
+    ("hooks", "modes"),
     ("hooks", "errors"),
     ("hooks", "utils"),
     ("settings", "errors"),

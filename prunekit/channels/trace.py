@@ -50,10 +50,12 @@ from prunekit.channels.trial.interchangeable_axes import interchangeable_axes
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.modes.public_call import public_call
 from prunekit.utils.inputs import as_example
 from prunekit.utils.outputs import Outputs, ReadOutputs
 
 
+@public_call
 def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs | None = None) -> ChannelMap:
     """Run a model on an example and return its channel map; the model is not changed.
 

@@ -15,9 +15,11 @@ from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config, unsayable
 from prunekit.models.outputs import is_frozen
+from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 
 
+@public_call
 def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """Return a new, smaller model of the same class without the channels that a plan removes.
 

@@ -39,6 +39,7 @@ from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import tensor_problem
 from prunekit.models.zoo import as_build, build_model, from_build
+from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import ModelSettings
@@ -80,6 +81,7 @@ class ModelWithPlan(Protocol):
         ...
 
 
+@public_call
 def save(
     result: nn.Module | ModelWithPlan,
     folder: StrPath,
@@ -267,6 +269,7 @@ def folder_interface(folder: StrPath) -> ModelInterface:
     return read_interface(read_manifest(folder), str(Path(folder) / MANIFEST))
 
 
+@public_call
 def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
     """Load a compact model from its folder, in eval mode on the CPU.
 

@@ -23,6 +23,7 @@ from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs
+from prunekit.modes.public_call import public_call
 from prunekit.statistics.layers.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import as_example, call
@@ -46,6 +47,7 @@ class FoldedModel:
     max_relative_difference: float
 
 
+@public_call
 def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERANCE) -> FoldedModel:
     """Fold every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
 

@@ -20,6 +20,7 @@ from prunekit.errors import VerificationError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.latency.timing_job import TOLERANCES
 from prunekit.measure.verification import largest_difference
+from prunekit.modes.public_call import public_call
 from prunekit.utils.context import device_of, set_mode, training_mode
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import as_example, call
@@ -58,6 +59,7 @@ class SemiStructuredModel:
         return "; ".join(lines + [f"{listed(paths, 3)} dense: {reason}" for reason, paths in by_reason.items()])
 
 
+@public_call
 def semi_structured(model: nn.Module, example: Any) -> SemiStructuredModel:
     """Return a copy whose 2:4 linear layers are computed by sparse tensor cores, where the model's device has them.
 

@@ -17,6 +17,7 @@ from prunekit.errors import VerificationError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs
+from prunekit.modes.public_call import public_call
 from prunekit.utils.inputs import as_example
 
 
@@ -48,6 +49,7 @@ class FlushedModel:
         )
 
 
+@public_call
 def flush_subnormals(model: nn.Module, example: Any) -> FlushedModel:
     """Return a copy with zeros in place of subnormal weights and buffers, if there are any.
 

@@ -13,11 +13,13 @@ from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.memory_format import difference_in_format
 from prunekit.measure.verification import compare_outputs
+from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import DeploySettings
 from prunekit.utils.inputs import as_example
 from prunekit.utils.tensors import with_channels_last
 
 
+@public_call
 def channels_last(model: nn.Module, example: Any) -> nn.Module:
     """Return a copy whose convolutions have channels-last weights, and so compute channels-last outputs.
 

@@ -261,8 +261,8 @@ def _is_traceable(model: nn.Module, example: tuple[Any, ...], names: Sequence[st
 def tracing() -> Iterator[None]:
     """Let exporters run without gradients, warnings of their own and messages in the log."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
     try:
+        logging.disable(logging.CRITICAL)
         with warnings.catch_warnings(), redirect_stderr(StringIO()):  # where torch.export prints half of a graph
             warnings.simplefilter("ignore")
             with torch.inference_mode(False), torch.no_grad():  # tracing needs version counters
@@ -290,12 +290,12 @@ def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | 
         output = forward(*args, **kwargs)
         return output if _is_plain(output) else dict(zip(names or (), gather(output), strict=True))
 
-    vars(model)["forward"] = flat if names is None else plain
     try:
+        vars(model)["forward"] = flat if names is None else plain
         yield
     finally:
         if own is None:
-            del vars(model)["forward"]
+            vars(model).pop("forward", None)
         else:
             vars(model)["forward"] = own
 

@@ -40,6 +40,7 @@ from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import from_build
 from prunekit.reading.text_files import read_json
 from prunekit.utils.context import set_mode, without_gradients
+from prunekit.utils.context import threads as with_threads
 from prunekit.utils.files import require_checksum, sha256, with_checksum, write_json, write_text
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, lies_channels_last
@@ -315,12 +316,8 @@ def runs(model: nn.Module, threads: int) -> Run:
     """Return a function that runs a model with a number of threads."""
 
     def run(example: tuple[Any, ...]) -> list[Tensor]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with with_threads(threads):
             return [tensor.detach() for tensor in gather(without_gradients(lambda: call(model, example)))]
-        finally:
-            torch.set_num_threads(before)
 
     return run
 

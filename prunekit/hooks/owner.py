@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -18,6 +19,7 @@ from prunekit.hooks.gradient_hooks import (
     tensor_hook,
 )
 from prunekit.hooks.hook import OwnedHook, require_not_compiled, warn_if_ignored
+from prunekit.modes.public_call import own_part
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 """Gets a module, its arguments and its named arguments; returns the two that are to be used, or None."""
@@ -58,8 +60,8 @@ class HookOwner:
     """
 
     def __init__(self) -> None:
-        self._on_exit = ExitStack()
-        self.active = False  # an attribute of its own, as torch.compile cannot read an ExitStack
+        self._undo: list[Callable[[], object]] = []
+        self.active = False
         self._forward = False  # whether there are hooks that forward passes run
         self.called = False
 
@@ -73,12 +75,12 @@ class HookOwner:
 
     def own_context(self, context: AbstractContextManager[Any]) -> None:
         """Enter a context, and leave it when this owner exits."""
-        self._on_exit.enter_context(context)
-        self.active = True
+        context.__enter__()
+        self.own_undo(partial(context.__exit__, None, None, None))
 
     def own_undo(self, undo: Callable[[], object]) -> None:
-        """Call a function when this owner exits."""
-        self._on_exit.callback(undo)
+        """Call a function when this owner exits; again if an interruption comes meanwhile."""
+        self._undo.append(undo)
         self.active = True
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
@@ -167,14 +169,31 @@ class HookOwner:
 
     def remove(self) -> None:
         """Remove every hook of this owner; harmless when called again."""
-        self._on_exit.close()
-        self.active = self._forward = False
+        try:
+            with own_part():
+                self._undo_all()
+        finally:
+            self._undo_all()  # what is left where an interruption came meanwhile
+            self.active = self._forward = False
+
+    def _undo_all(self) -> None:
+        """Call what is to be called on exit, last in first out, all of it also if some raise."""
+        failed: Exception | None = None
+        while self._undo:
+            try:
+                self._undo[-1]()
+            except Exception as error:
+                failed = error
+            self._undo.pop()
+        if failed is not None:
+            raise failed
 
     def __enter__(self) -> Self:
         if self.active:
             raise RuntimeError(f"{type(self).__name__} is already active: one owner registers its hooks once")
         try:
-            self.register()
+            with own_part():
+                self.register()
         except BaseException:
             self.remove()
             raise

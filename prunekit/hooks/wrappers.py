@@ -91,6 +91,25 @@ def require_values(model: nn.Module, what: str) -> None:
             )
 
 
+def require_trainable(model: nn.Module, what: str) -> None:
+    """Raise if a model's weights have no values, or can neither be changed nor have gradients.
+
+    Args:
+        model: in its dense size or compact.
+        what: changes them, or computes their gradients, for the message.
+
+    Raises:
+        ModelError: some are on the meta device, or were made in inference mode.
+    """
+    require_values(model, what)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise ModelError(
+                f"{type(model).__name__}: {name} was made in torch.inference_mode, so that it can be neither trained "
+                f"nor changed, as {what} needs it; give copy.deepcopy(model), made outside of that mode"
+            )
+
+
 def _inside(model: nn.Module) -> nn.Module | None:
     if "_orig_mod" in model._modules:  # of torch.compile; this does not import the compiler
         return model._modules["_orig_mod"]

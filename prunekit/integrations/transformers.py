@@ -18,6 +18,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
 from prunekit.models.library_config import LIBRARY_CONFIG, changed_config
+from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan
 from prunekit.utils.files import StrPath, atomic_file, atomic_folder, folder_at, require_replaceable
 
@@ -178,6 +179,7 @@ def _candidates(args: Any, state: Any) -> Iterator[Path]:
     yield Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
 
 
+@public_call
 def save_pretrained(
     result: nn.Module | ModelWithPlan, folder: StrPath, plan: Plan | None = None, *, processor: Any = None
 ) -> Path:
@@ -241,6 +243,7 @@ def save_pretrained(
     return path
 
 
+@public_call
 def from_pretrained(folder: StrPath, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
     """Load a model that `save_pretrained` of this module wrote, in eval mode on the CPU.
 

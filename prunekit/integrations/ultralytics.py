@@ -17,6 +17,7 @@ from torch import nn
 
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.integrations.missing_extra import require_library
+from prunekit.modes.public_call import public_call
 
 require_library("ultralytics", "ultralytics")
 
@@ -42,6 +43,7 @@ IMAGES = 128
 """Images for calibration; each has thousands of positions that a layer is fitted on."""
 
 
+@public_call
 def prune_yolo(
     yolo: Model | str | Path,
     data: Any = None,
@@ -153,6 +155,7 @@ def prune_yolo(
     return made
 
 
+@public_call
 def load_yolo(path: str | Path | Model) -> PrunedYOLO:
     """Load a pruned model from a file that ultralytics wrote, to train it on in its structure.
 

@@ -28,6 +28,7 @@ from prunekit.measure.latency.row_text import (
 )
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.zero_support import unused_zeros_notes
+from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import device_of, resolve_device
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
@@ -145,6 +146,7 @@ class Benchmark(Displayed):
         yield "\n".join(remarks)
 
 
+@public_call
 def bench(
     models: Mapping[str, nn.Module | StrPath],
     example: Any,

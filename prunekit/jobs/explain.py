@@ -25,6 +25,7 @@ from prunekit.measure.causes.operator_times import IsolatedLayer
 from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paired
 from prunekit.measure.operator_costs import subnormals
 from prunekit.measure.runtimes.session import Inputs, inputs_of
+from prunekit.modes.public_call import public_call
 from prunekit.report.pages.explain_page import operator_cells
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import (
@@ -53,6 +54,7 @@ ROUNDS = 11
 """Timed forward passes of each model in a job, at most."""
 
 
+@public_call
 def explain(
     dense: nn.Module,
     pruned: nn.Module,

@@ -20,6 +20,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.model_sources import InputModel, preprocessing_of, resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened
+from prunekit.modes.public_call import public_call
 from prunekit.reading.array_files import read_arrays, read_tensors
 from prunekit.reading.text_files import shown
 from prunekit.tasks.task import Task, get_task
@@ -174,6 +175,7 @@ def _values(row: Mapping[str, Any]) -> str:
     return f"{digits(row['min'])} to {digits(row['max'])}, mean {digits(row['mean'])}"
 
 
+@public_call
 def predict(
     model: nn.Module | StrPath,
     images: Any,

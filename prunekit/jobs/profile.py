@@ -40,6 +40,7 @@ from prunekit.measure.latency_profile.network_timing import (
 )
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.runtimes.session import Setting, inputs_like
+from prunekit.modes.public_call import public_call
 from prunekit.planning.candidates import GroupPart
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.feasibility import require_free_parts
@@ -59,6 +60,7 @@ FEWEST = 10
 """Networks, at least, that a table is fitted to."""
 
 
+@public_call
 def profile(
     model: nn.Module,
     example: Any,

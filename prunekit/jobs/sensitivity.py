@@ -31,6 +31,7 @@ from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, w
 from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.stages.sample_statistics import joined_samples, patch_statistics
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
+from prunekit.modes.public_call import public_call
 from prunekit.planning.feasibility import nothing_free_error
 from prunekit.planning.sensitivity_curves import (
     MeasuredPoint,
@@ -148,6 +149,7 @@ def _cell(name: str, value: float | None) -> str:
     return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
 
 
+@public_call
 def sensitivity(
     model: nn.Module,
     batches: Any,

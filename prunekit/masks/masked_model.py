@@ -21,6 +21,8 @@ from prunekit.masks.gradient_masks import GradientMasks
 from prunekit.masks.straight_through import StraightThrough
 from prunekit.masks.weight_masks import PrunedValues, WeightMasks
 from prunekit.models.outputs import is_frozen
+from prunekit.modes.module_state import GradientState, ModuleState
+from prunekit.modes.process_state import finished
 from prunekit.planning.plan import Plan, require_plan
 
 
@@ -66,8 +68,20 @@ def masked(
             stacklevel=3,
         )
     weights = WeightMasks(inner, plan, optimizer, restore=restore)
-    with weights, GradientMasks(inner, plan, entries=weights.entries):
-        yield model
+    gradients = GradientMasks(inner, plan, entries=weights.entries)
+    before, entered = (ModuleState(inner), GradientState(inner)), False
+    try:
+        with weights, gradients:
+            entered = True
+            yield model
+    except BaseException:
+        if not entered:
+            for state in before:
+                finished(state.restore)
+        raise
+    finally:  # again, where an interruption came while they were left
+        gradients.remove()
+        weights.remove()
 
 
 class ChangingMasks(HookOwner):

@@ -17,6 +17,7 @@ from prunekit.masks.activation_budget import SavedBy, better_way, spread_budgets
 from prunekit.masks.activation_masks import Side
 from prunekit.masks.module_values import one_of, paths_matching
 from prunekit.masks.threshold_search import MaskedModel, search_thresholds
+from prunekit.modes.public_call import public_call
 from prunekit.reading.text_files import read_json
 from prunekit.settings.train import ActivationSettings
 from prunekit.tasks.batches import ModelBatches
@@ -230,6 +231,7 @@ def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
     return paths_matching(model, settings.modules, "activations.modules")
 
 
+@public_call
 def calibrate_thresholds(
     model: nn.Module,
     batches: Any,

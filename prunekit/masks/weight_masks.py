@@ -168,9 +168,9 @@ class WeightMasks(HookOwner):
 
     def _restore_values(self) -> None:
         """Write the held values back when the masks are left, if `restore` is set."""
-        held, self._held = self._held, None
-        if held is not None and self._restore:
-            held.write_back()
+        if self._held is not None and self._restore:
+            self._held.write_back()
+        self._held = None
 
     def _begin(self, *_: Any) -> None:
         # All at once, and not each before its own module: among the convolutions the same few reads take ten times

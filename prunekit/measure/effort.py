@@ -55,8 +55,9 @@ def current_effort() -> Effort:
 @contextmanager
 def effort_of(effort: Effort) -> Iterator[None]:
     """Put an effort in force for all measurements inside."""
-    token = _EFFORT.set(effort)
+    before = _EFFORT.get()
     try:
+        _EFFORT.set(effort)
         yield
     finally:
-        _EFFORT.reset(token)
+        _EFFORT.set(before)

@@ -18,6 +18,7 @@ from prunekit.compaction.model_folder import ModelWithPlan, folder_tensors, read
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.bitmask import write_tensors
+from prunekit.modes.public_call import public_call
 from prunekit.utils.display import Displayed, Table, share, size
 from prunekit.utils.files import StrPath, folder_at
 
@@ -74,6 +75,7 @@ class StoredSizes(Displayed):
         yield Table(("form", "size", "of plain", f"by {self.compressor}"), rows)
 
 
+@public_call
 def stored_sizes(model: nn.Module | ModelWithPlan | StrPath) -> StoredSizes:
     """Return the bytes of a model's weights file, plain and with zeros as bits, and of both compressed losslessly.
 

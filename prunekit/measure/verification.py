@@ -24,6 +24,7 @@ from prunekit.channels.trial.float64 import RUN_PRECISIONS, Float64WhileRunning,
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, largest_gap, largest_value, rounding
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import is_large, same_draws, training_mode, without_gradients
 from prunekit.utils.display import Displayed, listed, plural, scientific
@@ -73,6 +74,7 @@ class Verification(Displayed):
         yield f"Verified: {self._headline()}"
 
 
+@public_call
 def verify(
     masked: nn.Module,
     compact: nn.Module,

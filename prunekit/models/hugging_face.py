@@ -240,8 +240,8 @@ def _without_bars() -> Iterator[None]:
     """Keep transformers from drawing progress bars in this context."""
     logging = import_module("transformers.utils.logging")
     drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
+        logging.disable_progress_bar()
         yield
     finally:
         if drawn:

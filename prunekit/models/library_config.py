@@ -221,9 +221,9 @@ def quiet_library() -> Iterator[None]:
     logging: Any = import_module("transformers.utils.logging")
 
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield

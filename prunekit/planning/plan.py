@@ -27,6 +27,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.models.bitmask import pack_bits
+from prunekit.modes.public_call import public_call
 from prunekit.planning.stored_plan import FORMAT, PACKED_FORMAT, from_files
 from prunekit.reading.text_files import read_json
 from prunekit.settings.prune import facts_from
@@ -371,6 +372,7 @@ def _described(given: Any) -> str:
     return f"{'None' if given is None else type(given).__name__}; give {make}"
 
 
+@public_call
 def load_plan(folder: StrPath) -> Plan:
     """Read a plan that `Plan.save` wrote, or that `prunekit.save` put beside a compact model.
 

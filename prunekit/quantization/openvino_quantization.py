@@ -283,8 +283,8 @@ def _quietly() -> Iterator[None]:
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logger.level
-        logger.setLevel(logging.ERROR)
         try:
+            logger.setLevel(logging.ERROR)
             yield
         finally:
             logger.setLevel(before)

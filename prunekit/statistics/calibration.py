@@ -14,6 +14,7 @@ from prunekit.channels.tracing.tracer import channel_axis
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks.hook import called_leaves, never_called
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.modes.public_call import public_call
 from prunekit.settings.calibration import MOMENTS_LIMIT_MIB, Moments
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.consumers import Consumer
@@ -40,6 +41,7 @@ CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.Gr
 """Modules that read channels on axis 1, also where that is as long as texts are; others keep them on the last one."""
 
 
+@public_call
 def calibrate(
     model: nn.Module,
     batches: Any,

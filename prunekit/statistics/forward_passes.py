@@ -284,9 +284,12 @@ def _substituted(model: nn.Module) -> Iterator[None]:
     known = substitutes()
     originals = [module for module in model.modules() if type(module) in known]
     before = [(module, type(module), dict(vars(module))) for module in originals]
-    substitute_all(model)
-    changes = [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]
+    changes = []
     try:
+        try:
+            substitute_all(model)
+        finally:
+            changes += [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]
         yield
     finally:
         for module, kind, names, old in reversed(changes):

@@ -21,7 +21,8 @@ from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.errors import NonFiniteError, UsageError, reraise_shortage
 from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
-from prunekit.hooks.wrappers import unwrapped
+from prunekit.hooks.wrappers import require_trainable, unwrapped
+from prunekit.modes.public_call import public_call
 from prunekit.statistics.layer_stats import FloatArray
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.task import Loss, Task, get_task
@@ -59,6 +60,7 @@ def _joined(ours: Mapping[Axis, FloatArray], theirs: Mapping[Axis, FloatArray]) 
     return {axis: np.concatenate((rows, theirs[axis])) for axis, rows in ours.items()}
 
 
+@public_call
 def collect_gradients(
     model: nn.Module,
     batches: Any,
@@ -106,6 +108,7 @@ def collect_gradients(
         8
     """
     model = unwrapped(model, offloaded=True)
+    require_trainable(model, "collect_gradients")
     place = device_of(model, device)
     if loss is None and task is None:
         raise UsageError(

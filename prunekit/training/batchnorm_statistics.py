@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.errors import DataError
 from prunekit.hooks.owner import HookOwner
-from prunekit.hooks.wrappers import unwrapped
+from prunekit.hooks.wrappers import require_trainable, unwrapped
+from prunekit.modes.public_call import public_call
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, training_mode
@@ -60,6 +61,7 @@ class _Moments(HookOwner):
             module.num_batches_tracked.fill_(self.calls)
 
 
+@public_call
 def recalibrate_batchnorm(
     model: nn.Module,
     batches: Any,
@@ -98,6 +100,7 @@ def recalibrate_batchnorm(
         ('1',)
     """
     model = unwrapped(model, offloaded=True)
+    require_trainable(model, "recalibrate_batchnorm")
     moments = {
         name: _Moments(module)
         for name, module in model.named_modules()
@@ -122,9 +125,9 @@ def recalibrate_batchnorm(
 def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
     """Let modules normalize by the batch without changing their buffers, also if a batch fails."""
     before = [(module, module.training, module.track_running_stats) for module in modules]
-    for module in modules:
-        module.training, module.track_running_stats = True, False
     try:
+        for module in modules:
+            module.training, module.track_running_stats = True, False
         yield
     finally:
         for module, training, tracked in before:

@@ -117,11 +117,11 @@ def _forward_replaced(model: nn.Module, forward: Forward) -> Iterator[None]:
     """Replace a model's forward for a while; its hooks still run around it."""
     own = vars(model)
     before = {name: own[name] for name in ("forward",) if name in own}
-    own["forward"] = forward
     try:
+        own["forward"] = forward
         yield
     finally:
-        del own["forward"]
+        own.pop("forward", None)
         own.update(before)
 
 

@@ -19,6 +19,7 @@ from prunekit.channels.labels import Labels
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average
@@ -101,6 +102,7 @@ def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Se
 Stepper = TypeVar("Stepper", bound=Optimizer)
 
 
+@public_call
 def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan) -> Stepper:
     """Make an optimizer of the masked model one of the compact model, in place, so that training continues.
 
@@ -164,6 +166,7 @@ def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan)
     return optimizer
 
 
+@public_call
 def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     """Return an average of weights (EMA, SWA) cut to the compact model, with the same number of averaged models.
 

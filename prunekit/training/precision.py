@@ -51,6 +51,12 @@ class LongStrides(HookOwner):
                 self.own_forward_pre(module, self._before, again=True)
                 self.own_forward(module, self._after, again=True, always=True)
 
+    def remove(self) -> None:
+        """Remove the hooks, and leave what a pass that was interrupted has entered."""
+        super().remove()
+        while self._open:
+            self._open.pop().__exit__(None, None, None)
+
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         assert isinstance(module, _ConvNd)
         values: Tensor = arguments[0] if arguments else named["input"]

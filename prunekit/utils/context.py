@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from prunekit.distributed.launcher import local_rank
 from prunekit.distributed.process_group import size
 from prunekit.errors import ModelError, UsageError
+from prunekit.modes.module_state import ModuleState
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -60,7 +60,6 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 _OF_ALL = vars(nn.Module()).keys() - {"_buffers"}
 """Attributes of all modules that a forward pass does not change."""
-_CONTAINERS = (dict, list, set)
 
 
 @contextmanager
@@ -71,21 +70,11 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
     early, or that left out what was not needed, would be wrong later. Dictionaries, lists and sets that are attributes,
     and the buffers, hold what they held; what was written into a tensor stays.
     """
-    before = []
-    for module in model.modules():
-        own = {name: value for name, value in vars(module).items() if name not in _OF_ALL}
-        held = [(value, copy(value)) for value in own.values() if isinstance(value, _CONTAINERS)]
-        before.append((vars(module), own, held))
+    before = ModuleState(model, without=_OF_ALL)
     try:
         yield
     finally:
-        for attributes, own, held in before:
-            for name in attributes.keys() - own.keys() - _OF_ALL:
-                del attributes[name]
-            attributes.update(own)
-            for value, content in held:
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+        before.restore()
 
 
 @contextmanager
@@ -137,9 +126,9 @@ def gradients_of(
 def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Clear the `.grad` of tensors; afterwards each has its former one."""
     before = [(tensor, tensor.grad) for tensor in tensors]
-    for tensor, _ in before:
-        tensor.grad = None
     try:
+        for tensor, _ in before:
+            tensor.grad = None
         yield
     finally:
         for tensor, gradient in before:
@@ -275,8 +264,8 @@ def seed_all(seed: int) -> None:
 def paused_garbage_collection() -> Iterator[None]:
     """Pause Python's cycle collector, which many new small objects would start again and again."""
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:
@@ -334,9 +323,9 @@ class _HeapInfo(ctypes.Structure):
 def threads(count: int | None) -> Iterator[None]:
     """Run with `count` intra-op CPU threads; `None` leaves them as they are."""
     before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
     try:
+        if count is not None:
+            torch.set_num_threads(count)
         yield
     finally:
         torch.set_num_threads(before)

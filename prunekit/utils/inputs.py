@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, reason_of, reraise_shortage
+from prunekit.modes.usual_modes import callers_defaults, defaults_changed
 from prunekit.utils.context import training_mode
 from prunekit.utils.sample_lists import IMAGE_AXES, count_samples, map_samples, sample_parts
-from prunekit.utils.tensors import gather, leaves, map_tensors
+from prunekit.utils.tensors import gather, leaves, map_tensors, outside_inference
 
 MASK = "attention_mask"
 """The argument of `forward` that marks padding, in the convention of transformers."""
@@ -70,7 +71,9 @@ def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
         ModelError: `forward` does not take arguments of these names, or requires others.
     """
     if isinstance(given, Tensor):
-        return (given,)
+        return (outside_inference(given),)
+    if any(tensor.is_inference() for tensor in gather(given)):
+        given = map_tensors(given, outside_inference)
     if isinstance(given, Mapping):
         images = images_in(model, given)
         return (_ordered_keywords(model, (), given),) if images is None else (images,)
@@ -139,7 +142,10 @@ def _advice_instead_of(given: Any) -> str:
 def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:
     """Return what a model returns for an example."""
     positional, named = split(example)
-    return model(*positional, **named)
+    if not defaults_changed():
+        return model(*positional, **named)
+    with callers_defaults(model):
+        return model(*positional, **named)
 
 
 def split(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keywords]:
@@ -398,7 +404,7 @@ def described(value: Any) -> str:
 
 def to_device(values: Any, device: torch.device) -> Any:
     """Return the same nesting with every tensor on a device."""
-    return map_tensors(values, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(values, lambda tensor: outside_inference(tensor).to(device, non_blocking=True))
 
 
 def sample_count(inputs: Any, default: int = 0) -> int:

@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils import _device, _python_dispatch
 
 ACCELERATE_HOOK = "_hf_hook"
 """The attribute of a module in which Accelerate keeps what moves its weights."""
@@ -138,3 +139,65 @@ def operator_names() -> list[str]:
 def archive_reader(path: Path) -> Any:
     """Return torch's own reader of the ZIP archives that it writes; it raises RuntimeError for a damaged one."""
     return torch._C.PyTorchFileReader(str(path))
+
+
+def function_modes() -> list[Any]:
+    """Return the modes that see calls of torch's functions, the innermost last; the default device is one of them."""
+    return [torch._C._get_function_stack_at(depth) for depth in range(torch._C._len_torch_function_stack())]
+
+
+def set_function_modes(modes: list[Any]) -> None:
+    """Put modes in the place of those that see calls of torch's functions."""
+    if function_modes() != modes:
+        for _ in range(torch._C._len_torch_function_stack()):
+            torch._C._pop_torch_function_stack()
+        for mode in modes:
+            torch._C._push_on_torch_function_stack(mode)
+    _device.CURRENT_DEVICE = next((one.device for one in modes if isinstance(one, _device.DeviceContext)), None)
+
+
+def dispatch_modes() -> tuple[int, dict[str, bool]]:
+    """Return how many modes see operators at the dispatcher, and what torch notes of them."""
+    noted = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    return torch._C._len_torch_dispatch_stack(), noted
+
+
+def leave_dispatch_modes(state: tuple[int, dict[str, bool]]) -> None:
+    """Leave the innermost modes that see operators at the dispatcher, until those of `dispatch_modes` are left."""
+    count, noted = state
+    while torch._C._len_torch_dispatch_stack() > count:
+        torch._C._pop_torch_dispatch_stack(None)
+    vars(_python_dispatch).update(noted)
+    told = noted.get("_is_in_any_mode_without_ignore_compile_internals")  # which older versions don't note
+    if told is not None:
+        torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals(told)
+
+
+def global_hooks() -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Return the tables of hooks on all modules and all optimizers, each with a copy."""
+    places = vars(torch.nn.modules.module), vars(sys.modules["torch.optim.optimizer"])
+    tables = [
+        table for place in places for name, table in place.items() if name.startswith("_global_") and "_hooks" in name
+    ]
+    return [(table, dict(table)) for table in tables if isinstance(table, dict)]
+
+
+def set_global_hooks(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
+    """Let the tables hold what they held when `global_hooks` returned them."""
+    for table, content in tables:
+        if table.keys() != content.keys():
+            table.clear()
+            table.update(content)
+
+
+def compile_stance() -> Any:
+    """Return how compiled functions run; None if nothing has imported the compiler."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return None if frames is None else frames._stance
+
+
+def set_compile_stance(stance: Any) -> None:
+    """Set how compiled functions run, to what `compile_stance` returned."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is not None and frames._stance is not stance:
+        frames._set_stance(frames.DynamoStance() if stance is None else stance)

@@ -105,11 +105,11 @@ def reporting(progress: bool | None, title: str) -> Iterator[None]:
         yield
         return
     report = _ProgressReport(title, shown=wanted(progress))
-    token = _RUNNING.set(report)
     try:
+        _RUNNING.set(report)
         yield
     finally:
-        _RUNNING.reset(token)
+        _RUNNING.set(None)
         report.close()
 
 

@@ -60,6 +60,11 @@ def _gather(value: Any, found: list[Any], whole: Whole | None) -> list[Any]:
     return found
 
 
+def outside_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that autograd can work with: a copy of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+
+
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a complex tensor with one more axis, its real and imaginary parts; any other as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -6,7 +6,7 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -126,16 +126,16 @@ def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
     """Set train or eval mode on modules with Python of the model's own, and eval mode on torch's norms and dropout."""
     before = [(module, module.training) for module in model.modules()]
     changed = []
-    for module, was in before:
-        wanted = training and not is_layer_of_torch(module)
-        if was != wanted:
-            module.training = wanted
-            changed.append(module)
     try:
+        for module, was in before:
+            wanted = training and not is_layer_of_torch(module)
+            if was != wanted:
+                changed.append((module, was))
+                module.training = wanted
         yield
     finally:
-        for module in changed:
-            module.training = not module.training
+        for module, was in changed:
+            module.training = was
 
 
 class TrainModeWatch:
@@ -159,11 +159,14 @@ class TrainModeWatch:
 
     def __enter__(self) -> TrainModeWatch:
         self._classes = [type(module) for module in self._modules]
-        for module, cls in zip(self._modules, self._classes, strict=True):
-            try:
-                module.__class__ = self._twin(cls)
-            except TypeError:  # instances of this class cannot change it
-                self.was_read = True
+        with ExitStack() as entering:
+            entering.callback(self.__exit__)
+            for module, cls in zip(self._modules, self._classes, strict=True):
+                try:
+                    module.__class__ = self._twin(cls)
+                except TypeError:  # instances of this class cannot change it
+                    self.was_read = True
+            entering.pop_all()
         return self
 
     def _twin(self, cls: type) -> type:
@@ -201,8 +204,8 @@ def plain_attention() -> Iterator[None]:
 def without_fast_path() -> Iterator[None]:
     """Turn off attention's fast path, so that the operators run that it replaces, fused kernels among them."""
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

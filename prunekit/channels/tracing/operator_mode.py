@@ -34,10 +34,13 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stances: list[Any] = []
 
     def __enter__(self) -> Self:
-        stance = torch.compiler.set_stance("force_eager")
-        stance.__enter__()
-        self._stances.append(stance)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        stance = torch.compiler.set_stance("force_eager")  # it is set by making this
+        try:
+            self._stances.append(stance)
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            stance.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

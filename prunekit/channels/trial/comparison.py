@@ -387,8 +387,10 @@ def _forward(
     """Run a model, show every operator to `see`, and return the tensors of its output."""
     stack = ModuleStack(model, alternatives=run.alternatives)
     watch = _OperatorWatch(stack, see)
-    gradients = torch.set_grad_enabled(run.gradients)
-    with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
+    with (
+        same_draws(model), mode_for_trace(model, run.training), stack,
+        torch.set_grad_enabled(run.gradients), plain_attention(), precision(),
+    ):  # fmt: skip
         try:
             with watch:
                 read = run.calls.read_outputs(model, example)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.errors import ModelError, UsageError, nearest
-from prunekit.hooks.wrappers import unwrapped
+from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.inspection.visualize.spatial_outputs import LinearCall, SpatialActivations, SpatialCall
 from prunekit.models.outputs import logits
+from prunekit.modes.public_call import public_call
 from prunekit.utils.context import frozen, training_mode
 from prunekit.utils.display import Displayed, Table, plural, share
 from prunekit.utils.inputs import running
@@ -86,6 +87,7 @@ class Smoothing:
     batch: int = 8
 
 
+@public_call
 def class_activation_map(
     model: nn.Module,
     images: Tensor,
@@ -126,6 +128,7 @@ def class_activation_map(
         ((4, 14, 14), [1, 1, 1, 1])
     """
     model = unwrapped(model, offloaded=True)
+    require_trainable(model, "a class map")
     if method not in CAM_METHODS:
         raise UsageError(f"method {method!r}: {nearest(method, CAM_METHODS)}")
     require_images(images)
@@ -175,6 +178,7 @@ def _classifier(call: SpatialCall, read: LinearCall | None, scores: Tensor) -> T
     )
 
 
+@public_call
 def saliency(
     model: nn.Module,
     images: Tensor,
@@ -210,6 +214,7 @@ def saliency(
         >>> noisy = pk.saliency(model, torch.randn(2, 3, 8, 8), method="smooth_grad")
     """
     model = unwrapped(model, offloaded=True)
+    require_trainable(model, "a class map")
     if method not in SALIENCY_METHODS:
         raise UsageError(f"method {method!r}: {nearest(method, SALIENCY_METHODS)}")
     require_images(images)

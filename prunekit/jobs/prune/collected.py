@@ -13,8 +13,9 @@ from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
-from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.stages.sample_statistics import patch_statistics, samples_for
+from prunekit.modes.public_call import public_call
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.patch_moments import PatchStats, shortfalls
 from prunekit.tasks.task import Task
@@ -89,6 +90,7 @@ class Collected(Displayed):
         yield f"Collected: {self._headline()}"
 
 
+@public_call
 def collect(
     model: nn.Module,
     calibration: Any,
@@ -127,7 +129,7 @@ def collect(
         [8, 4]
     """
     model = with_weights(unwrapped(model, offloaded=True))
-    require_values(model, "collect")
+    require_trainable(model, "collect")
     with reporting(progress, "collect"):
         stage("read the samples")
         samples = samples_for(model, calibration, images, task)

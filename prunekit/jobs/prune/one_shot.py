@@ -15,13 +15,14 @@ from prunekit.channels.cut.offloaded import with_weights
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind
-from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.prune.collected import IMAGES
 from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.prune.prune_request import Calibration, Request
 from prunekit.jobs.prune.pruned import Pruned
 from prunekit.measure.verification import verify
+from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.repair.repair_model import repair as repair_masked
@@ -38,6 +39,7 @@ from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
 
 
+@public_call
 def prune(
     model: nn.Module,
     example: Any = None,
@@ -186,7 +188,7 @@ def prune(
         ((4, 1), 3)
     """
     model = with_weights(unwrapped(model, offloaded=True))
-    require_values(model, "prune")
+    require_trainable(model, "prune")
     wanted = prune_settings(
         model,
         settings,
@@ -232,6 +234,7 @@ def prune(
         return _timed(request, planned, _repaired(request, planned, repair or RepairSettings()))
 
 
+@public_call
 def plan(
     model: nn.Module,
     example: Any = None,
@@ -326,7 +329,7 @@ def plan(
         8
     """
     model = with_weights(unwrapped(model, offloaded=True))
-    require_values(model, "plan")
+    require_trainable(model, "plan")
     wanted = prune_settings(
         model,
         settings,

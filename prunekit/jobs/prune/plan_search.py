@@ -27,7 +27,7 @@ from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import CalibrationWarning, normalize, score
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
-from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.profile import in_blocks, profile
 from prunekit.jobs.prune.latency_search import LatencySearch, time_binds, time_compact, time_delivered
 from prunekit.jobs.prune.latency_target import Attempt, LatencyResult, LatencyTarget
@@ -141,7 +141,7 @@ class PlanSearch:
             UsageError: the channel map was traced on more examples.
         """
         model, examples = unwrapped(model), (example, *more_examples)
-        require_values(model, "plan")
+        require_trainable(model, "plan")
         if channel_map is not None:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection():

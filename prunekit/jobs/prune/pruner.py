@@ -21,7 +21,7 @@ from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.step_hooks import optimizer_of
-from prunekit.hooks.wrappers import require_values, unwrapped, unwrapped_for_hooks
+from prunekit.hooks.wrappers import require_trainable, unwrapped, unwrapped_for_hooks
 from prunekit.jobs.prune.collected import IMAGES
 from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
 from prunekit.jobs.prune.prune_request import Calibration, Request
@@ -35,6 +35,7 @@ from prunekit.masks.gradient_clamps import clamp_weight_grad as clamp_weights
 from prunekit.masks.masked_model import Sparsity, sparsity
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.verification import Verification, verify
+from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
@@ -141,6 +142,7 @@ class Pruner(Displayed):
         8
     """
 
+    @public_call
     def __init__(
         self,
         model: nn.Module,
@@ -188,7 +190,7 @@ class Pruner(Displayed):
         **budgets: float,
     ) -> None:
         inner = unwrapped_for_hooks(model, "Pruner")
-        require_values(inner, "Pruner")
+        require_trainable(inner, "Pruner")
         if is_sharded(inner):
             raise ModelError(
                 "Pruner: the model is sharded, and a schedule holds the values of what it prunes, which no process has "
@@ -304,6 +306,7 @@ class Pruner(Displayed):
         """The share of values (by norm: of gradients) beyond each clamp's limit so far, 0..1, by module path."""
         return {name: clamp.shares() for name, clamp in self._clamps.items()}
 
+    @public_call
     def step(self) -> None:
         """Put the next plan in force if its step is reached; to be called after each step of the optimizer.
 
@@ -320,6 +323,7 @@ class Pruner(Displayed):
         else:
             self._masks.get_ready(self._steps.tried)
 
+    @public_call
     def finish(self, *, early: bool = False) -> tuple[nn.Module, Optimizer]:
         """Return the compact model and its optimizer, and remove all hooks from the given model.
 
@@ -352,6 +356,7 @@ class Pruner(Displayed):
         self.average = average
         return small, self._given
 
+    @public_call
     def close(self, *, restore: bool = True) -> None:
         """Remove all hooks from the model, and restore the values that its pruned weights had.
 
@@ -375,6 +380,7 @@ class Pruner(Displayed):
     ) -> None:
         self.close()
 
+    @public_call
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a loop needs to go on, besides those of model, optimizer and average.
 
@@ -390,6 +396,7 @@ class Pruner(Displayed):
             "clamps": {name: clamp.state_dict() for name, clamp in self._clamps.items()},
         }
 
+    @public_call
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, to the bit as without a break.
 

@@ -13,10 +13,12 @@ from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel, is_exported, open_exported
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.interface import ModelInterface, attached, interface_of
+from prunekit.modes.public_call import public_call
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example, running
 
 
+@public_call
 def interface(model: nn.Module | StrPath, example: Any = None, *, allow_code: bool = False) -> ModelInterface:
     """Return how a model is fed: inputs and outputs by name, task, classes, and the preprocessing of images.
 

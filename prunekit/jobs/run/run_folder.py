@@ -259,8 +259,10 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDING)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     try:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
         yield
     finally:
         for number, handler in before.items():

@@ -15,6 +15,7 @@ from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.known_names import FLOAT_DTYPES
 from prunekit.measure.model_size import ModuleRow, Shapes, count_bytes, count_memory, module_table
+from prunekit.modes.public_call import public_call
 from prunekit.utils.display import Displayed, Table, count, share, size
 from prunekit.utils.files import StrPath, write_csv
 from prunekit.utils.inputs import as_example, to_device
@@ -113,6 +114,7 @@ class ModelSummary(Displayed):
         return rendered("summary.html", summary=self, totals=totals, records=self.rows())
 
 
+@public_call
 def summary(model: nn.Module, example: Any, *, name: str | None = None) -> ModelSummary:
     """Return shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
 
