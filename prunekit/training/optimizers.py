@@ -142,8 +142,10 @@ def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan)
     require_plan(plan, model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}  # its first, as plans
     there = dict(small.named_parameters(remove_duplicate=False))
+    replaced = _replaced(optimizer, names)
     dense_groups = [
-        [dense for dense in group["params"] if names.get(dense) not in plan.lost] for group in optimizer.param_groups
+        [dense for dense in group["params"] if names.get(dense) not in plan.lost and dense not in replaced]
+        for group in optimizer.param_groups
     ]
     groups = [[_counterpart(dense, names, there, plan) for dense in group] for group in dense_groups]
     states: dict[Tensor, Any] = {
@@ -271,6 +273,16 @@ def _cut_all(
 ) -> dict[str, Tensor]:
     named = {name: name.removeprefix(prefix) for name in tensors}
     return {name: cut(tensors[name], kept.get(own, ())).clone() for name, own in named.items() if own not in lost}
+
+
+def _replaced(optimizer: Optimizer, names: Mapping[Tensor, str]) -> set[Tensor]:
+    """Return parameters that the model put others in place of, as codebooks of moving averages do in each step.
+
+    Nothing was trained of them. An optimizer without any parameter of the model is that of another model.
+    """
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    idle = {one for one in every if one not in names and one.grad is None and not optimizer.state.get(one)}
+    return idle if any(one in names for one in every) else set()
 
 
 def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Parameter], plan: Plan) -> Parameter:

@@ -10,7 +10,9 @@ from equivalence import randomized, snapshot
 from torch import Tensor, nn
 
 from prunekit.statistics.layers.layer_errors import RIDGE, _Change, with_gains
+from prunekit.statistics.layers.output_error import OutputComparison
 from prunekit.statistics.layers.patch_moments import collect_patches
+from prunekit.utils.outputs import ReadOutputs
 
 
 def by_hand(model: nn.Sequential, index: int, x: Tensor) -> float:
@@ -183,3 +185,26 @@ def test_gains_before_an_operator_without_a_gradient(around: bool) -> None:
     found = gains(model, x)
     assert len(set(found)) == 2
     assert found == gains(Selected(model), x)
+
+
+class Codes(nn.Module):
+    """The nearest of some codes, by one weight that is used in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.codes, self.out = nn.Linear(6, 8), nn.Embedding(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = (self.a(x) @ self.codes.weight.t()).argmax(1)
+        chosen: Tensor = self.out(nn.functional.one_hot(nearest, 12).to(x.dtype) @ self.codes.weight)
+        return chosen
+
+
+def test_a_weight_that_is_compared_may_be_used_in_both_directions() -> None:
+    model, x = Codes().eval(), torch.randn(16, 6)
+    with torch.no_grad():
+        found = OutputComparison((), ("codes.weight", "out.weight"), ReadOutputs()).values(model, (x,))
+    assert [(key, tuple(values.shape)) for key, values in found] == [
+        ("codes.weight", (16, 12)),
+        ("out.weight", (16, 5)),
+    ]

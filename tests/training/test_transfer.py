@@ -222,3 +222,35 @@ def test_what_does_not_belong_together_is_refused_and_nothing_changes() -> None:
     for key, state in before["state"].items():
         assert torch.equal(after["state"][key]["momentum_buffer"], state["momentum_buffer"])
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+class Codebook(nn.Module):
+    """A layer, and a codebook that forward replaces by a moving average in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.average = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x).relu())
+        if self.training:
+            self.average = nn.Parameter(self.average * 0.9 + 0.1 * x.detach().mean(0))
+        return x - self.average.detach()
+
+
+def test_parameters_that_forward_replaces_are_left_out() -> None:
+    model, x = Codebook(), torch.randn(4, 6)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    plan = prunekit.plan(model, x, macs=0.5)
+    model.train()(x).sum().backward()
+    optimizer.step()
+    small = prunekit.compact(model, plan)
+    prunekit.transfer(optimizer, model, small, plan)
+    (group,) = optimizer.param_groups
+    assert {id(one) for one in group["params"]} == {id(one) for one in small.parameters() if one is not small.average}
+    foreign = nn.Parameter(torch.ones(2))
+    foreign.grad = torch.ones(2)
+    other = OPTIMIZERS["momentum"]([*model.parameters(), foreign])
+    with pytest.raises(PlanError, match="not the model's"):
+        prunekit.transfer(other, model, small, plan)

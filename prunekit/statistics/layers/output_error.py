@@ -138,12 +138,16 @@ class _LayerOutputs(CallInterceptor):
         self.stopped = False
         self.found: list[tuple[int | str, Tensor]] = []
         self._weights, self._channels = frozenset(judge.weights), judge.channels
+        self._widths: dict[str, int] = {}
 
     def call(self, call: FunctionCall) -> Any:
         operands = self.operands(call)
         result = call.run()
         if operands is not None and operands.weight in self._weights:
             axis = 1 if call.name.startswith("conv") else -1
+            width = result.shape[axis]
+            if self._widths.setdefault(operands.weight, width) != width:  # a weight that is used in both directions
+                return result
             values = rows_of(result.movedim(axis, -1), self._counted)
             if (kept := self._channels.get(operands.weight)) is not None:
                 values = values[..., kept.to(values.device)]
