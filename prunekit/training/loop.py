@@ -42,8 +42,8 @@ from prunekit.training.nonfinite import (
     finite_step,
     first_non_finite,
     first_non_finite_gradient,
+    infinite_buffers,
     non_finite_gradient,
-    non_finite_tensor,
 )
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.precision import LongStrides, autocast, loss_scaler
@@ -191,7 +191,7 @@ def fit(
         position = Position()
         state = RunState(
             model, optimizer, schedule, scaler, clamps, called, best, splits, position, identity, checkpoints,
-            None if begin is None else begin.state,
+            None if begin is None else begin.state, infinite_buffers(model),
         )  # fmt: skip
         state.resume()
         loop = TrainingLoop(
@@ -322,7 +322,7 @@ class TrainingLoop:
                 f"epoch {at.epoch} made no step: no gradient was finite under float16's loss scale, which every "
                 "skipped step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
             )
-        if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
+        if (tensor := self.state.non_finite_tensor()) is not None:  # the last step, which no loss was computed after
             raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {at.epoch}; {self._advice()}")
         share_corrupt(self.train, self.validation)
         at.sums = at.sums.of_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from prunekit.distributed.process_group import everyone, gather_values
 from prunekit.distributed.sharded_tensors import is_sharded, local_part
 from prunekit.hooks.owner import HookOwner, after_forward
 from prunekit.utils.inputs import call
-from prunekit.utils.tensors import first_not_finite, gather
+from prunekit.utils.tensors import first_not_finite, gather, is_finite
 
 
 class _FirstNonFinite(HookOwner):
@@ -62,13 +62,23 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     return watch.found or "the loss alone; every module's output is finite"
 
 
-def non_finite_tensor(model: nn.Module) -> str | None:
+def infinite_buffers(model: nn.Module) -> frozenset[str]:
+    """Return the names of the buffers with an Inf in them, such as masks of attention that are added to scores."""
+    return frozenset(name for name, buffer in model.named_buffers() if not is_finite(local_part(buffer)))
+
+
+def non_finite_tensor(model: nn.Module, infinite: Collection[str] = ()) -> str | None:
     """Return the first parameter or buffer with a NaN or an Inf in it; None if all are finite.
 
     All processes of a sharded model call this together, and get the same.
+
+    Args:
+        model: that is trained.
+        infinite: names of buffers that are not looked at: they had an Inf in them before, see `infinite_buffers`.
     """
     found = None
-    for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name not in infinite)
+    for kind, tensors in (("buffer", buffers), ("parameter", model.named_parameters())):
         if (name := first_not_finite((name, local_part(tensor)) for name, tensor in tensors)) is not None:
             found = f"{kind} {name!r}"
     return _agreed(model, found)

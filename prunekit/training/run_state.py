@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from importlib.metadata import version
@@ -139,6 +139,7 @@ class RunState:
         identity: plain data that must be the same where the run is resumed.
         checkpoints: where the state is kept; None if nowhere. In several processes the main one reads and writes.
         begin: a state to continue from if there is no checkpoint.
+        infinite: names of buffers that had an Inf in them before, such as masks of attention.
     """
 
     model: nn.Module
@@ -153,6 +154,7 @@ class RunState:
     identity: Mapping[str, Any]
     checkpoints: Checkpoints | None
     begin: Mapping[str, Any] | None = None
+    infinite: Collection[str] = ()
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one.
@@ -193,6 +195,10 @@ class RunState:
             self.best.weights = self.begin["best"]["weights"]
             self._load(self.begin)
 
+    def non_finite_tensor(self) -> str | None:
+        """Return the first parameter or buffer that has become NaN or Inf; None if none has."""
+        return non_finite_tensor(self.model, self.infinite)
+
     def write_if_due(self) -> None:
         """Write a checkpoint when it is time.
 
@@ -200,7 +206,7 @@ class RunState:
             NonFiniteError: a weight is NaN or Inf, so that nothing could continue from it.
         """
         if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.step)):
-            if (tensor := non_finite_tensor(self.model)) is not None:
+            if (tensor := self.non_finite_tensor()) is not None:
                 last = self.checkpoints.last or "none yet"
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
             self._write(self.checkpoints, over=False)

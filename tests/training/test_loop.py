@@ -339,6 +339,16 @@ def test_a_non_finite_parameter_is_named() -> None:
         train(model)
 
 
+def test_a_mask_of_minus_infinity_does_not_stop_a_run() -> None:
+    model = net()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    model.register_buffer("seen", torch.zeros(2))
+    assert len(train(model).rows) == SETTINGS.epochs
+    model.register_forward_hook(lambda module, inputs, output: module.seen.fill_(math.inf))
+    with pytest.raises(NonFiniteError, match="buffer 'seen' is NaN or Inf after epoch 1"):
+        train(model)
+
+
 def test_a_diverging_run_is_stopped() -> None:
     with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) in epoch \d+, step \d+; .*lower learning rate"):
         train(net(), TrainSettings(epochs=20, lr=1e18, warmup=0.0))
