@@ -3,9 +3,10 @@
 The networks of tutorials, courses and papers' small repositories, written as people write them, stand in
 `tests/ordinary`. Each is pruned on an example and on 32 samples to 0.6 of its MACs (`macs=0.6`; of parameters where it
 has no MACs), trained for six steps under `Pruner` and for two more as the compact model, saved, loaded into what the
-author's code builds, and exported to ONNX, which is compared with it. A cell is `ok` or the error. `locked` is how much
-more of its inner weights is left at half of the channels than halving every width by hand would leave, as a share of
-that (see `coverage.py`), with what stops the rest. Weights are random; one process a network, one thread.
+author's code builds, and exported to ONNX, which is compared with it. A cell is `ok` or the error, with `dense too:`
+where torch does not export the dense network either. `locked` is how much more of its inner weights is left at half of
+the channels than halving every width by hand would leave, as a share of that (see `coverage.py`), with what stops the
+rest. Weights are random; one process a network, one thread.
 
     python benchmarks/ordinary.py [--only A,B] [--limit SECONDS] [--json] [--keep]
 """
@@ -26,7 +27,7 @@ from common import RESULTS, keep, show
 from coverage_check import where_from
 from coverage_least import least_left
 from coverage_reasons import Stops
-from zoo_cases import randomize
+from zoo_cases import OWN, randomize
 from zoo_process import in_process
 
 import prunekit as pk
@@ -38,6 +39,7 @@ from network_registry import Network, every_network
 
 LONGEST = 240
 """Letters of an error in a cell."""
+NOT_REACHED = "not reached"
 NEGLIGIBLE = 0.05
 """Share of locked weights below which no reason is told."""
 
@@ -45,15 +47,22 @@ NEGLIGIBLE = 0.05
 def check(network: Network) -> Iterator[dict[str, Any]]:
     """The row of a network in parts, each as soon as it is known."""
     with tempfile.TemporaryDirectory() as folder:
-        for step, result in travel(network, Path(folder)):
-            yield {step: said(result, folder)}
+        journey = Journey(network, Path(folder))
+        for step, result in travel(journey):
+            told = said(result, folder)
+            if step == "ONNX" and told not in ("ok", NOT_REACHED):
+                try:
+                    journey.exported(journey.model)
+                except Exception:  # then it is the model's own
+                    told = f"{OWN}: {told}"
+            yield {step: told}
     yield locked(network)
 
 
 def said(result: Any, folder: str) -> str:
     """A cell: what became of a step."""
     if isinstance(result, NotReachedError):
-        return "not reached"
+        return NOT_REACHED
     told = where_from(result).replace(folder + "/", "") if isinstance(result, Exception) else "ok"
     return told if len(told) <= LONGEST else told[: LONGEST - 3] + "..."
 
@@ -87,18 +96,22 @@ def rows(networks: Sequence[Network], options: argparse.Namespace) -> Iterator[d
 
 
 def gone_through(row: dict[str, Any]) -> bool:
-    """Whether every step is ok."""
-    return all(row.get(step) == "ok" for step in STEPS)
+    """Whether every step is ok, or not to be had of the dense network either."""
+    return all(_passed(row.get(step)) for step in STEPS)
+
+
+def _passed(cell: str | None) -> bool:
+    return cell is not None and (cell == "ok" or cell.startswith(OWN))
 
 
 def as_markdown(found: Sequence[dict[str, Any]]) -> str:
     """How many networks pass each step, and a line for each network, those that do not pass all first."""
     columns = ["network", "kind", *STEPS, "locked", "reason"]
     lines = [f"# Ordinary networks: {sum(map(gone_through, found))} of {len(found)} go through the whole journey", ""]
-    lines += ["| step | ok | not |", "|---|---|---|"]
+    lines += ["| step | ok | dense too | not |", "|---|---|---|---|"]
     for step in STEPS:
-        passed = sum(row.get(step) == "ok" for row in found)
-        lines.append(f"| {step} | {passed} | {len(found) - passed} |")
+        fine, passed = (sum(test(row.get(step)) for row in found) for test in ("ok".__eq__, _passed))
+        lines.append(f"| {step} | {fine} | {passed - fine} | {len(found) - passed} |")
     lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for row in sorted(found, key=lambda row: (gone_through(row), row["kind"], row["network"])):
         lines.append("| " + " | ".join(_cell(row.get(column)) for column in columns) + " |")

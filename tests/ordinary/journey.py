@@ -110,10 +110,13 @@ class Journey:
         """Export the model that was pruned by data; the export itself is compared with it."""
         if self.pruned is None:
             raise NotReachedError
+        return self.exported(self.pruned.model)
+
+    def exported(self, model: nn.Module) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's exporter
             path = self.folder / "model.onnx"
-            return pk.export(self.pruned.model, self.network.inputs(4), path=path, timed=(), log=lambda line: None)
+            return pk.export(model, self.network.inputs(4), path=path, timed=(), log=lambda line: None)
 
 
 STEPS: dict[str, Callable[[Journey], Any]] = {
@@ -125,9 +128,8 @@ STEPS: dict[str, Callable[[Journey], Any]] = {
 }
 
 
-def travel(network: Network, folder: Path, steps: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
+def travel(journey: Journey, steps: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
     """Yields each step with its result, or with the error that it raised."""
-    journey = Journey(network, folder)
     for name in steps or STEPS:
         try:
             yield name, STEPS[name](journey)
