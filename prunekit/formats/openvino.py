@@ -60,6 +60,11 @@ class OpenVinoFormat(ExportFormat):
     def open(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a file on the CPU, computing in float32 where OpenVINO would choose bfloat16."""
         model, interface = _read(path), self.interface(path)
+        if len(interface.outputs) > len(model.outputs):
+            raise ArtifactError(
+                f"{path}: its interface has {len(interface.outputs)} outputs, its network {len(model.outputs)}; the "
+                "file is damaged"
+            )
         options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         request = openvino_core().compile_model(model, "CPU", options | sparse_options()).create_infer_request()
         taken = {name: entry for entry in model.inputs for name in entry.get_names()}

@@ -85,7 +85,8 @@ class Archive:
                 entries = file.infolist()
             self._reader = archive_reader(path)
             records = set(self._reader.get_all_records())
-        except (OSError, zipfile.BadZipFile, RuntimeError) as error:
+        except Exception as error:  # of zip files, and of torch's reader, such as "stoull" of its version
+            reraise_shortage(error)
             raise self.damaged(reason_of(error)) from error
         names = [entry.filename for entry in entries]
         tops = {name.partition("/")[0] for name in names}

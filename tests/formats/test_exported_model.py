@@ -147,3 +147,14 @@ def test_paths_are_told_apart_by_their_suffix(tmp_path: Path) -> None:
     assert not is_exported(tmp_path / "folder.onnx")
     with pytest.raises(ArtifactError, match=r"gone\.onnx: expected an exported file, and there is none"):
         open_exported(tmp_path / "gone.onnx")
+
+
+@pytest.mark.slow
+def test_an_interface_of_more_outputs_than_the_network_has_is_damage(tmp_path: Path) -> None:
+    path = photos("openvino", tmp_path)
+    outputs = "&quot;outputs&quot;: ["
+    one = "{&quot;name&quot;: &quot;x&quot;, &quot;dtype&quot;: &quot;float32&quot;, &quot;shape&quot;: [1]}, "
+    assert outputs in path.read_text()
+    path.write_text(path.read_text().replace(outputs, outputs + one))
+    with pytest.raises(ArtifactError, match="its interface has 2 outputs, its network 1; the file is damaged"):
+        open_exported(path)(torch.randn(1, 3, 8, 8))

@@ -186,6 +186,13 @@ def test_pickled_weights_and_files_of_other_kinds_are_refused(program: Path, tmp
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("version", [b"9" * 40, b"x", b""], ids=["long", "letter", "empty"])
+def test_a_version_that_is_no_number_is_damage(program: Path, tmp_path: Path, version: bytes) -> None:
+    file = changed(program, tmp_path / "version.pt2", lambda name, data: version if name.endswith("version") else data)
+    with pytest.raises(ArtifactError, match=r"expected a \.pt2 file"):
+        FORMAT.open(file)
+
+
 def test_the_interface_of_a_file_of_others_is_that_of_its_program(program: Path, tmp_path: Path) -> None:
     file = changed(program, tmp_path / "others.pt2", lambda name, data: None if name.startswith("extra/") else data)
     interface = FORMAT.interface(file)
