@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.utils.files import sha256
+from prunekit.utils.files import sha256, with_checksum
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # sound files that the tests have too
 
@@ -106,15 +107,27 @@ def plans(folder: Path) -> Sound:
     return Sound(read, known, lambda: _sign(*known))
 
 
-def _sign(text: Path, tensors: Path, key: str = "sha256") -> None:
-    """Puts the checksum of a file into another, as far as that is still JSON."""
-    with suppress(ValueError, AttributeError, TypeError, LookupError, RecursionError):
+BROKEN = (ValueError, AttributeError, TypeError, LookupError, RecursionError)
+"""What comes of signing a file that is no longer JSON of its form: it stays as it is."""
+
+
+def _sign(text: Path, tensors: Path) -> None:
+    """Puts the checksum of a file into another, and that one's own."""
+    with suppress(*BROKEN):
         known = json.loads(text.read_bytes())
-        if isinstance(known[key], dict):
-            known[key][tensors.name] = sha256(tensors)
+        if isinstance(known["sha256"], dict):
+            known["sha256"][tensors.name] = sha256(tensors)
         else:
-            known[key] = sha256(tensors)
-        text.write_text(json.dumps(known))
+            known["sha256"] = sha256(tensors)
+        text.write_text(json.dumps(with_checksum(known)))
+
+
+def _sign_state(text: Path, tensors: Path) -> None:
+    """The same for the folder of a state, whose text is in its own."""
+    with suppress(*BROKEN):
+        body = json.loads(text.read_bytes())["body"]
+        body["tensors"] = sha256(tensors)
+        text.write_text(json.dumps({"sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest(), "body": body}))
 
 
 def _saved(folder: Path) -> tuple[Path, Path]:
@@ -129,7 +142,6 @@ def model_folders(folder: Path) -> Sound:
 
     def read() -> None:
         loaded = pk.load(folder / "small", model=classifier(16))
-        loaded(torch.randn(1, 3, 8, 8))
         pk.predict(loaded, folder / "photo.png").rows()
 
     return Sound(read, (*known, folder / "small" / "plan.json"), lambda: _sign(*known))
@@ -144,8 +156,8 @@ def interfaces(folder: Path) -> Sound:
     part.write_text(json.dumps(sound["interface"]))
 
     def sign() -> None:
-        with suppress(ValueError, RecursionError):
-            manifest.write_text(json.dumps(sound | {"interface": json.loads(part.read_bytes())}))
+        with suppress(*BROKEN):
+            manifest.write_text(json.dumps(with_checksum(sound | {"interface": json.loads(part.read_bytes())})))
 
     def read() -> None:
         loaded = pk.load(folder / "small", model=classifier(16))
@@ -342,7 +354,7 @@ def profiles(folder: Path) -> Sound:
 
 @reader("checkpoints")
 def checkpoints(folder: Path) -> Sound:
-    from prunekit.utils.state_folders import read_state, write_state
+    from prunekit.utils.state_folders import TENSORS, TEXT, read_state, write_state
 
     model = classifier(8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -361,7 +373,8 @@ def checkpoints(folder: Path) -> Sound:
         with suppress(*REFUSED):
             classifier(8).load_state_dict(found["model"])
 
-    return Sound(read, tuple(sorted(path for path in (folder / "state").iterdir() if path.is_file())))
+    known = folder / "state" / TEXT, folder / "state" / TENSORS
+    return Sound(read, known, lambda: _sign_state(*known))
 
 
 REFUSED = (RuntimeError, KeyError, TypeError, AttributeError)
