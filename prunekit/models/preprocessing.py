@@ -23,6 +23,8 @@ from prunekit.settings.validation import Checked
 Pixels = str | PathLike[str] | Image.Image | np.ndarray[Any, Any]
 MOST_PIXELS = 2**27
 """Pixels of an input, and of an image on its way there: 1.5 GiB of float32 in three channels."""
+MOST_SIDE = 2**16
+"""Pixels of a side of an input."""
 WHITE = 0xFFFF
 """The largest value of 16 bits."""
 
@@ -71,15 +73,16 @@ class Preprocessing(Checked):
 
         Raises:
             SettingsError: some have another value, there are not as many means as deviations, one or three, or the
-                input would have more than 134 million pixels.
+                input would have more than 134 million pixels, or a side of more than 65,536.
         """
         super().__post_init__()
         side = self.shorter_side or 1
-        if max(self.height * self.width, side * side) > MOST_PIXELS:
+        large = max(self.height, self.width) > MOST_SIDE
+        if large or max(self.height * self.width, side * side) > MOST_PIXELS:
             shorter = "" if self.shorter_side is None else f", shorter_side {self.shorter_side:,}"
             raise SettingsError(
-                f"Preprocessing: height, width: expected at most {MOST_PIXELS:,} pixels, got {self.height:,} x "
-                f"{self.width:,}{shorter}"
+                f"Preprocessing: height, width: expected at most {MOST_PIXELS:,} pixels, {MOST_SIDE:,} in a "
+                f"side, got {self.height:,} x {self.width:,}{shorter}"
             )
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             got = f"{len(self.mean)} and {len(self.std)}"

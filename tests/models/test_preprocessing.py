@@ -230,6 +230,7 @@ def test_what_a_zoo_publishes_of_a_model() -> None:
     [
         {"height": 10**5, "width": 10**5},
         {"height": 1, "width": 10**12},
+        {"height": 8 * 10**6, "width": 8},
         {"height": 8, "width": 8, "shorter_side": 10**6},
         {"height": 8, "width": 8, "mean": [math.inf], "std": [1.0]},
     ],
