@@ -20,6 +20,7 @@ import prunekit
 from prunekit.errors import UsageError
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.model_size import size_bytes
+from prunekit.reading.text_files import read_json, shown
 from prunekit.utils import files
 from prunekit.utils.files import (
     atomic_file,
@@ -28,6 +29,8 @@ from prunekit.utils.files import (
     remove_leftovers,
     replaced,
     require_writable,
+    write_csv,
+    write_json,
     write_text,
 )
 
@@ -204,3 +207,28 @@ def test_paths_may_be_strings(tmp_path: Path) -> None:
     thresholds.save(f"{tmp_path}/thresholds.json")
     assert ActivationThresholds.load(f"{tmp_path}/thresholds.json").thresholds == {"a": 1.0}
     assert size_bytes(str(tmp_path)) == (tmp_path / "thresholds.json").stat().st_size
+
+
+@pytest.mark.skipif(os.name != "posix", reason="paths are bytes on POSIX systems alone")
+def test_folders_whose_names_are_not_utf8_hold_all_that_others_do(tmp_path: Path) -> None:
+    """Python has such a name with half surrogates, which no UTF-8 file takes and safetensors does not open."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the file system takes UTF-8 alone")
+    write_text(folder / "text", f"in {folder}\n")
+    assert (folder / "text").read_text(encoding="utf-8") == f"in {shown(folder)}\n"
+    write_json(folder / "json", {str(folder): [str(folder), "\U0001f600", 1]})
+    assert read_json(folder / "json") == {shown(folder): [shown(folder), "\U0001f600", 1]}
+    write_csv(folder / "csv", [{"where": str(folder)}])
+    assert (folder / "csv").read_text(encoding="utf-8") == f"where\n{shown(folder)}\n"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    x = torch.randn(2, 4)
+    result = prunekit.prune(model, x, macs=0.5)
+    for compress in (False, True):
+        saved = prunekit.save(result, folder / "small", compress=compress)
+        assert torch.equal(prunekit.load(saved, model=model)(x), result.model.eval()(x))
+        assert prunekit.load_plan(saved).digest == result.plan.digest
+    prunekit.calibrate(model, [x]).save(folder / "statistics")
+    assert len(prunekit.ChannelStats.load(folder / "statistics")) == len(prunekit.calibrate(model, [x]))

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prunekit.errors import reraise_shortage
+from prunekit.reading.array_files import openable
 
 COMPRESSION, VERSION = "bitmask", 1
 METADATA = "compression"
@@ -116,7 +117,7 @@ def is_compressed(path: Path) -> bool:
     Raises:
         SafetensorError: it is no safetensors file.
     """
-    with safe_open(path, framework="pt") as file:
+    with openable(path) as name, safe_open(name, framework="pt") as file:
         return METADATA in (file.metadata() or {})
 
 
@@ -127,9 +128,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         SafetensorError: it is no safetensors file.
         ValueError: it is compressed in a way that is not known, or its bitmasks do not fit its values.
     """
-    with safe_open(path, framework="pt") as file:
+    with openable(path) as name, safe_open(name, framework="pt") as file:
         metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     if METADATA not in metadata:
         return tensors
     for name, shape in _dense_shapes(metadata[METADATA]).items():

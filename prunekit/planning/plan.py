@@ -29,6 +29,7 @@ from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.models.bitmask import pack_bits
 from prunekit.modes.public_call import public_call
 from prunekit.planning.stored_plan import FORMAT, PACKED_FORMAT, from_files
+from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import read_json
 from prunekit.settings.prune import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
@@ -408,7 +409,8 @@ def load_plan(folder: StrPath) -> Plan:
     if not path.is_file() or sha256(path) != text.get("sha256"):
         raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")
     try:
-        parts = from_files(text, load_file(path))
+        with openable(path) as name:
+            parts = from_files(text, load_file(name))
         plan = Plan(parts.channel_map, parts.keep, parts.provenance, parts.element_masks)
         plan.channel_map.layer_macs(plan.keep)
     except SafetensorError as error:

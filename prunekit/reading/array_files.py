@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -140,7 +142,7 @@ def tensor_headers(
     """
 
     def read() -> dict[str, TensorHeader]:
-        with safe_open(path, framework="numpy") as file:
+        with openable(path) as name, safe_open(name, framework="numpy") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
@@ -163,11 +165,30 @@ def read_tensors(
     """
 
     def read() -> tuple[dict[str, Tensor], Mapping[str, str]]:
-        with safe_open(path, framework="pt") as file:
+        with openable(path) as name, safe_open(name, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
     require_file(path, expected, raises)
     return _reading(read, path, expected, raises)
+
+
+@contextmanager
+def openable(path: Path) -> Iterator[str]:
+    """Yield a name of a file that safetensors can open, which takes paths in UTF-8 alone.
+
+    Args:
+        path: of a file; where its bytes are not UTF-8, the name is that of a descriptor that is open meanwhile.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        with path.open("rb") as file:
+            yield f"/dev/fd/{file.fileno()}"
+    else:
+        yield os.fspath(path)
 
 
 def _reading(read: Callable[[], _T], path: Path, expected: str, raises: type[PrunekitError]) -> _T:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
+from prunekit.reading.array_files import openable
 from prunekit.statistics.consumers import Consumer
 from prunekit.statistics.feature_ranks import MapRanks
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey, combine
@@ -255,7 +256,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         """
         file = _stats_file(path)
         try:
-            with safe_open(file, framework="numpy") as opened:
+            with openable(file) as name, safe_open(name, framework="numpy") as opened:
                 metadata: dict[str, str] = opened.metadata() or {}
                 arrays: Arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:

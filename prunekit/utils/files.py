@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from prunekit.errors import ArtifactError, UsageError
+from prunekit.reading.text_files import shown
 
 StrPath = str | os.PathLike[str]
 """Type of paths that public functions take."""
@@ -276,14 +277,26 @@ def set_permissions(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file, whole or not at all."""
+    """Write a UTF-8 text file, whole or not at all; what is not Unicode, as in paths of other bytes, is escaped."""
     with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON with sorted keys; NaN and Inf raise, because they are not JSON."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+    """Write JSON with sorted keys, as `read_json` reads it; NaN and Inf raise, because they are not JSON."""
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False)
+    if "\\ud" in text:  # half a surrogate pair, as in paths that are not UTF-8; or a character beyond 16 bits
+        text = json.dumps(_printable(value), indent=2, sort_keys=True, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def _printable(value: Any) -> Any:
+    """Return nested values with what is not Unicode escaped in their text."""
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_printable(item) for item in value]
+    return shown(value) if isinstance(value, str) else value
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
@@ -296,7 +309,10 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[s
     """
     names = list(dict.fromkeys(name for row in rows for name in row)) or list(columns)
     cells = [_cells([row.get(name) for row in rows]) for name in names]
-    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with (
+        atomic_file(path) as temporary,
+        temporary.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file,
+    ):
         csv.writer(file, lineterminator="\n").writerows([names, *zip(*cells, strict=True)])
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors, with_tensors
@@ -27,6 +25,7 @@ from prunekit.jobs.run.model_sources import MANIFEST, InputModel, resolve
 from prunekit.jobs.sensitivity import chosen_groups
 from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.plan import Plan, load_plan
+from prunekit.reading.array_files import read_tensors
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
@@ -256,10 +255,7 @@ def _load_dense(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module
     if not path.is_file():
         return None, (f"{folder}: the pruned model alone, because no run beside it has kept the dense weights",)
     dense = load_factory(factory) if factory is not None else build_dense(folder)
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ArtifactError(f"{path}: {error}") from error
+    tensors, _ = read_tensors(path, "the dense weights of the run (.safetensors)")
     shapes = {name: tensor.shape for name, tensor in named_tensors(dense)}
     wrong = sorted(name for name in shapes.keys() | tensors.keys() if _shape(tensors, name) != shapes.get(name))
     if wrong:
