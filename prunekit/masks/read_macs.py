@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.tracing.execution import plain_operators
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import memory_of
 from prunekit.hooks.owner import HookOwner
@@ -48,7 +48,7 @@ def macs_of_readers(model: nn.Module, inputs: tuple[Any, ...], paths: Iterable[s
         training_mode(model, False),
         same_attributes(model),
         torch.no_grad(),
-        plain_attention(),
+        plain_operators(model),
         readers.hooks,
         readers,
     ):

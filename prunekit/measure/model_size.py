@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.channels.tracing.execution import ModuleStack, plain_attention
+from prunekit.channels.tracing.execution import ModuleStack, plain_operators
 from prunekit.channels.tracing.fused_modules import fused_away, is_inside
 from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
@@ -55,7 +55,7 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
             call(model, example_inputs)
         return int((counter.macs - aside) // max(1, sample_count(example_inputs)))
 
-    with training_mode(model, False), plain_attention():
+    with training_mode(model, False), plain_operators(model):
         return without_gradients(counted)
 
 
@@ -217,7 +217,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _PassRecord:
     stack = ModuleStack(model, enter, leave)
     with (
         running(model, example_inputs, where=lambda: f" (in {stack.current})" if stack.current else ""),
-        seeded(0), training_mode(model, False), plain_attention(),
+        seeded(0), training_mode(model, False), plain_operators(model),
     ):  # fmt: skip
         without_gradients(run)
     seen.macs[""] += since()  # of hooks on the model that run after ours

@@ -166,6 +166,71 @@ def test_a_pruner_finishes_with_state(name: str) -> None:
     small(x).sum().backward()
 
 
+class FirstBatch(nn.Module):
+    """An LSTM whose state is made for one batch size in `__init__` and anew for any other, as in tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.batch = 16, 2
+        self.cell, self.head = nn.LSTM(6, self.width, batch_first=True), nn.Linear(self.width, 3)
+        self.hidden = self.init_hidden(self.batch)
+
+    def init_hidden(self, batch: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, batch, self.width), torch.zeros(1, batch, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != self.batch:
+            self.batch, self.hidden = len(x), self.init_hidden(len(x))
+        out, hidden = self.cell(x, self.hidden)
+        self.hidden = (hidden[0].detach(), hidden[1].detach())
+        return self.head(out[:, -1])  # type: ignore[no-any-return]
+
+
+class Leaky(nn.Module):
+    """A layer with a memory of each sample, that a method of a part makes anew where their number changes."""
+
+    class Memory(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.features, self.rate = width, nn.Parameter(torch.full((width,), 0.5))
+            self.value = torch.zeros(2, width)
+
+        def reset(self, like: Tensor) -> None:
+            self.value = like.new_zeros(len(like), self.features)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.value.size(0) != x.size(0):
+                self.reset(x)
+            self.value = (self.rate * self.value + x).detach()
+            return self.rate * x + self.value
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.memory, self.b = nn.Linear(6, 16), Leaky.Memory(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.memory(self.a(x)).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("make", "shape"), [(FirstBatch, (5, 6)), (Leaky, (6,))], ids=["lstm", "memory"])
+def test_state_is_begun_anew_for_another_number_of_samples(make: Callable[[], Any], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(2, *shape)
+    result = pk.prune(model, x, macs=0.6)
+    assert sum(parameter.numel() for parameter in result.model.parameters()) < 0.7 * sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+    assert not any("no example runs it" in note for note in result.notes)
+    assert all(2 in tensor.shape[:2] for tensor in kept_tensors(model).values())
+    for batch in (3, 1, 4, 2):
+        assert result.model(torch.randn(batch, *shape)).shape == (batch, 3)
+    result = pk.prune(model, calibration=torch.randn(32, *shape), macs=0.6)
+    assert result.max_relative_difference <= 1e-9
+    other = torch.randn(8, *shape)
+    with torch.no_grad():
+        assert torch.allclose(result.masked(other), result.model(other), atol=1e-5)
+
+
 class Positions(nn.Module):
     """A table that forward makes for the width and the length that it first sees."""
 

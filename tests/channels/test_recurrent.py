@@ -48,6 +48,24 @@ def test_state_and_projection_are_pruned_apart() -> None:
     assert layer.hidden_size < 10
 
 
+@pytest.mark.parametrize("width", ["attribute", "cell"])
+def test_a_state_on_the_default_device_is_followed(width: str) -> None:
+    """Such a state stops the run on meta tensors; where an LSTM computes values, one operator of oneDNN would run."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        size = net.width if width == "attribute" else net.layer.hidden_size
+        state = torch.zeros(1, x.shape[1], size, dtype=x.dtype)
+        return net.out(net.layer(net.a(x), (state, state))[0])
+
+    model = randomized(Net(forward, a=nn.Linear(6, 8), layer=nn.LSTM(8, 6), out=nn.Linear(6, 3))).eval()
+    model.width = 6
+    chart = trace(model, tokens())
+    assert not any("mkldnn" in lock.operator for lock in chart.locks)
+    plan = settled_plan(model, tokens())
+    assert compact(model, plan).layer.hidden_size < 6
+    assert parity(model, plan, tokens()) <= TOLERANCE
+
+
 def test_a_state_of_a_number_in_the_code_is_locked_where_it_is_made() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         return net.out(net.layer(net.a(x), torch.zeros(1, x.shape[1], 6, dtype=x.dtype))[0])

@@ -21,6 +21,8 @@ from prunekit.measure.model_size import count_macs, count_parameters, size_bytes
         (nn.Conv2d(4, 6, 3, padding=1), (4, 8, 8), 4 * 6 * 9 * 64),
         (nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 8, 8), 4 * 9 * 64),
         (nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)), (3, 2, 2), 48 + 32),
+        (nn.LSTM(6, 16, batch_first=True), (5, 6), 4 * 16 * (6 + 16) * 5),
+        (nn.GRU(6, 16, batch_first=True), (5, 6), 3 * 16 * (6 + 16) * 5),
     ],
 )
 def test_macs_of_one_sample(model: nn.Module, shape: tuple[int, ...], macs: int, batch: int) -> None:

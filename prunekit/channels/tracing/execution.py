@@ -6,7 +6,7 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -209,6 +209,16 @@ def without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def plain_operators(model: nn.Module) -> Iterator[None]:
+    """Turn off what `plain_attention` does, and oneDNN for a model with an LSTM, whose products and gates it hides."""
+    backend: Any = torch.backends.mkldnn
+    kept = {"deterministic": backend.deterministic, "allow_tf32": backend.allow_tf32}
+    recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
+    with plain_attention(), backend.flags(enabled=False, **kept) if recurrent else nullcontext():
+        yield
 
 
 _TORCH = f"{Path(torch.__file__).parent}/"

@@ -91,6 +91,17 @@ def _twin(model: nn.Module, meta: bool) -> nn.Module:
     return twin
 
 
+def runs_on(model: nn.Module, inputs: tuple[Any, ...], *, meta: bool) -> bool:
+    """Return whether a copy of a model runs on some inputs.
+
+    Args:
+        model: the copy that a trace runs; not changed.
+        inputs: to run on.
+        meta: whether these are meta tensors.
+    """
+    return _runs(_twin(model, meta), lambda twin: call(twin, inputs), meta)
+
+
 def _runs(model: nn.Module, run: Callable[[nn.Module], object], meta: bool, *, training: bool = False) -> bool:
     mode: AbstractContextManager[object] = OnMeta() if meta else nullcontext()
     try:
@@ -166,7 +177,7 @@ def results_aside(
         examples: the inputs that it ran on.
     """
     found = {number: run.aside for number, run in enumerate(runs) if run.aside}
-    read = any(_reads_later(model, examples[runs[one].example], training=runs[one].training) for one in found)
+    read = any(_reads_later(model, runs[one].inputs(examples), training=runs[one].training) for one in found)
     return {} if read else found
 
 

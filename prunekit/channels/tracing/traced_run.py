@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -16,6 +17,7 @@ from prunekit.channels.tracing.alternatives import Alternatives
 from prunekit.channels.tracing.cached_state import ModelCalls
 from prunekit.channels.tracing.execution import ModuleCall
 from prunekit.channels.tracing.storages import shape_of
+from prunekit.utils.inputs import concatenate
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +91,7 @@ class TracedRun:
 
     Attributes:
         example: number of the example.
+        doubled: whether it ran on every sample of the example twice, as another number of samples.
         training: whether it ran in train mode.
         repeats: whether it did exactly what the run before it did, label for label.
         gradients: whether gradients were recorded, because forward itself takes some.
@@ -118,3 +121,13 @@ class TracedRun:
     returned: set[int] = field(default_factory=set)
     asks_mode: set[str] = field(default_factory=set)
     aside: frozenset[int] = frozenset()
+    doubled: bool = False
+
+    def again(self, **changes: bool) -> TracedRun:
+        """Return another run of the same example, of which nothing is recorded yet."""
+        return replace(self, operators=[], borrowed=set(), module_calls=[], returned=set(), **changes)
+
+    def inputs(self, examples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return what the model runs on, given all examples."""
+        own = examples[self.example]
+        return concatenate([own, own]) if self.doubled else own

@@ -33,20 +33,20 @@ from prunekit.channels.rules.shape import SHAPES_IN_PLACE
 from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
-from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_operators
 from prunekit.channels.tracing.fused_modules import fused_away
 from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
 from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow
 from prunekit.channels.tracing.made_axes import MadeAxes
 from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
-from prunekit.channels.tracing.state_search import label_state, operators_aside, results_aside, with_left
+from prunekit.channels.tracing.state_search import label_state, operators_aside, results_aside, runs_on, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
 from prunekit.utils.context import same_draws, seeded, takes_gradients
 from prunekit.utils.display import listed
-from prunekit.utils.inputs import InputSpec, example_advice, input_specs, sample_count
+from prunekit.utils.inputs import InputSpec, example_advice, input_specs, is_batched, sample_count
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -441,9 +441,7 @@ def _trace(
         run.asks_mode.update(watch.read_by)
         if watch.was_read and both_modes:
             try:
-                trained = replace(
-                    run, training=True, repeats=True, operators=[], borrowed=set(), module_calls=[], returned=set()
-                )
+                trained = run.again(training=True, repeats=True)
                 trained.aside = (aside or {}).get(len(trace.runs), frozenset())
                 with mode_for_trace(clone, True):
                     _run(clone, inputs, trained, trace)
@@ -453,6 +451,15 @@ def _trace(
                 reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
                 trace.norms.abandon()
+    if state.labels and is_batched(examples[0]):  # the methods that begin it anew for another number of samples run too
+        run = trace.runs[0].again(doubled=True)
+        run.aside = (aside or {}).get(len(trace.runs), frozenset())
+        inputs = run.inputs([map_tensors(examples[0], stand_in)])
+        if runs_on(clone, inputs, meta=meta):
+            with mode_for_trace(clone, False):
+                _run(clone, inputs, run, trace)
+        elif meta and runs_on(model, run.inputs(examples), meta=False):
+            raise ModelError("runs on another number of samples with values alone")
     traced_again = partial(
         _trace,
         model,
@@ -547,7 +554,8 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = sample_count(example, 1)
     mode = LabelMode(flow, run, stack, earlier, example)
-    with same_draws(clone), same_state(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
+    plain = plain_operators(clone)
+    with same_draws(clone), same_state(clone), stack, torch.set_grad_enabled(run.gradients), plain, mode:
         for output in run.calls.outputs(clone, example):
             flow.operator, flow.call = "", None
             run.returned.update(mode.makers([tensor for _, tensor in run.calls.read.tensors(output)]))

@@ -26,7 +26,7 @@ from prunekit.channels.tracing.execution import (
     innermost_module,
     line_of,
     mode_for_trace,
-    plain_attention,
+    plain_operators,
 )
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.operator_mode import NOISE, OperatorMode, run_operator, without_randomness
@@ -389,7 +389,7 @@ def _forward(
     watch = _OperatorWatch(stack, see)
     with (
         same_draws(model), mode_for_trace(model, run.training), stack,
-        torch.set_grad_enabled(run.gradients), plain_attention(), precision(),
+        torch.set_grad_enabled(run.gradients), plain_operators(model), precision(),
     ):  # fmt: skip
         try:
             with watch:

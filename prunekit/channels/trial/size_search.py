@@ -78,9 +78,9 @@ class BatchAxes:
 
 def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[TracedOperator, frozenset[int]]]:
     """Yield operators with the axes of their results that grow, matched by site, as copies in between may differ."""
-    others = {(run.example, run.training): run for run in larger.runs}
+    others = {(run.example, run.training, run.doubled): run for run in larger.runs}
     for run in trace.runs:
-        other = others.get((run.example, run.training))
+        other = others.get((run.example, run.training, run.doubled))
         if other is None or run.repeats:  # its operators are those of the run before
             continue
         sizes = {key: operator.call[2][0] for key, operator in _by_place(other)}
@@ -124,7 +124,7 @@ class ScaleSearch:
 
         They are returned for all modules of the class that computes with them.
         """
-        example = float64_inputs(self._examples[run.example])
+        example = float64_inputs(run.inputs(self._examples))
         small = self._numbers(compact, example, run, divergence.key) if divergence.operator else {}
         dense = self._numbers(self._model, example, run) if small else {}
         changed = {key for key, value in small.items() if dense.get(key, value) != value}

@@ -339,7 +339,7 @@ class _PlanOnTrial:
         Kernels of narrower floats need strides that those of float64 do not, or that a conversion to it repairs.
         """
         run = self.channel_map.traced.trace.runs[0]
-        example = float64_inputs(self.examples[run.example], None)
+        example = float64_inputs(run.inputs(self.examples), None)
         with Float64WhileRunning(compact, as_it_is, borrowed=run.borrowed) as small:
             found = failure_of(small.model, example, run)
         if found is None:
@@ -349,7 +349,7 @@ class _PlanOnTrial:
 
     def _without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 without copies, if that is possible."""
-        example = float64_inputs(self.examples[run.example])
+        example = float64_inputs(run.inputs(self.examples))
         try:
             if run not in self.references:
                 convert = with_zeros(to_double, self.kept)
@@ -366,7 +366,7 @@ class _PlanOnTrial:
     def _with_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 with copies; if the model runs in no kind of float64, in its own precision."""
         for way in RUN_PRECISIONS:
-            example = way.inputs(self.examples[run.example])
+            example = way.inputs(run.inputs(self.examples))
             masked = float64_copy(self.model, with_zeros(way.convert, self.kept))
             try:
                 reference = record_reference(masked, self.channel_map, self.keep, example, run, way.precision)

@@ -228,7 +228,7 @@ class _UntracedSearch:
         before = sys.gettrace()
         for run in self.channel_map.traced.trace.runs:
             for way in (RUN_PRECISIONS[-1], RUN_PRECISIONS[0]):
-                running, example = float64_copy(self.compact, way.convert), way.inputs(self.examples[run.example])
+                running, example = float64_copy(self.compact, way.convert), way.inputs(run.inputs(self.examples))
                 modes = mode_for_trace(running, run.training), torch.no_grad(), plain_attention(), way.precision()
                 with ExitStack() as stack, suppress(Exception):  # of a model whose code asks for the other precision
                     for mode in (seeded(0), *modes):
@@ -256,8 +256,8 @@ class _UntracedSearch:
 
         Inner modules come first, because methods of the modules around them call theirs.
         """
-        called = _calls(self.model, missed, float64_inputs(self.examples[run.example]), run)
-        again = _calls(self.compact, called, float64_inputs(self.examples[run.example]), run)
+        called = _calls(self.model, missed, float64_inputs(run.inputs(self.examples)), run)
+        again = _calls(self.compact, called, float64_inputs(run.inputs(self.examples)), run)
         pairs = [(path, name) for path in again for name in missed[path]]
         for path, name in sorted(pairs, key=lambda pair: -pair[0].count(".")):
             method, module = missed[path][name], self.model.get_submodule(path)
