@@ -19,6 +19,7 @@ from prunekit.formats.format import ExportFormat, ExportOptions, ExportSource, R
 from prunekit.formats.model_location import failure
 from prunekit.formats.program import Program, fed, program_of, trace, tracing
 from prunekit.models.interface import ModelInterface, TensorSpec, input_specs_of
+from prunekit.reading.text_files import parse_json
 from prunekit.utils.context import set_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example
@@ -199,10 +200,7 @@ def interface_of_json(text: str, where: str) -> ModelInterface:
     Raises:
         ArtifactError: it is damaged; `where` names the file in the message.
     """
-    try:
-        return ModelInterface.from_dict(json.loads(text), where)
-    except ValueError as error:
-        raise ArtifactError(f"{where}: expected the interface as JSON in its metadata, but {error}") from error
+    return ModelInterface.from_dict(parse_json(text, where, "the interface as JSON in its metadata"), where)
 
 
 def interface_of_file(path: Path) -> ModelInterface:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.reading.array_files import openable
+from prunekit.reading.text_files import parse_json, require_file
 from prunekit.statistics.consumers import Consumer
 from prunekit.statistics.feature_ranks import MapRanks
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey, combine
@@ -255,6 +256,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             ArtifactError: the file is missing, damaged, or not channel statistics.
         """
         file = _stats_file(path)
+        require_file(file, "channel statistics (.safetensors)")
         try:
             with openable(file) as name, safe_open(name, framework="numpy") as opened:
                 metadata: dict[str, str] = opened.metadata() or {}
@@ -266,17 +268,17 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             raise ArtifactError(f"{file}: {found}; calibrate again")
         try:
             return cls._from_arrays(metadata[FORMAT], arrays)
-        except (AttributeError, KeyError, ValueError, TypeError) as error:
+        except (AttributeError, LookupError, ValueError, TypeError, ArithmeticError, ArtifactError) as error:
             raise ArtifactError(f"{file}: not usable as channel statistics ({error}); calibrate again") from error
 
     @classmethod
     def _from_arrays(cls, header_text: str, arrays: Arrays) -> ChannelStats:
-        header = json.loads(header_text)
+        header = parse_json(header_text, FORMAT, finite=False)
         if header["version"] != VERSION:
             raise ValueError(f"expected version {VERSION}, got {header['version']!r}")
         if header["sha256"] != _checksum(header["content"], arrays):
             raise ValueError("the checksum does not fit the content")
-        content = json.loads(header["content"])
+        content = parse_json(header["content"], FORMAT, finite=False)
         keys = [StatsKey(*key) for key in content["keys"]]
         layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
         moments = {

@@ -173,5 +173,5 @@ def test_a_file_of_others_has_the_interface_of_its_graph(tmp_path: Path) -> None
         run((torch.ones(4, 7), torch.ones(5, 2)))
     onnx.helper.set_model_props(model, {"prunekit": "{"})
     onnx.save(model, tmp_path / "damaged.onnx")
-    with pytest.raises(ArtifactError, match=r"damaged\.onnx: expected the interface as JSON"):
+    with pytest.raises(ArtifactError, match=r"damaged\.onnx:1:2: expected the interface as JSON"):
         FORMAT.interface(tmp_path / "damaged.onnx")
