@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import json
 import linecache
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from equivalence import TOLERANCE, parity, randomized, settled_plan
@@ -19,12 +21,16 @@ from hypothesis import strategies as st
 from nets_stated import CLASSES, WIDTH, Batched, Chunks, Looping, Quotient, ReadOffAPart, UnequalParts, Unscaled
 from torch import nn
 
+from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.rewrite.call_sites import CodePlace, attribute_read, definition, place_of, slice_of_axis
 from prunekit.channels.rewrite.source_rewriter import attribute_values, original_of, set_expressions
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError
 from prunekit.planning.plan import Plan, load_plan
+from prunekit.utils.files import with_checksum
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 
@@ -115,6 +121,51 @@ def test_sizes_that_grow_with_the_batch_are_not_stated() -> None:
     names = [size.name for size in plan.channel_map.sizes]
     assert names
     assert not any("n * v.shape[1]" in name for name in names)
+
+
+class PerSample(nn.Module):
+    """A kernel for each sample, made of several: samples and channels are one axis, both widths one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = WIDTH
+        self.experts, self.route = nn.Parameter(torch.randn(3, WIDTH, WIDTH)), nn.Linear(WIDTH, 3)
+
+    def kernels(self, x: torch.Tensor) -> torch.Tensor:
+        return self.route(x.mean(1)).softmax(-1) @ self.experts.view(3, -1)  # type: ignore[no-any-return]
+
+
+class PerSampleByAttribute(PerSample):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        kernels = self.kernels(x).view(b * self.width, self.width, 1)
+        flat = x.transpose(1, 2).reshape(1, b * self.width, t)
+        return nn.functional.conv1d(flat, kernels, groups=b).view(b, self.width, t).transpose(1, 2)
+
+
+class PerSampleByNumber(PerSample):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernels = self.kernels(x).view(12 * x.size(0), 12, 1)
+        flat = x.transpose(1, 2).reshape(1, len(x) * 12, -1)
+        return nn.functional.conv1d(flat, kernels, groups=len(x)).view(len(x), 12, -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("cls", [PerSampleByAttribute, PerSampleByNumber])
+def test_the_width_in_a_product_with_the_batch_is_stated(cls: type[nn.Module]) -> None:
+    assert WIDTH == 12
+    net = around(cls())
+
+    def unequal(chart: ChannelMap) -> Keep:
+        keep = np.ones(chart.n_labels, dtype=bool)
+        for axis, count in ((1, 3), (2, 5)):
+            keep[chart.labels["1.experts"][axis][:count]] = False  # type: ignore[index]
+        return keep
+
+    settled = run_trial(net, trace(net, EXAMPLE), unequal, [EXAMPLE])
+    plan = Plan(settled.channel_map, settled.keep)
+    assert [plan.kept("1.experts", axis).size for axis in (1, 2)] == [9, 7]
+    assert parity(net, plan, (torch.randn(7, 5, 6),)) <= TOLERANCE
+    compact(net, plan)(torch.randn(1, 5, 6))
 
 
 def test_a_compact_model_can_be_copied_trained_exported_and_pruned_again() -> None:
@@ -212,7 +263,8 @@ def test_a_folder_whose_models_source_changed_is_refused(tmp_path: Path) -> None
     plan = uneven_plan(net)
     save(compact(net, plan), tmp_path / "small", plan)
     manifest = tmp_path / "small" / "prunekit.json"
-    manifest.write_text(manifest.read_text().replace("width // self.num_heads", "width // self.heads"))
+    changed = json.loads(manifest.read_text().replace("width // self.num_heads", "width // self.heads"))
+    manifest.write_text(json.dumps(with_checksum(changed)))
     with pytest.raises(ArtifactError, match="does not fit the model"):
         load(tmp_path / "small", model=around(Quotient()))
 

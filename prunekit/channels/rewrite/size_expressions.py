@@ -27,6 +27,7 @@ from prunekit.channels.rewrite.call_sites import (
     is_chunk,
     is_unscaled_attention,
     made_sizes,
+    number,
     parts_argument,
     place_of,
     shape_arguments,
@@ -59,8 +60,9 @@ class SizeExpression:
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
     """Yield the sizes in the expression that called an operator, if it is in a method of a module.
 
-    Sizes of the axes `varying` of the operator's first result depend on the input, and are left alone; other sizes may
-    follow from them, as the width of a head does where heads and batch are one axis.
+    Sizes of the axes `varying` of the operator's first result depend on the input, and are left alone, except for the
+    width in a product such as `B * self.width`; other sizes may follow from them, as the width of a head does where
+    heads and batch are one axis.
     """
     site = operator.site
     node = None if site is None else expression_at(site)
@@ -79,6 +81,8 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     merged = [_rows(operator.outputs[0], axis) for axis in range(len(operator.call[2][0])) if axis in varying]
     beside = tuple(rows for rows in merged if rows is not None)
     for axis, expression, position, labels in found if whole else ():
+        if axis in varying and position is None:
+            yield from _factors(site.method, expression, labels, beside)
         place = place_of(site.method, expression)
         if axis not in varying and place is not None and labels.size:
             if name == "mul":
@@ -86,6 +90,22 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
             else:
                 reads = attribute_read(site.method, expression)
                 yield SizeExpression(place, position, labels, (labels, *beside), reads, alone=made)
+
+
+def _factors(
+    method: CodeType, expression: ast.expr, labels: Labels, beside: tuple[Labels, ...]
+) -> Iterator[SizeExpression]:
+    """Yield the width in a product of it and a number of samples, as in `B * self.width`."""
+    if not (isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Mult)):
+        return
+    width = len(np.unique(labels, axis=0))
+    samples = len(labels) // width
+    if samples < 2 or not np.array_equal(labels, np.tile(labels[:width], (samples, 1))):
+        return
+    for factor in (expression.left, expression.right):
+        reads, place = attribute_read(method, factor), place_of(method, factor)
+        if place is not None and (reads is not None or number(factor) == width):
+            yield SizeExpression(place, None, labels[:width], (labels[:width], *beside), reads)
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]
