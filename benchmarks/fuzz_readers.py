@@ -383,12 +383,12 @@ REFUSED = (RuntimeError, KeyError, TypeError, AttributeError)
 
 @reader("runs to report")
 def reports(folder: Path) -> Sound:
-    from prunekit.jobs.run.run_folder import write_report
+    from prunekit.report.pages.run_page import missing, write_report
 
     run = write_run(folder / "run", groups=4)
     (run / "log.txt").write_text("2026-11-20T11:00:00+00:00 run: begun\n2026-11-20T11:02:54+00:00 finished\n")
     files = sorted(path for path in run.iterdir() if path.suffix in (".json", ".csv", ".txt", ".yaml"))
-    return Sound(lambda: write_report(run), tuple(files))
+    return Sound(lambda: (write_report(run, whole=False), missing(run)), tuple(files))  # as `prunekit report` does
 
 
 @reader("runs to resume")
