@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.errors import RunError, reason_of
+from prunekit.errors import RunError, reason_of, reraise_shortage
 
 BUILTINS = frozenset({
     "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice",
@@ -50,6 +50,7 @@ def unpacked(data: bytes) -> Any:
     except RunError:
         raise
     except Exception as error:  # of the unpickler, or of a class
+        reraise_shortage(error)
         raise RunError(f"process group: expected data from the main process, but {reason_of(error)}") from error
 
 
