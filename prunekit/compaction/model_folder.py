@@ -324,8 +324,12 @@ def _assembled(
     """Return the compact model of a manifest and its tensors, in eval mode; see `load`."""
     shorter = _shorter(folder, manifest)
     dense = _dense(folder, manifest, model, tensors.keys(), shorter)
-    _check(folder, manifest, dense, tensors, shorter)
+    later = tensors.keys() & _unmade(dense)
+    _check(folder, manifest, dense, {name: tensor for name, tensor in tensors.items() if name not in later}, shorter)
     loaded = with_tensors(dense, tensors)
+    for name in later:
+        path, _, own = name.rpartition(".")
+        setattr(loaded.get_submodule(path), own, tensors[name])
     try:
         shorten_(loaded, shorter)
         set_heads(loaded, _heads(manifest))
@@ -339,6 +343,12 @@ def _assembled(
     if not isinstance(model, nn.Module):
         _require_placed(folder, loaded)
     return set_mode(loaded, False)
+
+
+def _unmade(model: nn.Module) -> set[str]:
+    """Return the names of buffers that are None until forward makes them."""
+    own = [(f"{path}.{name}".lstrip("."), one) for path, m in model.named_modules() for name, one in m._buffers.items()]
+    return {name for name, one in own if one is None}
 
 
 def _require_placed(folder: Path, model: nn.Module) -> None:
@@ -396,7 +406,8 @@ def _dense(
     with seeded(0):
         with suppress(Exception), _empty_weights():
             empty = _folded(folder, manifest, _construct(folder, manifest, model))
-            if {name for name, _ in named_tensors(empty) if name in names or not _is_gone(name, shorter)} == names:
+            own = {name for name, _ in named_tensors(empty) if name in names or not _is_gone(name, shorter)}
+            if own == names - _unmade(empty):
                 return empty
         # a constructor that looks at its weights, or ties them: empty ones do not stay tied
         return _folded(folder, manifest, _construct(folder, manifest, model))
@@ -423,7 +434,7 @@ def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Paramete
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
     """Return the dense model with its norms folded as in the folder."""
     try:
-        return with_folds(dense, manifest.get("folded_norms"))
+        return with_folds(unwrapped(dense, offloaded=True), manifest.get("folded_norms"))
     except (AttributeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{folder / MANIFEST}: folded_norms: does not fit the model: {error}") from error
 

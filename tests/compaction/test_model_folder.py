@@ -133,7 +133,7 @@ def test_precision_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_unchanged(load(tmp_path / "model"), snapshot(model))
 
 
-@pytest.mark.parametrize("how", ["model", "factory", "meta"])
+@pytest.mark.parametrize("how", ["model", "factory", "meta", "wrapped model", "wrapped factory"])
 def test_the_users_own_model(how: str, tmp_path: Path) -> None:
     dense, small, example = own_model(tmp_path / "model")
     before = snapshot(dense)
@@ -141,6 +141,8 @@ def test_the_users_own_model(how: str, tmp_path: Path) -> None:
     if how == "meta":
         with torch.device("meta"):
             given = Tied()
+    if how.startswith("wrapped"):
+        given = nn.DataParallel(dense) if how == "wrapped model" else lambda: nn.DataParallel(Tied())
     loaded: Any = load(str(tmp_path / "model"), given)
     assert loaded.b.weight is loaded.a.weight
     assert_unchanged(loaded, snapshot(small))
@@ -180,6 +182,39 @@ def test_a_buffer_that_forward_makes_anew(before: bool, tmp_path: Path) -> None:
         with torch.no_grad():
             assert torch.equal(loaded(*example), small(*example))
             assert torch.equal(loaded(example[0][:, :3]), small(example[0][:, :3]))
+
+
+class FirstSeen(nn.Module):
+    """Buffers that are None until the first call: a table of positions, and a mean that a checkpoint has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("places", None, persistent=False)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.places is None:
+            self.places = torch.arange(x.shape[1] * x.shape[2], dtype=x.dtype).view(x.shape[1:]) / 10
+        if self.mean is None:
+            self.mean = x.detach().mean((0, 1))
+        return self.last((x - self.mean + self.places).relu())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_buffers_that_are_none_until_forward_makes_them(before: bool, tmp_path: Path) -> None:
+    dense, example = randomized(FirstSeen()).eval(), (torch.randn(2, 5, 6),)
+    if before:
+        dense(*example)
+    plan = settled_plan(dense, example)
+    small = compact(dense, plan)
+    small(*example)
+    save(small, tmp_path / "used", plan)
+    loaded = load(tmp_path / "used", FirstSeen)
+    assert loaded.state_dict().keys() == small.state_dict().keys()
+    with torch.no_grad():
+        assert torch.equal(loaded(example[0] + 1), small(example[0] + 1))
 
 
 def test_a_factory_that_looks_at_its_weights(tmp_path: Path) -> None:
