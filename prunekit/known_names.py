@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from prunekit.utils.registry import Registered, Registry
 
@@ -62,6 +62,7 @@ FORMATS: Registry[Any] = Registry(
 
 Count = Annotated[int, Ge(0)]
 PositiveInt = Annotated[int, Ge(1)]
+PositiveFloat = Annotated[float, Gt(0)]
 RuntimeName = Annotated[str, Registered(RUNTIMES)]
 FormatName = Annotated[str, Registered(FORMATS)]
 FloatName = Literal["fp32", "bf16", "fp16"]

@@ -85,6 +85,21 @@ def test_nothing_is_shown_where_nobody_looks_on(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_long_call_says_its_stage_where_no_bars_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At most one line in half a minute; none where `progress=False` says that none is wanted."""
+    now = [0.0]
+    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
+    for asked, expected in ((None, "prune [31 s]: stage 31\nprune [61 s]: stage 61\n"), (False, "")):
+        now[0] = 0.0
+        with reporting(asked, "prune"):
+            for second in (1, 29, 31, 45, 61, 62):
+                now[0] = float(second)
+                stage(f"stage {second}")
+        assert capsys.readouterr().err == expected
+
+
 def test_nothing_is_shown_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     through(progress=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import lcm
@@ -30,7 +31,7 @@ from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, w
 from prunekit.measure.effort import Effort, current_effort
 from prunekit.measure.latency.comparison import choose_settings
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
-from prunekit.measure.latency_profile.layer_times import cache_folder
+from prunekit.measure.latency_profile.layer_times import LayerTimes, cache_folder
 from prunekit.measure.latency_profile.network_timing import (
     Network,
     cached_times,
@@ -73,6 +74,7 @@ def profile(
     cache: StrPath | None = None,
     again: bool = False,
     measure: bool = True,
+    limit_s: float | None = None,
     transform: Transform = AS_IT_IS,
     log: Log = stage,
     progress: bool | None = None,
@@ -96,6 +98,7 @@ def profile(
         cache: a folder; None: the user's own.
         again: whether networks are measured again whose cached times are from a machine that was too noisy.
         measure: whether networks that are not in the cache are measured; if not, the others are used alone.
+        limit_s: seconds after which no more networks are measured, once there are ten; None: no limit.
         transform: applied to every network, the dense one too, before it is timed.
         log: gets a line for each network.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -139,10 +142,18 @@ def profile(
     dense, rounds = transform(model), effort.network_rounds
     if measure:
         log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
-        times = time_networks(dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, log=log)
+        limit = math.inf if limit_s is None else limit_s
+        times = time_networks(
+            dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, limit_s=limit / FEWEST, log=log
+        )
         with reporting(progress, "profile"):
-            timed = tracked(times, "profile", total=len(keeps), unit="network")
-            samples = tuple(TimedNetwork(keep, found) for keep, found in zip(keeps, timed, strict=True))
+            timed = _within(limit, tracked(times, "profile", total=len(keeps), unit="network"))
+            samples = tuple(TimedNetwork(keep, found) for keep, found in zip(keeps, timed, strict=False))
+        if len(samples) < len(keeps):
+            notes.append(
+                f"{len(samples)} of {len(keeps)} networks were measured in the {limit:.0f} s that they may take; a "
+                "larger target.limit_s, or an idle machine, makes predictions better"
+            )
     else:
         known = cached_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
         samples = tuple(
@@ -192,6 +203,15 @@ def as_latency(target: Target) -> LatencySettings:
         dtypes=(target.dtype,),
         memory_formats=(target.memory_format,),
     )
+
+
+def _within(limit_s: float, times: Iterable[LayerTimes]) -> Iterator[LayerTimes]:
+    """Yield the times of networks until the limit, and of `FEWEST` in any case."""
+    over = time.perf_counter() + limit_s
+    for number, found in enumerate(times, 1):
+        yield found
+        if number >= FEWEST and time.perf_counter() >= over:
+            return
 
 
 def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Le
 
 from prunekit.errors import UsageError
-from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveFloat, PositiveInt, RuntimeName
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.validation import Checked
 from prunekit.utils import display as numbers
@@ -289,6 +289,9 @@ class Target(Checked):
     block: PositiveInt = 8
     """Channel counts are multiples of this if the axis allows it, in addition to `round_to`: kernels compute in blocks,
     and some only in whole ones."""
+    limit_s: PositiveFloat = 600.0
+    """Seconds that a budget of time may take to be measured in, some for the profile, for plans and for the final model
+    each. What is not settled by then, as on a busy machine, is marked unstable."""
 
 
 Layout = Literal["free", "equal", "huggingface"]

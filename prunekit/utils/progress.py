@@ -1,5 +1,7 @@
 """Progress of long calls: bars on terminals and in notebooks, and lines to the logger `prunekit`.
 
+Where neither is, a call that takes longer than half a minute writes its stage to stderr now and then.
+
 In notebooks bars are widgets. Without the package `ipywidgets` the stages alone are shown, as text in one line.
 `logging.getLogger("prunekit").setLevel("INFO")` and a handler show a line for each stage.
 """
@@ -15,20 +17,24 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from operator import length_hint
 from textwrap import shorten
+from time import perf_counter
 from typing import Any, TypeVar
 
 LOGGER = logging.getLogger("prunekit")
 LOGGER.addHandler(logging.NullHandler())
 WIDTH = 60
 """The most characters of a stage in the line above the bars."""
+QUIET_S = 30.0
+"""Seconds without a word after which a call says its stage in a line, where its output goes to a file or a pipe."""
 T = TypeVar("T")
 
 
 class _ProgressReport:
     """The bars of a running call, and the line above them."""
 
-    def __init__(self, title: str, *, shown: bool) -> None:
-        self.title, self.shown = title, shown
+    def __init__(self, title: str, *, shown: bool, told: bool = False) -> None:
+        self.title, self.shown, self._told = title, shown, told
+        self._start = self._last = perf_counter()
         self._line: Any = None
         self._bars: list[Any] = []
 
@@ -41,12 +47,21 @@ class _ProgressReport:
     def say(self, text: str) -> None:
         """Show the stage in a line of its own."""
         if not self.shown:
+            self._tell(text)
             return
         shown = f"{self.title}: {shorten(text, WIDTH, placeholder='...')}"
         if self._line is None:
             self._line = make_bar(True, bar_format="{desc} [{elapsed}]", desc=shown, leave=False)
             self._bars.insert(0, self._line)
         self._line.set_description_str(shown)
+
+    def _tell(self, text: str) -> None:
+        """Write the stage of a long call as a plain line, where no bars are shown because nobody asked for them."""
+        now = perf_counter()
+        if self._told and sys.stderr is not None and now - self._last >= QUIET_S:
+            self._last = now
+            sys.stderr.write(f"{self.title} [{now - self._start:.0f} s]: {text}\n")
+            sys.stderr.flush()
 
     def close(self) -> None:
         """Remove all bars, also after an error or an interrupt."""
@@ -104,7 +119,7 @@ def reporting(progress: bool | None, title: str) -> Iterator[None]:
     if _RUNNING.get() is not None:
         yield
         return
-    report = _ProgressReport(title, shown=wanted(progress))
+    report = _ProgressReport(title, shown=wanted(progress), told=progress is None)
     try:
         _RUNNING.set(report)
         yield

@@ -39,7 +39,7 @@ def time_by_macs(monkeypatch: pytest.MonkeyPatch) -> None:
             modules = {row.path: row.macs * unit for row in found.rows}
             yield LayerTimes(found.macs * unit, DENSE_MS, modules, 0.0)
 
-    def time_pair(dense: nn.Module, compact: nn.Module, inputs: Inputs, *_: object) -> Timing:
+    def time_pair(dense: nn.Module, compact: nn.Module, inputs: Inputs, *_: object, **__: object) -> Timing:
         return took(table(dense, inputs).macs / table(compact, inputs).macs)
 
     monkeypatch.setattr(profiling, "time_networks", time_networks)

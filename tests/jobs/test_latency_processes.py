@@ -59,7 +59,9 @@ def test_a_model_that_no_other_process_can_have_is_said() -> None:
 
 def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
     """In the place of processes that measure, each once."""
-    monkeypatch.setattr(latency_search, "prepared_latency", lambda *_: nullcontext(lambda rounds: next(figures)))
+    monkeypatch.setattr(
+        latency_search, "prepared_latency", lambda *_: nullcontext(lambda rounds, limit_s: next(figures))
+    )
     monkeypatch.setattr(latency_search, "_timing", lambda found: found)
 
 
@@ -105,3 +107,49 @@ def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatc
     none = nn.Identity()
     latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
     assert not list(figures)
+
+
+class BusyMachine:
+    """A clock that goes on by what each process takes, whose figures never agree."""
+
+    def __init__(self, process_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.process_s, self.processes = 0.0, process_s, 0
+        self.limits: list[float] = []
+        draw = np.random.default_rng(0)
+
+        def measured(rounds: int, limit_s: float) -> Timing:
+            self.limits.append(limit_s)
+            self.now += self.process_s
+            self.processes += 1
+            noisy = took(float(2.0 * np.exp(0.3 * draw.standard_normal())))
+            return replace(noisy, stable=False, doubts=("the 95 % interval is 40 % of the median wide",))
+
+        monkeypatch.setattr(latency_search, "prepared_latency", lambda *_: nullcontext(measured))
+        monkeypatch.setattr(latency_search, "_timing", lambda found: found)
+        monkeypatch.setattr(latency_search, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize(("process_s", "processes"), [(20.0, 5), (40.0, 3), (1000.0, 1)])
+def test_no_process_begins_after_the_limit_but_the_first(
+    process_s: float, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, none, said = BusyMachine(process_s, monkeypatch), nn.Identity(), list[str]()
+    with effort_of(Effort()):
+        found = latency_search.time_pair(
+            none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15, limit_s=100, log=said.append
+        )
+    assert machine.processes == found.processes == processes
+    assert machine.limits[0] == 100
+    assert not found.stable
+    assert found.doubts[-1].startswith(f"measured in {processes} process")
+    assert "target.limit_s, 600 s for all measurements, left no time for more" in found.doubts[-1]
+    assert said[0] == "latency: timing both models in process 1 of 3 to 15, at most 100 s more"
+
+
+def test_a_second_try_that_has_no_time_replaces_no_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, none = BusyMachine(20.0, monkeypatch), nn.Identity()
+    with effort_of(Effort()):
+        settings = PruneSettings(BudgetSettings(speedup=2.0))
+        found = latency_search.time_pair(none, none, inputs_of((1,)), settings, 1, 7, limit_s=170)
+    assert (machine.processes, found.processes) == (9, 7)
+    assert not found.stable

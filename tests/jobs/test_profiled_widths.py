@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from made_up_timings import time_by_macs
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from prunekit.channels.trace import trace
 from prunekit.errors import RunError
+from prunekit.jobs import profile as profiling
 from prunekit.jobs.profile import profile
 from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.latency_profile.layer_times import LayerTimes
@@ -91,3 +96,32 @@ def test_where_kernels_change_is_told_and_drawn() -> None:
     kept = np.array([[32.0], [20.0], [19.0], [8.0]])
     assert fitted(fits["2"], kept) == pytest.approx([0.2 + 0.32, 0.2 + 0.24, 0.2 + 0.72, 0.2 + 0.24])
     assert [row["ms"] for row in fits["2"]["measured"]] == pytest.approx(fitted(fits["2"], np.array([[32.0], [12.0]])))
+
+
+@pytest.mark.parametrize(("seconds", "measured"), [(0.0, 10), (14.5, 15), (100.0, 20)])
+def test_networks_are_measured_until_the_limit_and_ten_in_any_case(
+    seconds: float, measured: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a clock on which each network takes a second."""
+    time_by_macs(monkeypatch)
+    made_up, now = profiling.time_networks, [0.0]
+
+    def timed(*arguments: Any, **named: Any) -> Iterator[LayerTimes]:
+        for found in made_up(*arguments, **named):
+            now[0] += 1.0
+            yield found
+
+    monkeypatch.setattr(profiling, "time_networks", timed)
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    found = profile(model, torch.randn(1, 8), networks=20, limit_s=seconds, cache=tmp_path)
+    assert len(found.samples) == measured
+    assert [note for note in found.notes if "20 networks were measured" in note] == (
+        []
+        if measured == 20
+        else [
+            f"{measured} of 20 networks were measured in the {seconds:.0f} s that they may take; a larger "
+            "target.limit_s, or an idle machine, makes predictions better"
+        ]
+    )

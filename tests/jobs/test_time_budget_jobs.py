@@ -109,7 +109,7 @@ def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(PlanSearch, "deliver", spied)
     met = Timing(1.0, 0.9, 1.1, 1.21, 1.2, 1.22, True, ())  # small nets differ by less than the noise
-    monkeypatch.setattr(latency_search, "time_pair", lambda *_: met)
+    monkeypatch.setattr(latency_search, "time_pair", lambda *_, **__: met)
     small: dict[str, Any] = {"baseline": TrainSettings(epochs=0), "data": DataSettings(image_size=16)}
     wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True), **small)
     result = prune_job(wanted, log=lambda text: None)
@@ -145,7 +145,7 @@ def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
         "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
         "prunekit.jobs.prune.latency_search.time_pair",
     ):
-        monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("something was measured"))
     cached = dry_run(job(tmp_path, 1.2), log=log.append, measure=False)
     assert "10 of 10 networks of the profile are in" in cached["time"]
     assert "a median error of" in cached["time"]
@@ -163,7 +163,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
         "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
         "prunekit.jobs.prune.latency_search.time_pair",
     ):
-        monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("something was measured"))
     log: list[str] = []
     found = dry_run(job(tmp_path, 2.5), log=log.append, measure=False)
     assert found["budgets"]["macs"]["asked"] == pytest.approx(0.4)
@@ -188,7 +188,7 @@ def test_a_dry_run_shows_the_fastest_plan_where_only_the_table_holds_more_for_im
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met = Timing(1.0, 0.9, 1.1, 501.0, 500.0, 502.0, True, ())
-    monkeypatch.setattr(latency_search, "time_pair", lambda *_: met)
+    monkeypatch.setattr(latency_search, "time_pair", lambda *_, **__: met)
     found = dry_run(job(tmp_path, 500.0), log=lambda text: None)["budgets"]["speedup"]
     assert found["asked"] == 500
     assert 1 < found["left"] < 500

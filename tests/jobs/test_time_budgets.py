@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -55,11 +56,22 @@ class Machine:
 
     def __init__(self, bias: float, noise: float = 0.0) -> None:
         self.bias, self.noise, self.random, self.measured = bias, noise, np.random.default_rng(0), 0
+        self.limits: list[float] = []
 
     def __call__(
-        self, model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, rounds: int, most: int
+        self,
+        model: nn.Module,
+        compact: nn.Module,
+        inputs: Inputs,
+        settings: PruneSettings,
+        rounds: int,
+        most: int,
+        *,
+        limit_s: float,
+        log: Callable[[str], object],
     ) -> Timing:
         self.measured += 1
+        self.limits.append(limit_s)
         _, channel_map, table = net()
         speedup = table.at(channel_map) / self._predicted(compact, channel_map, table)
         return took(float(speedup**self.bias * math.exp(self.noise * self.random.standard_normal())))
@@ -109,6 +121,31 @@ def test_every_attempt_is_kept_and_noise_does_not_end_the_search(monkeypatch: py
     _, found = delivered_on(machine, monkeypatch, speedup=2.0)
     assert len(found.attempts) == machine.measured - 1
     assert found.summary()["attempts"][0]["share"] == 1.0
+
+
+def test_on_a_busy_machine_the_search_ends_in_time_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement takes a minute and more, by a clock of its own, and no two agree."""
+    machine, now = Machine(1.0, noise=0.5), [0.0]
+
+    def busy(*arguments: Any, **named: Any) -> Timing:
+        now[0] += 80.0
+        return replace(machine(*arguments, **named), stable=False, doubts=("noise",))
+
+    monkeypatch.setattr(latency_search, "time_pair", busy)
+    monkeypatch.setattr(latency_search, "perf_counter", lambda: now[0])
+    search, said = asking(PruneSettings(BudgetSettings(speedup=2.0), scope="per_mac", target=ONE_BY_ONE)), list[str]()
+    search = replace(search, log=said.append)
+    planned = search.find()
+    limit_s = ONE_BY_ONE.limit_s
+    assert machine.measured == 3  # the third begins before 0.35 * 600 s are over
+    assert machine.limits == [(0.35 * limit_s - spent) / 2 for spent in (0, 80, 160)]
+    found = search.deliver(planned, planned.compact)
+    assert machine.limits[-1] == 0.25 * limit_s
+    assert not found.final.stable
+    assert any(
+        "the search for a plan ended after 3 measurements: target.limit_s, 600 s" in one for one in found.shortfalls
+    )
+    assert any(line.startswith("latency: the search for a plan ended after 3") for line in said)
 
 
 def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +337,7 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
     channel_map, deploy = trace(model, EXAMPLE), DeploySettings(fold_batchnorm=True, channels_last=True)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
 
-    def machine(dense: nn.Module, compact: nn.Module, *_: object) -> Timing:
+    def machine(dense: nn.Module, compact: nn.Module, *_: object, **__: object) -> Timing:
         seen.extend([dense, compact])
         return took(2.0)
 

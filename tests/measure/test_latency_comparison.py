@@ -185,6 +185,11 @@ def test_the_order_is_turned_round_every_time() -> None:
     assert gc.isenabled()
 
 
+def test_rounds_end_at_the_limit_but_for_the_first_few() -> None:
+    assert alternate([lambda: 1.0, lambda: 2.0], 50, limit_s=0.0).tolist() == [[1.0] * 5, [2.0] * 5]
+    assert alternate([lambda: 1.0], 8, limit_s=60.0).shape == (1, 8)
+
+
 def test_warm_up_waits_until_it_is_stable() -> None:
     left = [2.0**-n for n in range(20)] + [1e-6] * 20
     assert warm_up(lambda: left.pop(0)) == 28  # the first ten of which the later five equal the middle of the earlier

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 from torch import nn
@@ -12,8 +14,10 @@ from prunekit.errors import RunError
 from prunekit.jobs.bench import devices
 from prunekit.jobs.profile import as_latency
 from prunekit.jobs.prune.latency_target import (
+    FINAL_SHARE,
     GOAL,
     NEAR,
+    SEARCH_SHARE,
     TOLERANCE,
     Attempt,
     LatencyTarget,
@@ -29,6 +33,7 @@ from prunekit.measure.latency.row_text import failure_lines
 from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.plan import Plan
 from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.utils.display import plural
 
 CERTAIN = 0.0125
 """Half of the 95 % interval of the median over processes, as a share of it, that is small enough (tolerance: 3 %)."""
@@ -51,6 +56,7 @@ class LatencySearch:
     def __init__(self, target: LatencyTarget, *, log: Log) -> None:
         self._target, self._log = target, log
         self._share, self._most = target.first_share, current_effort().attempts
+        self._over = perf_counter() + SEARCH_SHARE * target.settings.target.limit_s
         self._plans: list[Plan] = []
         self.attempts: list[Attempt] = []
         self.done = False
@@ -88,9 +94,11 @@ class LatencySearch:
                 return
             if excess > 1 and self._share <= target.least_share:
                 raise target.out_of_reach(self.attempts[-1].timing)
-            if not near or len(self.attempts) >= self._most:
+            if not near or len(self.attempts) >= self._most or self._is_late:
                 break
-        self.done = len(self.attempts) >= self._most
+        self.done = len(self.attempts) >= self._most or self._is_late
+        if self._is_late:
+            self._end_early()
         self._share = min(max(next_share(self.attempts), target.least_share), target.most_share)
 
     def best(self) -> Plan:
@@ -100,6 +108,17 @@ class LatencySearch:
         self._log(f"latency: attempt {best + 1} is taken")
         return self._plans[best]
 
+    @property
+    def _is_late(self) -> bool:
+        return perf_counter() >= self._over
+
+    def _end_early(self) -> None:
+        """Note that time was up, on the last attempt."""
+        tried = plural(len(self.attempts), "measurement")
+        ended = f"the search for a plan ended after {tried}: {_limit(self._target.settings)}"
+        self.attempts[-1] = replace(self.attempts[-1], ended=ended)
+        self._log(f"latency: {ended}")
+
     def _number_of(self, plan: Plan) -> int:
         """Return the index of the first attempt whose plan keeps the same; the next index if there is none."""
         same = (index for index, other in enumerate(self._plans) if np.array_equal(other.keep, plan.keep))
@@ -107,7 +126,8 @@ class LatencySearch:
 
     def _attempt(self, number: int, plan: Plan, compact: nn.Module) -> None:
         target, chart = self._target, plan.channel_map
-        timing = time_compact(target, compact)
+        left_s = max(0.0, self._over - perf_counter())
+        timing = time_compact(target, compact, left_s / 2, self._log)  # half of it is for the plans that follow
         left = chart.macs_left(plan.keep)
         predicted_ms = float(target.table.at(chart, plan.keep))  # a NumPy number cannot be saved in a checkpoint
         excess = float(timing.excess(target.asked))
@@ -121,30 +141,40 @@ def time_binds(plan: Plan) -> bool:
     return facts_of(plan.provenance["binding"]).measured
 
 
-def time_compact(target: LatencyTarget, compact: nn.Module) -> Timing:
+def time_compact(target: LatencyTarget, compact: nn.Module, limit_s: float, log: Log) -> Timing:
     """Measure a compact model during the search, deployed as the target says.
+
+    Args:
+        target: the budgets of time.
+        compact: the model.
+        limit_s: as for `time_pair`.
+        log: gets a line before each process.
 
     Raises:
         RunError: the target cannot run it.
     """
     rounds = rounds_of(target.table.dense_ms)
     ready_made = target.transform(compact)
-    return time_pair(target.dense, ready_made, target.inputs, target.settings, rounds, current_effort().most_processes)
+    settings, most = target.settings, current_effort().most_processes
+    return time_pair(target.dense, ready_made, target.inputs, settings, rounds, most, limit_s=limit_s, log=log)
 
 
-def time_delivered(target: LatencyTarget, first: Timing, model: nn.Module) -> Timing:
+def time_delivered(target: LatencyTarget, first: Timing, model: nn.Module, log: Log) -> Timing:
     """Measure the final model, with the most processes, as its figure counts.
 
     Args:
         target: the budgets of time.
         first: of the first plan, which tells the time of the dense model.
         model: compact and deployed.
+        log: gets a line before each process.
 
     Raises:
         RunError: the target cannot run it.
     """
     rounds = rounds_of(first.ms * first.speedup)
-    return time_pair(target.dense, model, target.inputs, target.settings, rounds, current_effort().last_processes)
+    settings, most = target.settings, current_effort().last_processes
+    limit_s = FINAL_SHARE * settings.target.limit_s
+    return time_pair(target.dense, model, target.inputs, settings, rounds, most, limit_s=limit_s, log=log)
 
 
 def rounds_of(dense_ms: float) -> int:
@@ -154,7 +184,15 @@ def rounds_of(dense_ms: float) -> int:
 
 
 def time_pair(
-    model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, rounds: int, most: int
+    model: nn.Module,
+    compact: nn.Module,
+    inputs: Inputs,
+    settings: PruneSettings,
+    rounds: int,
+    most: int,
+    *,
+    limit_s: float = math.inf,
+    log: Log = lambda text: None,
 ) -> Timing:
     """Measure a compact model beside the dense one on the target of the settings, in several new processes.
 
@@ -168,21 +206,51 @@ def time_pair(
         settings: target and budgets.
         rounds: in each process.
         most: the largest number of processes.
+        limit_s: seconds after which no process begins, but for the first one; what is not settled by then is unstable.
+        log: gets a line before each process.
 
     Raises:
         RunError: it cannot be measured there.
     """
-    effort = current_effort()
+    effort, over = current_effort(), perf_counter() + limit_s
     wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}
+    best: list[Timing] = []
     with prepared_latency(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
         for tried in range(effort.tries):
             each: list[Timing] = []
             while len(each) < effort.processes or (len(each) < most and _uncertainty(each, settings) > CERTAIN):
-                each.append(_timing(measured(rounds * 2**tried)))
-            found = _median(each, _uncertainty(each, settings))
-            if found.stable:
-                break
+                left = over - perf_counter()
+                if best and left <= 0:
+                    break
+                log(_progress(len(each) + 1, effort.processes, most, left))
+                each.append(_timing(measured(rounds * 2**tried, max(0.0, left))))
+                best = each if len(each) >= min(len(best), effort.processes) else best
+            found = _median(best, _uncertainty(best, settings))
+            if found.stable and len(best) >= effort.processes:
+                return found
+            if perf_counter() >= over:
+                return _ended_early(found, settings)
     return found
+
+
+def _progress(number: int, least: int, most: int, left_s: float) -> str:
+    """Return what is waited for: a process, of how many, and for how long at most."""
+    of = f"{least}" if most <= least else f"{least} to {most}"
+    limit = "" if left_s == math.inf else f", at most {max(0.0, left_s):.0f} s more"
+    return f"latency: timing both models in process {number} of {of}{limit}"
+
+
+def _ended_early(found: Timing, settings: PruneSettings) -> Timing:
+    """Return a timing that supports no claim, as it was not settled in the time that it had."""
+    doubt = f"measured in {plural(found.processes, 'process', 'es')}: {_limit(settings)}"
+    return replace(found, stable=False, doubts=(*found.doubts, doubt))
+
+
+def _limit(settings: PruneSettings) -> str:
+    return (
+        f"target.limit_s, {settings.target.limit_s:g} s for all measurements, left no time for more; to settle it: an "
+        "idle machine, or a larger target.limit_s"
+    )
 
 
 def _uncertainty(found: Sequence[Timing], settings: PruneSettings) -> float:

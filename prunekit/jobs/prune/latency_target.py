@@ -34,6 +34,8 @@ GOAL = 0.99
 """The share of the time asked for that is aimed at: a little less, so that noise makes it no slower."""
 NEAR = 0.01
 """An attempt this near to the goal ends the search."""
+PROFILE_SHARE, SEARCH_SHARE, FINAL_SHARE = 0.4, 0.35, 0.25
+"""The shares of the seconds of `target.limit_s` that the profile, the plans and the final model may take."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Attempt:
         macs_left: share of the dense model's.
         excess: the measured time over the time asked for.
         timing: of the compact model.
+        ended: why no other plan was tried, where that was for want of time; else empty.
     """
 
     plan: int
@@ -91,6 +94,7 @@ class Attempt:
     macs_left: float
     excess: float
     timing: Timing
+    ended: str = ""
 
     def __str__(self) -> str:
         return (
@@ -255,6 +259,8 @@ class LatencyResult:
             texts.append(f"budget {asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
         elif not self.within:
             texts.append(f"budget {asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
+        if self.attempts and self.attempts[-1].ended:
+            texts.append(f"budget {asked}: {self.attempts[-1].ended}")
         if not final.stable:
             texts.append(f"budget {asked}: the figure is unstable: {'; '.join(final.doubts)}")
         texts += [f"budget {asked}: {note}" for note in final.notes]

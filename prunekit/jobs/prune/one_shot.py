@@ -116,7 +116,8 @@ def prune(
         sparsity: share of zeros, for patterns that do not say it; alone it stands for `unstructured`.
         target: runtime, device, batch, threads, dtype and memory format for budgets of time and memory; None: float32
             in eager on one CPU thread. The model is profiled there, and plans are made and measured until the time is
-            within 3 % of the budget; the final model is measured last, see `delivered`.
+            within 3 % of the budget; the final model is measured last, see `delivered`. All this ends after
+            `Target.limit_s` seconds of measuring, with what was measured by then, marked unstable.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What samples can give is collected
             from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
@@ -155,8 +156,9 @@ def prune(
             0 or "1.boxes", several of them, or a function of the output; None: all, except what the model returns to
             be given again, such as cached keys and values. Others may become narrower.
         task: whose `unpack` takes batches in another form apart; itself or its name.
-        progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook. The logger
-            `prunekit` gets a line for each stage in any case.
+        progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook; elsewhere a line now
+            and then, once the call takes longer than half a minute. The logger `prunekit` gets a line for each stage in
+            any case.
         budgets: further budgets, by name.
 
     Raises:

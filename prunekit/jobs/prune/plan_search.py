@@ -30,7 +30,7 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.profile import in_blocks, profile
 from prunekit.jobs.prune.latency_search import LatencySearch, time_binds, time_compact, time_delivered
-from prunekit.jobs.prune.latency_target import Attempt, LatencyResult, LatencyTarget
+from prunekit.jobs.prune.latency_target import PROFILE_SHARE, SEARCH_SHARE, Attempt, LatencyResult, LatencyTarget
 from prunekit.jobs.prune.library_layout import (
     LibraryModel,
     library_changes,
@@ -184,6 +184,7 @@ class PlanSearch:
             channel_map=self.channel_map,
             more_examples=self.examples[1:],
             measure=measure,
+            limit_s=PROFILE_SHARE * self.settings.target.limit_s,
             transform=transform,
             log=self.log,
             progress=False,
@@ -214,7 +215,7 @@ class PlanSearch:
         if target.least_share > 1 - DOUBT:
             by_norm = replace(target.aim(target.least_share), criterion="l2", scope="global")
             fastest = replace(self, settings=by_norm).within_memory()
-            timing = time_compact(target, fastest.compact)
+            timing = time_compact(target, fastest.compact, SEARCH_SHARE * self.settings.target.limit_s, self.log)
             if timing.excess(target.asked) > 1:
                 raise target.out_of_reach(timing)
         if target.least_share <= 1:
@@ -354,7 +355,7 @@ class PlanSearch:
             RunError: the target cannot run it.
         """
         assert self.latency is not None
-        final = time_delivered(self.latency, planned.attempts[0].timing, model)
+        final = time_delivered(self.latency, planned.attempts[0].timing, model, self.log)
         found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
         self.log(f"latency: measured last: {final}: {100 * found.excess:.1f} % of the time asked for")
         return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +42,13 @@ from prunekit.utils.inputs import call
 
 Row = dict[str, Any]
 Log = Callable[[str], object]
+
+
+class MeasuredAgain(Protocol):
+    """A function that measures models that were prepared."""
+
+    def __call__(self, repeats: int, limit_s: float = math.inf) -> LatencyReport:
+        """Measure in so many rounds; in fewer if they take longer than `limit_s` seconds."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ def prepared_latency(
     devices: Sequence[torch.device],
     *,
     log: Log = lambda text: None,
-) -> Iterator[Callable[[int], LatencyReport]]:
+) -> Iterator[MeasuredAgain]:
     """Prepare models to be measured several times: they are copied, exported and run in eager only once.
 
     Yields:
@@ -142,11 +150,11 @@ def prepared_latency(
                 runtime = RUNTIMES.get(name)
                 parts += [TimingJob(runtime, tuple(able), sources, expected, taken, settings.repeats)] if able else []
 
-        def measured(repeats: int) -> LatencyReport:
+        def measured(repeats: int, limit_s: float = math.inf) -> LatencyReport:
             def apart(job: TimingJob) -> tuple[list[Outcome], str]:
                 what = f"{plural(len(job.sources), 'model')} in {plural(len(job.settings), 'setting')}"
                 log(f"latency: {job.settings[0].runtime}: timing {what}")
-                return run_job_apart(replace(job, repeats=repeats), folder)
+                return run_job_apart(replace(job, repeats=repeats, limit_s=limit_s), folder)
 
             machine = describe_machine()
             found = [apart(part) if isinstance(part, TimingJob) else (part, "") for part in parts]

@@ -82,7 +82,13 @@ def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
     return calls + len(times)
 
 
-def alternate(runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[Callable[[], object]] = ()) -> Times:
+def alternate(
+    runs: Sequence[Callable[[], float]],
+    rounds: int,
+    moves: Sequence[Callable[[], object]] = (),
+    *,
+    limit_s: float = math.inf,
+) -> Times:
     """Return the milliseconds (runs, rounds) of runs that take turns, in reversed order every other round.
 
     The garbage collector is off meanwhile.
@@ -91,8 +97,9 @@ def alternate(runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[
         runs: each returns the milliseconds of a call.
         rounds: how often each is called.
         moves: called in order before every other round: they move the weights of models, and warm the models up again.
+        limit_s: seconds after which no round begins, but for the first `FEWER_ROUNDS`.
     """
-    times = np.empty((len(runs), rounds))
+    times, over = np.empty((len(runs), rounds)), time.perf_counter() + limit_s
     with paused_garbage_collection():
         for turn in range(rounds):
             if turn % 2 == 0:
@@ -101,6 +108,8 @@ def alternate(runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[
             order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
             for index in order:
                 times[index, turn] = runs[index]()
+            if turn + 1 >= FEWER_ROUNDS and time.perf_counter() >= over:
+                return times[:, : turn + 1]
     return times
 
 

@@ -7,6 +7,7 @@ against the model in eager float32, warmed up, and timed alternately.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,8 @@ class TimingJob:
         sources: models by name.
         expected: tensors that each model returns in eager float32, by name and batch.
         inputs: of the models.
+        repeats: rounds.
+        limit_s: seconds that the rounds of a setting may take; a few are run in any case.
     """
 
     runtime: Runtime
@@ -60,6 +63,7 @@ class TimingJob:
     expected: Mapping[tuple[str, int], list[Tensor]]
     inputs: Inputs
     repeats: int
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +168,7 @@ def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
     calls = tuple(warm_up(timer, timer.device.type) for timer in timers)
     load = Load()
     with load.watched():
-        times = alternate(timers, job.repeats, weight_moves(*sessions))
+        times = alternate(timers, job.repeats, weight_moves(*sessions), limit_s=job.limit_s)
         clock = clock_mhz(setting.device)
     contention = load.contention(setting.threads) if setting.device == "cpu" else None
     return SettingTimes(setting, times, calls, tuple(taken), contention, clock)

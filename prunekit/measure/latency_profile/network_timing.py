@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -113,6 +113,7 @@ def time_networks(
     repeats: int,
     cache: Path | None,
     again: bool = False,
+    limit_s: float = inf,
     log: Log = lambda text: None,
 ) -> Iterator[LayerTimes]:
     """Measure networks one after the other, whole and layer by layer, each alternated with the dense one.
@@ -128,6 +129,7 @@ def time_networks(
         repeats: how often each is run, at least 5; more often if that takes less than 1.5 seconds together.
         cache: folder of measurements, see `cache_folder`; None for no cache.
         again: whether doubtful times are measured again instead of taken from the cache.
+        limit_s: seconds that the rounds of one network may take; a few are run in any case.
         log: called with a line for each network.
 
     Yields:
@@ -143,7 +145,7 @@ def time_networks(
     taken = inputs_of(inputs)
     common, dense_hash = conditions(setting, taken, repeats), structure_hash(dense)
     times = TimesCache(cache, log)
-    with _ProfileProcess(dense, taken, setting, repeats, log) as process:
+    with _ProfileProcess(dense, taken, setting, repeats, limit_s, log) as process:
         for network in networks:
             key = cache_key(structure_hash(network.outline), dense_hash, common)
             found, origin = times.read(key), "measured before"
@@ -172,9 +174,12 @@ def cached_times(
 class _ProfileProcess(ExitStack):
     """Measures networks in a process that is started for the first one; in this one if they cannot be pickled."""
 
-    def __init__(self, dense: nn.Module, inputs: Inputs, setting: Setting, repeats: int, log: Log) -> None:
+    def __init__(
+        self, dense: nn.Module, inputs: Inputs, setting: Setting, repeats: int, limit_s: float, log: Log
+    ) -> None:
         super().__init__()
-        self.dense, self.inputs, self.setting, self.repeats, self.log = dense, inputs, setting, repeats, log
+        self.dense, self.inputs, self.setting, self.log = dense, inputs, setting, log
+        self.repeats, self.limit_s = repeats, limit_s
         self.runtime = RUNTIMES.get(setting.runtime)
         self.ask: Callable[[PreparedNetwork], LayerTimes | SettingFailure] | None = None
 
@@ -183,7 +188,9 @@ class _ProfileProcess(ExitStack):
             self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
             dense = self._prepared("dense", self.dense, "dense")
             least_ms = current_effort().network_ms
-            self.timer = NetworkTimer(self.runtime, dense, self.inputs, self.setting, self.repeats, least_ms)
+            self.timer = NetworkTimer(
+                self.runtime, dense, self.inputs, self.setting, self.repeats, least_ms, self.limit_s
+            )
             self.ask = self._start() if current_effort().own_process else self.timer
         try:
             found = self._answer(self._prepared(name, network, "network"))
@@ -241,6 +248,7 @@ class NetworkTimer:
 
     Attributes:
         repeats: rounds, at least; more if they take less than `least_ms` milliseconds.
+        limit_s: seconds that the rounds may take; a few are run in any case.
     """
 
     runtime: Runtime
@@ -249,6 +257,7 @@ class NetworkTimer:
     setting: Setting
     repeats: int
     least_ms: float = 0.0
+    limit_s: float = inf
     dense_session: Session | None = None
 
     def __call__(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
@@ -275,9 +284,10 @@ class NetworkTimer:
         rounds = max(self.repeats, ceil(self.least_ms / sum(timer() for timer in timers)))
         load = Load()
         with load.watched():
-            times = alternate(timers, rounds, weight_moves(self.dense_session, session))
+            moves = weight_moves(self.dense_session, session)
+            times = alternate(timers, rounds, moves, limit_s=self.limit_s)
         contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
-        return _layer_times(times, clock.passes(rounds), contention)
+        return _layer_times(times, clock.passes(times.shape[1]), contention)
 
     def _open(self, network: PreparedNetwork) -> Session:
         sample = self.inputs.sample(self.setting.batch)
