@@ -50,6 +50,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def assert_only_rounded(found: Mapping[Any, Tensor], wanted: Mapping[Any, Tensor]) -> None:
+    """Fail unless two sets of tensors in float64 differ by rounding alone, as where sums are made in another order.
+
+    What cancels is as exact as what it is made of: the bound is a share of the largest value of all.
+    """
+    assert found.keys() == wanted.keys()
+    largest = max(float(tensor.detach().abs().max()) for tensor in wanted.values() if tensor.numel())
+    for key, tensor in wanted.items():
+        assert found[key].dtype == tensor.dtype == torch.float64, key
+        gap = float((found[key] - tensor).detach().abs().max()) if tensor.numel() else 0.0
+        assert gap <= 1e-12 * largest, f"{key}: differs by {gap}, where the largest value is {largest}"
+
+
 @torch.no_grad()
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random weights, affines, biases and BatchNorm statistics: nothing is zero or one by itself."""

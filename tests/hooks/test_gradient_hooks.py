@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from equivalence import assert_only_rounded
 from in_place import CNN_FAMILIES, out_of_place
 from torch import Tensor, nn
 from torchvision import models
@@ -62,11 +63,16 @@ def build(name: str) -> nn.Module:
     if name == "vgg11_bn":  # the family's own features; its classifier alone has 100 million weights
         model.avgpool = nn.AdaptiveAvgPool2d(1)
         model.classifier = nn.Sequential(nn.Flatten(), nn.Dropout(0.5, inplace=True), nn.LazyLinear(3))
-    return model
+    return model.double()
 
 
 def image(name: str) -> Tensor:
-    return torch.randn(1, 3, 4, 32, 32) if name == "r2plus1d" else torch.randn(2, 3, 64, 64)
+    return torch.randn((1, 3, 4, 32, 32) if name == "r2plus1d" else (2, 3, 64, 64), dtype=torch.float64)
+
+
+def numbered(seen: Gradients) -> dict[tuple[str, str, int, int], Tensor]:
+    """Return all gradients, each with the number of its call."""
+    return {(*key, number): one for key, gradients in seen.items() for number, one in enumerate(gradients)}
 
 
 def run(model: nn.Module, x: Tensor, *, in_place: bool) -> tuple[Gradients, dict[str, Tensor]]:
@@ -88,11 +94,8 @@ def test_every_module_gives_the_gradients_it_has_without_in_place_operations(nam
     seen, parameters = run(model, x, in_place=True)
     expected, plain = run(model, x, in_place=False)
     assert count_hooks(model) == 0
-    assert seen.keys() == expected.keys()
-    for key, gradients in expected.items():
-        assert len(seen[key]) == len(gradients), key
-        assert all(torch.equal(one, two) for one, two in zip(seen[key], gradients, strict=True)), key
-    assert all(torch.equal(gradient, plain[key]) for key, gradient in parameters.items())
+    assert_only_rounded(numbered(seen), numbered(expected))
+    assert_only_rounded(parameters, plain)
     ran = {path for path, side, _ in seen if side == "output"}
     leaves = {path for path, module in model.named_modules() if not any(module.children()) and path in ran}
     assert len(leaves) > 10
@@ -124,9 +127,7 @@ def test_equal_to_pytorchs_own_hooks_where_those_can_be_used(name: str) -> None:
     with out_of_place(model), Native(model) as native:
         model(x).square().sum().backward()
     assert len(native.seen) > 40
-    for key, gradients in native.seen.items():
-        assert len(seen[key]) == len(gradients), key
-        assert all(torch.equal(one, two) for one, two in zip(seen[key], gradients, strict=True)), key
+    assert_only_rounded(numbered({key: seen[key] for key in native.seen}), numbered(native.seen))
 
 
 def test_hooks_change_no_gradient_of_a_parameter() -> None:
@@ -135,7 +136,7 @@ def test_hooks_change_no_gradient_of_a_parameter() -> None:
     model.zero_grad()
     torch.manual_seed(1)
     model(x).square().sum().backward()
-    assert all(torch.equal(hooked[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    assert_only_rounded(hooked, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 class Scaled(HookOwner):

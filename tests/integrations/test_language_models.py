@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from equivalence import assert_only_rounded
 from torch import Tensor, nn
 
 import prunekit as pk
@@ -342,7 +343,9 @@ def test_the_guide_trains_lora_on_the_pruned_model(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["llama", *map(slowly, ("mixtral", "gpt2", "bert"))])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing")  # names until version 6 of transformers
 def test_gradient_checkpointing_keeps_gradients_under_masks(name: str) -> None:
-    model = built(name).train()
+    model = built(name).double().train()
+    if name == "mixtral":
+        model.set_experts_implementation("eager")  # grouped_mm takes no float64
     plan = pk.plan(model, TEXT, params=0.7, criterion="l2", outputs="logits")
     found = []
     for _ in range(2):
@@ -352,7 +355,7 @@ def test_gradient_checkpointing_keeps_gradients_under_masks(name: str) -> None:
             model(**TEXT, labels=IDS).loss.backward()
         found.append({name: tensor.grad.clone() for name, tensor in model.named_parameters()})
         model.gradient_checkpointing_enable()
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert_only_rounded(found[1], found[0])  # what is computed again may be summed in another order
 
 
 def test_training_with_checkpointing_leaves_nothing_behind() -> None:
