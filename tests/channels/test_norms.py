@@ -297,6 +297,27 @@ def test_a_function_in_a_bigger_module_locks_and_is_named() -> None:
     found = [lock for lock in chart.locks if lock.operator == "aten.native_layer_norm"]
     assert [lock.channels for lock in found] == [8]
     assert "Bigger" in found[0].reason
+    assert "in a module of its own" in found[0].reason
+
+
+def test_a_norm_of_a_forward_is_free_in_a_module_of_its_own() -> None:
+    class Pixels(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / (x.square().mean(-1, keepdim=True) + 1e-8).sqrt()
+
+    class Generator(nn.Module):
+        def __init__(self, norm: nn.Module | None) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 4)
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(x)) if self.norm else Pixels.forward(self, self.a(x)))  # type: ignore[arg-type,no-any-return]
+
+    given = (example(first=False).float(),)
+    locks = trace(Generator(None), given).locks
+    assert any("in a module of its own, which takes these channels" in lock.reason for lock in locks)
+    assert [len(group.labels) for group in trace(Generator(Pixels()), given).groups] == [8]
 
 
 class Sized(RootMeanSquare):

@@ -284,6 +284,18 @@ def test_rows_written_by_number_merge_with_what_was_there() -> None:
     assert not flow.locks
 
 
+@pytest.mark.parametrize(("position", "stay"), [(0, {0}), (-1, {3}), (1, {0, 1, 2, 3}), (3, {0, 1, 2, 3})])
+def test_the_ends_of_an_axis_stay_its_ends(position: int, stay: set[int]) -> None:
+    """Another position would be counted from the front: it moves where earlier ones are removed."""
+    flow = LabelFlow()
+    labels = flow.union.new(4)
+    source = torch.zeros(2, 4)
+    flow.set(source, [Field(along(labels, 1, 2), True)])
+    with RuleMode(flow):
+        source[:, position].sort()
+    assert set(np.flatnonzero(flow.union.find(labels) == 0)) == stay
+
+
 @pytest.mark.parametrize(
     "write",
     [

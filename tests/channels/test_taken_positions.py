@@ -149,3 +149,25 @@ def test_positions_of_parts_and_of_a_table_made_of_a_width_are_stated(cls: type[
     assert len(places(plan)) == (2 if cls is PartsOfChannels else 1)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     assert parity(net, plan, example_of(cls, batch=3, length=7)) <= TOLERANCE
+
+
+class SortPool(nn.Module):
+    """Points in the order of their last channel, of which the first few are read (as in DGCNN's sort pooling, 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(3 * WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        points = self.b(self.a(x).tanh()).tanh()
+        order = points[:, :, -1].argsort(1, descending=True)[:, :3, None]
+        return self.c(points.gather(1, order.expand(-1, -1, points.size(2))).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_the_channel_that_a_sort_reads_stays_the_last() -> None:
+    net, points = randomized(SortPool()).eval(), (torch.randn(2, 7, 6),)
+    plan = settled_plan(net, points, share=0.5)
+    kept = plan.kept("b.weight", 0)
+    assert kept[-1] == WIDTH - 1
+    assert kept.size < 0.6 * WIDTH
+    assert parity(net, plan, (torch.randn(3, 9, 6),)) <= TOLERANCE

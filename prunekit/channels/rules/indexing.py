@@ -35,12 +35,16 @@ def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -
 
 @register_rule("aten.select")
 def select(flow: LabelFlow, call: OperatorCall) -> None:
-    """Take one position of an axis, which is locked if anything reads its values, and not its shape alone."""
+    """Take one position of an axis, which is locked if anything reads its values, and not its shape alone.
+
+    The first position stays the first, and the last the last, if it stays: others are free then.
+    """
     axis = call.args[1] % call.args[0].dim()
     alone = [field for field in flow.fields(call.args[0]) if field.span == (axis,)]
     others = [field for field in flow.fields(call.args[0]) if field.span != (axis,)]
     if alone:
-        labels = np.concatenate([field.labels.reshape(-1) for field in alone])
+        end = {0: slice(1), -1: slice(-1, None)}.get(call.args[2], slice(None))
+        labels = np.concatenate([field.labels.reshape(-1)[end] for field in alone])
         flow.lock_if_read(call.out, labels, "one position of this axis is picked by number")
     flow.set(call.out, _without(flow, others, axis, ""))
 

@@ -140,6 +140,9 @@ class NormFinder:
         return field if field.zero else self._zeroed.setdefault(field, Field(field.labels, zero=True))
 
 
+APART = "; in a module of its own, which takes these channels and returns them normalized, they would be free"
+
+
 def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> ChannelNorm | str:
     """Return a call of a module as a norm, or the reason why it is none."""
     name = type(module).__name__
@@ -147,14 +150,14 @@ def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> Cha
         return f"{name} does more than normalize: it has buffers"
     sources, results = gather(inputs), gather(output)
     if len(sources) != 1 or len(results) != 1:
-        return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
+        return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each{APART}"
     before, after = (_axes(flow, tensor) for tensor in (*sources, *results))
     if not before or after is None:
-        return f"{name} has no labels, or joint ones over several axes, on its input or its output"
+        return f"{name} has no labels, or joint ones over several axes, on its input or its output{APART}"
     norm = ChannelNorm(before, after)
     channels, parts = (_classes(flow, part) for part in ([a for _, a in norm.axes], _labels_of_children(module, flow)))
     if np.intersect1d(channels, parts).any():
-        advice = f" ({FIXED_CODE})" if has_fixed_code(module) else ""
+        advice = f" ({FIXED_CODE})" if has_fixed_code(module) else APART
         return f"{name} does more than normalize: it has modules with parameters of these channels{advice}"
     return norm
 
