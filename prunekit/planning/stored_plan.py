@@ -178,6 +178,8 @@ class _Arrays:
 def _read_map(text: _PlanText, arrays: _Arrays) -> ChannelMap:
     labels = {
         name: tuple(_axis(arrays, name, axis, size) for axis, size in enumerate(shape))
+        if any(arrays.has(f"labels/{name}/{axis}") for axis in range(len(shape)))
+        else (None,) * len(shape)  # of whole numbers or sparse, which are never cut
         for name, shape in text.shapes.items()
     }
     if text.stored and text.stored.keys() != text.shapes.keys():

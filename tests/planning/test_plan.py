@@ -247,3 +247,28 @@ def test_the_tensors_of_another_plan_are_refused(plan: Plan, chart: ChannelMap, 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"expected a folder with plan\.json .* plan\.json is not there"):
         load_plan(tmp_path / "nowhere")
+
+
+class Indexed(nn.Module):
+    """Buffers that no mask can zero: of whole numbers, of truth values, and sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("places", torch.arange(12))
+        self.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool))
+        self.register_buffer("graph", torch.eye(5).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) + self.places[:5, None] + self.mask.sum()
+        return self.b(y)  # type: ignore[no-any-return]
+
+
+def test_a_plan_of_a_model_with_indices_is_read_back(tmp_path: Path) -> None:
+    chart = trace(Indexed(), (torch.randn(2, 5, 6),))
+    made = Plan(chart, random_keep(chart))
+    made.save(tmp_path)
+    found = load_plan(tmp_path)
+    assert found.channel_map.labels["places"] == (None,)
+    assert found.channel_map.labels["mask"] == (None, None)
+    assert found.kept_indices.keys() == made.kept_indices.keys()

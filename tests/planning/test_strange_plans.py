@@ -92,7 +92,7 @@ TEXTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         put("shapes", "first.weight", 0, value=10**12),
         r"labels/first\.weight/0': expected 1000000000000 labels",
     ),
-    "whole axis": (put("shapes", "more", value=[10**12]), r"labels/more/0' is missing .* of size 1000000000000"),
+    "whole axis": (put("shapes", "more", value=[10**12]), "'more' is only in one of them"),
     "no shapes": (lambda t: t.pop("shapes"), "shapes: Field required"),
     "axis": (put("divided", value=[["first.weight", 9]]), "divided: there is no axis 9 of 'first.weight'"),
     "format": (put("format", value="1"), "format 1, expected 1 or 2"),
