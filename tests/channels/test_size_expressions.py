@@ -123,6 +123,28 @@ def test_sizes_that_grow_with_the_batch_are_not_stated() -> None:
     assert not any("n * v.shape[1]" in name for name in names)
 
 
+def halves(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A function that a class takes as its forward; both halves are as wide as a number says."""
+    parts = self.a(x).view(*x.shape[:2], 2, 6)
+    return self.b(parts[:, :, 0] * parts[:, :, 1])  # type: ignore[no-any-return]
+
+
+class Borrowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(6, WIDTH)
+
+    forward = halves
+
+
+def test_a_method_of_another_name_is_left_as_it_is() -> None:
+    net = around(Borrowed())
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert plan.kept("1.a.weight", 0).size == WIDTH
+    assert plan.kept("0.weight", 0).size < WIDTH
+    assert any("halves" in lock.reason or "view" in lock.reason for lock in plan.channel_map.locks)
+
+
 class PerSample(nn.Module):
     """A kernel for each sample, made of several: samples and channels are one axis, both widths one size."""
 

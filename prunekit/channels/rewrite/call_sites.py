@@ -128,10 +128,11 @@ _NESTED = 4
 
 @weak_cache
 def _method_around(cls: type, code: CodeType) -> CodeType | None:
-    """Return the method of a class that some code belongs to."""
+    """Return the method of a class that some code belongs to, if the class has it by the name in its own text."""
     names = {name for base in cls.__mro__ if base is not nn.Module for name in vars(base)}
-    for method in (method_of(cls, name) for name in names):
-        if method is not None and _within(code, method[1].__code__):
+    for name in names:
+        method = method_of(cls, name)
+        if method is not None and method[1].__code__.co_name == name and _within(code, method[1].__code__):
             return method[1].__code__
     return None
 
