@@ -41,10 +41,6 @@ class GroupPart:
         index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
         return int(self.counts[max(index, 0)])
 
-    def nearest(self, wanted: float) -> int:
-        """Return the allowed count that is nearest to `wanted`, the larger one of two."""
-        return int(self.counts[-1 - int(np.argmin(np.abs(self.counts[::-1] - wanted)))])
-
     def at_least(self, wanted: int) -> int:
         """Return the smallest allowed count of at least `wanted`."""
         return int(self.counts[np.searchsorted(self.counts, wanted)])

@@ -260,24 +260,35 @@ def _uniform(channel_map: ChannelMap, parts: list[GroupPart]) -> tuple[Ladder, i
     Products between tokens have the width of attention, heads times positions, as a factor once. If all positions were
     kept, half of these MACs would be left at half of the channels: 33.5 % in timm's test_vit, pit_ti_224, halonet_h1.
 
-    Heads are few, so theirs is the nearest number to the share; what that is off by is carried over to the query heads
-    of each, and then to the positions: with 3 key-value heads of 3 queries each, two thirds are 3 times 2, not 2 times
-    2. The product never is fewer at a higher step but by rounding.
+    Heads are few, so counts of one attention are those whose product is nearest to the share: of 3 key-value heads with
+    3 queries each, two thirds are 2 times 3, not 2 times 2. No count grows as the share falls, so that what a trial has
+    seen at the least share is all that a larger one prunes.
     """
-    nested = _nested(channel_map, parts)
+    chains = [(family, _chain([parts[index] for index in family])) for family in _nested(channel_map, parts)]
 
     def ladder(step: int) -> Labels:
         share = step / GRID
         counts = np.array([part.at_most(part.labels.size * share) for part in parts])
-        for family in nested:
-            carried = 1.0
-            for index in family:
-                wanted = parts[index].labels.size * share * carried
-                counts[index] = parts[index].nearest(wanted)
-                carried = wanted / max(counts[index], 1)
+        for family, chain in chains:
+            wanted = np.prod(chain[0]) * share ** len(family)
+            counts[family] = chain[int(np.argmin(np.abs(np.prod(chain, axis=1) - wanted)))]
         return counts
 
     return ladder, GRID
+
+
+def _chain(family: list[GroupPart]) -> Labels:
+    """Return counts of parts (steps, parts), from all to the least; each step takes from what rounding takes first."""
+    at = [part.counts.size - 1 for part in family]
+    found = [[int(part.counts[-1]) for part in family]]
+    while any(at):
+        middles = [
+            (part.counts[index] + part.counts[index - 1]) / (2 * part.labels.size) if index else -1.0
+            for part, index in zip(family, at, strict=True)
+        ]
+        at[int(np.argmax(middles))] -= 1
+        found.append([int(part.counts[index]) for part, index in zip(family, at, strict=True)])
+    return np.array(found)
 
 
 def _nested(channel_map: ChannelMap, parts: list[GroupPart]) -> list[list[int]]:
