@@ -123,7 +123,7 @@ class TracedRun:
     aside: frozenset[int] = frozenset()
     doubled: bool = False
 
-    def again(self, **changes: bool) -> TracedRun:
+    def again(self, **changes: Any) -> TracedRun:
         """Return another run of the same example, of which nothing is recorded yet."""
         return replace(self, operators=[], borrowed=set(), module_calls=[], returned=set(), **changes)
 
