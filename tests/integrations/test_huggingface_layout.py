@@ -150,7 +150,8 @@ def outputs(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 def in_double(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return the outputs in float64: other operators of the same sums differ by rounding."""
-    return outputs(copy.deepcopy(model).double(), inputs)
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    return outputs(copy.deepcopy(model).double(), wide)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,10 @@ def test_plain_from_pretrained_loads_what_was_pruned(name: str, tmp_path: Path) 
     again, found = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(found.values())
     assert sum(p.numel() for p in again.parameters()) <= 0.8 * sum(p.numel() for p in model.parameters())
-    torch.testing.assert_close(in_double(again.eval(), inputs), in_double(result.model, inputs), rtol=0, atol=1e-9)
+    if name == "mixtral":  # its product of experts takes no float64
+        torch.testing.assert_close(outputs(again.eval(), inputs), outputs(result.model, inputs), rtol=0, atol=1e-6)
+    else:
+        torch.testing.assert_close(in_double(again.eval(), inputs), in_double(result.model, inputs), rtol=0, atol=1e-9)
     with pk.masked(model, result.plan):
         torch.testing.assert_close(outputs(result.model, inputs), outputs(model, inputs), rtol=1e-4, atol=1e-5)
 

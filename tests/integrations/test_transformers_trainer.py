@@ -200,7 +200,7 @@ class Scores(TrainerCallback):
 
 @pytest.mark.slow
 def test_only_models_under_the_final_plan_are_the_best(tmp_path: Path) -> None:
-    prune, scores = PruneCallback(EXAMPLE, macs=0.5, steps=4), Scores()
+    prune, scores = PruneCallback(EXAMPLE, macs=0.5, steps=4, schedule="linear"), Scores()
     given = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     running = trainer(tmp_path, bert(), prune, scores, num_train_epochs=1, **given)
     running.train()

@@ -151,7 +151,7 @@ def test_what_makes_no_sense_says_what_does(place: Path) -> None:
         (("inspect", file, "--layers"), "has no modules to show layers of"),
         (("visualize", "filters", file), "has no modules to look into"),
         (("report", file), "expected the folder of a run"),
-        (("finetune", file), "expected a recipe, YAML in UTF-8, but this is no text"),
+        (("finetune", file), "expected a recipe (a YAML file), but it is no text"),
         (("bench", file, "--dtype", "bf16"), "the dtype that it was exported in: leave out --dtype"),
         (("bench", file, "--memory-format", "channels_last"), "leave out --memory-format"),
         (("bench", file, "--runtime", "compile"), "leave out --runtime, which times it in its own, or onnxruntime or"),
