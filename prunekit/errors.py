@@ -27,7 +27,7 @@ SHORTAGE_ENDINGS = (
     "could not create a memory object",
     "failed to map segment from shared object",
 )
-"""What oneDNN, and the loader of shared libraries, say for want of memory, without more words behind it."""
+"""Messages of oneDNN, and of the loader of shared libraries, for want of memory, without more words behind them."""
 
 
 class PrunekitError(Exception):

@@ -264,14 +264,15 @@ def _uniform(channel_map: ChannelMap, parts: list[GroupPart]) -> tuple[Ladder, i
     3 queries each, two thirds are 2 times 3, not 2 times 2. No count grows as the share falls, so that what a trial has
     seen at the least share is all that a larger one prunes.
     """
-    chains = [(family, _chain([parts[index] for index in family])) for family in _nested(channel_map, parts)]
+    families = _nested(channel_map, parts)
+    chains = [_chain([parts[index] for index in family]) for family in families]
+    products = [np.prod(chain, axis=1) for chain in chains]
 
     def ladder(step: int) -> Labels:
         share = step / GRID
         counts = np.array([part.at_most(part.labels.size * share) for part in parts])
-        for family, chain in chains:
-            wanted = np.prod(chain[0]) * share ** len(family)
-            counts[family] = chain[int(np.argmin(np.abs(np.prod(chain, axis=1) - wanted)))]
+        for family, chain, product in zip(families, chains, products, strict=True):
+            counts[family] = chain[int(np.argmin(np.abs(product - product[0] * share ** len(family))))]
         return counts
 
     return ladder, GRID
@@ -303,7 +304,7 @@ def _nested(channel_map: ChannelMap, parts: list[GroupPart]) -> list[list[int]]:
     for family in found:
         free = [int(index) for index in dict.fromkeys(family) if index >= 0 and index not in taken]
         taken |= {*free}
-        families.append(free)
+        families += [free] if free else []
     return families
 
 

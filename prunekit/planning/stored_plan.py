@@ -24,9 +24,9 @@ from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 
 FORMAT, PACKED_FORMAT = 1, 2
-"""Of the files: masks of single weights are packed in the second, which older versions must not read as the first."""
+"""Formats of the files: the second packs masks of single weights, which older versions must not read as the first."""
 MOST_COLUMNS = 4
-"""Of joint labels, see `ChannelMap.joint`."""
+"""Columns of joint labels, see `ChannelMap.joint`."""
 _Text = Annotated[str, Strict()]
 _Flag = Annotated[bool, Strict()]
 _Count = Annotated[int, Strict(), Ge(0), Le(2**48)]

@@ -15,7 +15,7 @@ from prunekit.settings.job import yaml_value
 Overrides = Sequence[str] | Mapping[str, Any]
 """`a.b=value` each, the value in YAML, where later ones win; or values by dotted key."""
 MOST_PARTS = 32
-"""Of a key: how deep an override may reach."""
+"""Parts of a key: how deep an override may reach."""
 
 
 def apply_override(document: Document, override: str) -> Document:

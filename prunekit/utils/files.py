@@ -29,7 +29,7 @@ StrPath = str | os.PathLike[str]
 _TEMPORARY = ".tmp"
 """Suffix of temporaries."""
 _OLD = ".old-"
-"""What comes before the process in the hidden name of what is being replaced."""
+"""The part before the process in the hidden name of what is being replaced."""
 
 
 def folder_at(path: StrPath) -> Path:

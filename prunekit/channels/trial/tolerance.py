@@ -21,7 +21,7 @@ CANCELED = 1e-4
 """Below this share of the largest value in the run, a sum may be rounding alone."""
 
 NOT_FINITE = "NaN or Inf where the other model has none"
-"""What differs where a masked model divides by zero."""
+"""The difference where a masked model divides by zero."""
 
 
 def largest_value(tensor: torch.Tensor) -> float:

@@ -137,7 +137,7 @@ def _is_name(value: Any) -> bool:
 
 
 Rule = tuple[str, Callable[[Any], bool]]
-"""What is expected of a value, and whether it is that."""
+"""The expectation of a value in words, and whether it is met."""
 IMAGE: Mapping[str, Rule] = {
     "id": ("a number or text", _is_id),
     "file_name": ("the name of a file", _is_name),

@@ -32,7 +32,7 @@ from prunekit.utils.tensors import AT_ONCE, gather, in_parts
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have zeros there."""
 NO_GRADIENT = ".*an autograd kernel was not registered"
-"""What torch warns of where a gradient ends at an operator that has none, as those of quantized layers do."""
+"""The warning of torch where a gradient ends at an operator that has none, as those of quantized layers do."""
 PROBES = 32
 """Random directions of the output, about, that gradients are taken of."""
 
