@@ -290,13 +290,15 @@ def _construct(settings: ModelSettings, builder: Callable[..., nn.Module], argum
     fixed = {"weights": None} if settings.zoo == "torchvision" else {}
     try:
         return builder(**fixed, **arguments)
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
         reraise_shortage(error)
         raise _constructor_error(settings, arguments, error) from error
 
 
 def _constructor_error(settings: ModelSettings, arguments: dict[str, Any], error: Exception) -> ModelError:
-    return ModelError(f"model.arguments: {settings.zoo}'s {settings.name} refuses {arguments}: {error}")
+    # Python 3.11 says KeyError for an argument given twice, where the call is made while an exception is handled.
+    why = f"{error} is set already, or names nothing" if isinstance(error, KeyError) else error
+    return ModelError(f"model.arguments: {settings.zoo}'s {settings.name} refuses {arguments}: {why}")
 
 
 def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
@@ -322,7 +324,7 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
     except (UnpicklingError, EOFError) as error:
         path = _cached(weights.url)
         raise ModelError(f"model.weights: {path}: the file is damaged ({error}); remove it") from error
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
         reraise_shortage(error)
         raise _constructor_error(settings, arguments, error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,24 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 def test_arguments_that_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"model\.arguments: torchvision's resnet18 refuses .*: "):
         build_model(ModelSettings("resnet18", arguments=arguments), num_classes=10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        (ModelSettings("resnet18"), {"weights": None}),
+        (ModelSettings("fasterrcnn_mobilenet_v3_large_320_fpn"), {"weights": None}),
+        (ModelSettings("resnet18", weights="IMAGENET1K_V1"), {"weights": None}),
+    ],
+)
+def test_arguments_given_twice_are_refused_while_an_exception_is_handled(
+    settings: ModelSettings, arguments: dict[str, Any]
+) -> None:
+    try:
+        raise StopIteration
+    except StopIteration:
+        with pytest.raises(ModelError, match=r"model\.arguments: .* refuses \{'weights': None.*: .*weights"):
+            build_model(replace(settings, arguments=arguments), num_classes=None)
 
 
 def test_unknown_weights() -> None:
