@@ -127,11 +127,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def reraise_shortage(error: BaseException) -> None:
-    """Raise an error again if it says that memory is short, so that no other cause is reported.
-
-    Args:
-        error: that a handler caught, which takes whatever was raised for one cause.
-    """
+    """Raise an error again if it says that memory is short, so that no other cause is reported."""
     if is_shortage(error):
         raise error
 
@@ -144,17 +140,7 @@ def shortage_message(error: BaseException) -> str:
 
 
 def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: str) -> None:
-    """Raise if an argument is of another type.
-
-    Args:
-        key: name of the argument; the message begins with it.
-        given: the argument; None is allowed.
-        kind: the type or types that it may have.
-        instead: what was expected, and a call that makes one.
-
-    Raises:
-        UsageError: it is of another type.
-    """
+    """Raise if an argument is of another type."""
     if given is not None and not isinstance(given, kind):
         got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise UsageError(f"{key}: expected {instead}; got {got}")

@@ -53,16 +53,6 @@ def job_of(
 ) -> JobSettings:
     """Return the settings of a recipe with overrides applied, checked as a whole.
 
-    Args:
-        recipe: a file, the name of a recipe that comes with the package, or settings.
-        overrides: values by key.
-        own: the user's own code, which replaces that of the recipe.
-        allow_code: whether code that the recipe's file names may run; what overrides and settings name always may.
-
-    Raises:
-        UsageError: the recipe is none of these.
-        RecipeError: there is no such recipe, or it has problems, all of which are in the message.
-
     Example:
         >>> from prunekit.recipe_jobs import job_of
         >>> job_of("resnet34", {"prune.budget.macs": 0.3}).prune.budget.macs
@@ -151,10 +141,6 @@ def prune(
     """Run the job of a recipe without fine-tuning, as `prunekit prune` does; see `prunekit.prune` for a model at hand.
 
     Arguments are as for `finetune`.
-
-    Raises:
-        UsageError: recipe, data, model or budget do not fit; nothing was written.
-        RunError: the run failed; its folder says so.
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "prune"):
@@ -176,10 +162,6 @@ def calibrate(
     For a model at hand see `prunekit.calibrate`.
 
     Arguments are as for `finetune`.
-
-    Raises:
-        UsageError: recipe, data or model do not fit.
-        NonFiniteError: an activation is NaN or Inf; names the layer.
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "calibrate"):
@@ -204,10 +186,6 @@ def sensitivity(
 
     `measured` says whether to measure too, by masking, which is exact and slower; `groups` are globs over names of
     channel groups, none for all. Other arguments are as for `finetune`.
-
-    Raises:
-        UsageError: recipe, data, model or globs do not fit; nothing was written.
-        RunError: the run failed; its folder says so.
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "sensitivity"):
@@ -231,10 +209,6 @@ def profile(
 
     `networks` is how many are timed, at least 10; those in the cache are not timed again. Other arguments are as for
     `finetune`.
-
-    Raises:
-        UsageError: recipe, data, model or target do not fit; nothing was written.
-        RunError: the run failed; its folder says so.
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "profile"):

@@ -60,10 +60,6 @@ def solve(
     """Return the class of every label with all constraints solved, 0 for locked ones; and all locks.
 
     Args:
-        trace: left as it is: it serves several maps, and the locks of one map are not those of another.
-        extra: locks and constraints that trials added.
-        axes: the labeled axes of the trace.
-        constraints: those of the trace that have to hold.
         removal: what is removed where labels are summed or repeated: whole heads, the same positions in all heads, or
             the same copies of every head.
     """

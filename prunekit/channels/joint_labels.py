@@ -48,7 +48,6 @@ def numbered(solutions: Sequence[Labels], on_axes: Labels) -> Numbering:
     Args:
         solutions: class of each label of a trace, 0 for locked ones, where each kind of channels is removed, by
             `Removal`; the same array as the first where there is no choice.
-        on_axes: the labels that lie on parameter axes; no others count.
     """
     heads, *others = solutions
     used = np.zeros(heads.size, dtype=bool)

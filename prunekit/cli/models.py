@@ -62,11 +62,6 @@ def model_command(
     """Return a decorator that makes a function a command on models.
 
     The function takes a console, `ModelOptions`, and its other arguments.
-
-    Args:
-        output: what is written to `--output`.
-        device: whether there is `--device`.
-        options: adds the options that name a model.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,12 +85,6 @@ def one_target(
     """Return the one model that a command line names; raise UsageError if it names several.
 
     With a recipe, `--model` replaces its model; with a model folder it builds the dense model.
-
-    Args:
-        names: of the models.
-        overrides: of a recipe.
-        options: of the command line.
-        needs_module: what is done with the model's modules, which an exported file does not have; empty: nothing.
     """
     if len(names) > 1:
         raise UsageError(f"expected one model, got {len(names)}: {', '.join(names)}")
@@ -156,11 +145,7 @@ def job_to_read(recipe: str, overrides: Sequence[str], options: ModelOptions, **
 
 
 def check_recipes(names: Iterable[str | None], overrides: Sequence[str], options: ModelOptions) -> None:
-    """Check the recipes that a command line names, before slow imports.
-
-    Raises:
-        UsageError: an override, or `--data`, has no recipe to change, or a recipe has problems.
-    """
+    """Check the recipes that a command line names, before slow imports."""
     recipes = [name for name in names if name is not None and is_recipe(name)]
     refuse_idle_overrides(overrides, recipes, options.data)
     for recipe in recipes:
@@ -196,11 +181,7 @@ def job_of_data(
 def model_or_trained(
     targets: Sequence[str], job: JobSettings | None, options: ModelOptions, console: Console
 ) -> InputModel:
-    """Return the model that a command line names; that of a recipe is trained first where it has no weights.
-
-    Raises:
-        UsageError: it names several.
-    """
+    """Return the model that a command line names; that of a recipe is trained first where it has no weights."""
     if job is None or not any(map(is_recipe, targets)):
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
@@ -228,9 +209,6 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
 
     It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is; an
     exported file may be in a folder of its own there.
-
-    Raises:
-        UsageError: the model is a recipe, and another one was given.
     """
     own = next((target for target in targets if is_recipe(target)), None)
     if own is not None and given is not None:
@@ -270,17 +248,7 @@ def groups_option(function: Decorated) -> Decorated:
 def find_model_pair(
     arguments: Sequence[str], options: ModelOptions, console: Console, *, of_classes: str = ""
 ) -> ModelPair:
-    """Return the model that a command line names; for the folder of a pruned one, its dense model too.
-
-    Args:
-        arguments: the command line's.
-        options: likewise.
-        console: gets the lines of a training.
-        of_classes: what needs class scores; empty: nothing does.
-
-    Raises:
-        UsageError: it names none, or several; or its task has no class scores, and they are needed.
-    """
+    """Return the model that a command line names; for the folder of a pruned one, its dense model too."""
     names, overrides = split_overrides(arguments)
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
@@ -306,11 +274,7 @@ def find_model_pair(
 
 
 def pictures_folder(pair: ModelPair, output: Path | None, name: str) -> Path:
-    """Return the folder for pictures: `--output`, or one of this name, which for a run is in its folder.
-
-    Raises:
-        UsageError: the folder cannot be written to.
-    """
+    """Return the folder for pictures: `--output`, or one of this name, which for a run is in its folder."""
     folder = output or (pair.run / name if pair.run else Path(name))
     check_folder(folder)
     return folder

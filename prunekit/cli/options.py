@@ -98,12 +98,7 @@ class _Zoos(click.Choice[str]):
 
 
 def model_options(function: Decorated, *, images: bool = False) -> Decorated:
-    """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ...
-
-    Args:
-        function: of the command.
-        images: whether `--data` may be a folder or an archive too.
-    """
+    """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
     zoos = _Zoos(get_args(Zoo))
     for option in (
         allow_code_option,
@@ -134,12 +129,7 @@ def common_options(function: Decorated) -> Decorated:
 
 
 def recipe_options(output: str = "runs.  [default: runs]", *, device: bool = True) -> Callable[[Decorated], Decorated]:
-    """Return a decorator that adds RECIPE, KEY=VALUE and the options of a command that runs a recipe.
-
-    Args:
-        output: what is written to `--output`.
-        device: whether there is `--device`.
-    """
+    """Return a decorator that adds RECIPE, KEY=VALUE and the options of a command that runs a recipe."""
 
     def decorate(function: Decorated) -> Decorated:
         for option in (

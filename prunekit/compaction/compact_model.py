@@ -94,12 +94,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     except for variances of BatchNorms, which stay as they were.
 
     Args:
-        model: in its dense size.
         small: `compact(model, plan)`, which may have been trained since.
-        plan: that it was made by.
-
-    Raises:
-        PlanError: they do not belong together; nothing was changed.
     """
     require_plan(plan, model)
     compact_tensors = dict(named_tensors(small))

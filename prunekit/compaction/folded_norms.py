@@ -35,12 +35,7 @@ def folds_of(model: nn.Module) -> dict[str, str]:
 
 
 def set_folds(model: nn.Module, folds: Folds) -> None:
-    """Replace norms by `FoldedNorm`, in place, and give the layers before them a bias of zeros.
-
-    Raises:
-        AttributeError: there is no module at a path.
-        ValueError: the module is no BatchNorm, or no layer with a weight and a place for a bias.
-    """
+    """Replace norms by `FoldedNorm`, in place, and give the layers before them a bias of zeros."""
     for path, layer in folds.items():
         norm, before = model.get_submodule(path), model.get_submodule(layer)
         weight = before._parameters.get("weight")
@@ -59,13 +54,7 @@ def set_folds(model: nn.Module, folds: Folds) -> None:
 
 
 def with_folds(model: nn.Module, folds: Any) -> nn.Module:
-    """Return a model with folded norms, which shares its tensors with the given one; that one is not changed.
-
-    Raises:
-        AttributeError: see `set_folds`.
-        TypeError: `folds` is no mapping of paths.
-        ValueError: see `set_folds`.
-    """
+    """Return a model with folded norms, which shares its tensors with the given one; that one is not changed."""
     if not folds:
         return model
     if not isinstance(folds, dict) or not all(isinstance(text, str) for pair in folds.items() for text in pair):

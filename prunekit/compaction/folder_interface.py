@@ -29,17 +29,6 @@ def saved_interface(
     """Return the interface of a model that is saved; what is not given is as the model was loaded with.
 
     The model is run once; if it does not run, the interface has its inputs alone.
-
-    Args:
-        model: not changed.
-        specs: of the inputs that the plan was made with, which stand for an example.
-        example: see `prunekit.utils.inputs.as_example`; None: zeros by the specs.
-        preprocessing: the way from an image to the input.
-        classes: name of each label.
-        task: its name.
-
-    Raises:
-        UsageError: the preprocessing, the classes or the task are something else, or the example is none.
     """
     _require(preprocessing, classes, task)
     before = attached(model)
@@ -62,11 +51,7 @@ def saved_interface(
 
 
 def read_interface(manifest: Mapping[str, Any], where: str) -> ModelInterface:
-    """Return the interface in a manifest; that of an older folder has its inputs, and classes if there are any.
-
-    Raises:
-        ArtifactError: it is damaged; `where` names the manifest in the message.
-    """
+    """Return the interface in a manifest; that of an older folder has its inputs, and classes if there are any."""
     if ENTRY in manifest:
         return ModelInterface.from_dict(manifest[ENTRY], f"{where}: {ENTRY}")
     example = manifest["example"]

@@ -25,10 +25,7 @@ def found_build(
     Equal are the settings of all modules, which show what acts in train mode alone, and the output, to the bit.
 
     Args:
-        model: the compact model.
         shapes: of the dense model's parameters and buffers, by name.
-        specs: of the inputs.
-        load: returns the compact model that a build leads to.
     """
     own: list[Any] = []
     for settings in zoo_origins(model, shapes):

@@ -233,11 +233,7 @@ def _example(inputs: tuple[InputSpec, ...]) -> dict[str, Any]:
 
 
 def read_manifest(folder: StrPath) -> dict[str, Any]:
-    """Return the manifest of a model folder.
-
-    Raises:
-        ArtifactError: it is missing, damaged or of another format.
-    """
+    """Return the manifest of a model folder."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         alone = (Path(folder) / "plan.json").is_file()
@@ -261,11 +257,7 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
 
 
 def folder_interface(folder: StrPath) -> ModelInterface:
-    """Return the interface in a model folder, without its model.
-
-    Raises:
-        ArtifactError: the folder is missing, or its manifest damaged.
-    """
+    """Return the interface in a model folder, without its model."""
     return read_interface(read_manifest(folder), str(Path(folder) / MANIFEST))
 
 
@@ -488,11 +480,7 @@ def _what(built: Any) -> str:
 
 
 def folder_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a folder's weights file, row-major and uncompressed, sparse ones in parts.
-
-    Raises:
-        ArtifactError: the file is missing, damaged, or not the one that the manifest describes.
-    """
+    """Return the tensors of a folder's weights file, row-major and uncompressed, sparse ones in parts."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise ArtifactError(f"{path}: missing; the model folder is incomplete")

@@ -87,7 +87,6 @@ def zero_pattern(weight: Tensor, *, groups: int = 1, transposed: bool = False) -
 
     Args:
         weight: (outputs, inputs of a group, *kernel).
-        groups: of the convolution.
         transposed: whether it is (inputs, outputs of a group, *kernel).
 
     Example:

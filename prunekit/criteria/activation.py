@@ -41,10 +41,6 @@ def activation(evidence: Evidence) -> Scores:
     It is the mean over the outputs of norms and activation functions that carry the label (a baseline of Molchanov et
     al. 2017, "Pruning CNNs for resource efficient inference"). Labels that no such output carries are scored by any
     other output, then by any input, as attention's heads are where they are projected.
-
-    Raises:
-        UsageError: the statistics cover none of the activations of a label.
-        NonFiniteError: NaN or Inf was met while they were collected.
     """
     return _of_outputs(evidence, "activation", lambda layer: layer.mean_abs)
 
@@ -60,9 +56,6 @@ def activation_rms(evidence: Evidence) -> Scores:
 
     Mean and deviation of activations are baselines of Molchanov et al. 2017, "Pruning CNNs for resource efficient
     inference"; this holds both.
-
-    Raises:
-        UsageError, NonFiniteError: as for `activation`.
     """
     return _of_outputs(evidence, "activation_rms", lambda layer: layer.rms)
 
@@ -80,10 +73,6 @@ def apoz(evidence: Evidence) -> Scores:
     functions; and for labels that no such module carries, as with a functional ReLU, in the inputs of modules, on
     channels that were never negative. Channels behind no rectifier, such as attention's heads, are hardly ever zero and
     score 1; there the mean |activation| tells them apart, by at most 0.001.
-
-    Raises:
-        UsageError: there is no rectifier, or a label was not measured; names its group.
-        NonFiniteError: NaN or Inf was met while the statistics were collected.
     """
     functions, stats = _activation_functions(evidence), _finite(evidence)
     scores = _first_found(
@@ -113,9 +102,6 @@ def hrank(evidence: Evidence) -> Scores:
     (Lin et al. 2020, "HRank: filter pruning using high-rank feature map".) It is the mean over the outputs of
     activation functions that carry the channel; where there are none, over all other activations; and last over outputs
     of linear layers, which alone carry attention's queries and keys.
-
-    Raises:
-        UsageError: a label has no feature maps; names its group.
     """
     functions, stats = _activation_functions(evidence), _finite(evidence)
     scores = _first_found(

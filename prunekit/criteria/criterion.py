@@ -139,20 +139,12 @@ def register_criterion(
 
 
 def get_criterion(name: str) -> Criterion:
-    """Return the criterion of that name, or of `file.py:function`.
-
-    Raises:
-        UsageError: there is none; names the nearest.
-    """
+    """Return the criterion of that name, or of `file.py:function`."""
     return cast(Criterion, CRITERIA.get(name))
 
 
 def accept(reference: str, given: Any) -> Criterion:
-    """Return the criterion of a function in the user's file: as it was registered, or one of the weights alone.
-
-    Raises:
-        UsageError: it is not a function.
-    """
+    """Return the criterion of a function in the user's file: as it was registered, or one of the weights alone."""
     if not callable(given):
         text = "expected a function of prunekit.criteria.criterion.Evidence that returns one score for each label"
         raise UsageError(f"criterion {reference}: {text}, got {type(given).__name__}")

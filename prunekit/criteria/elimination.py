@@ -110,12 +110,6 @@ def eliminations(
     """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
 
     What was found before is taken from the statistics, where the same channels are read by the same layers.
-
-    Args:
-        model: the dense model that the statistics are of; only read.
-        channel_map: of that model.
-        stats: from `collect_patches`.
-        groups: of the map; None: all.
     """
     found = {}
     for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
@@ -233,10 +227,6 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
     does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W^T W and G^-1
     are updated for the next. The constant is never removed; a layer without a bias has none. Costs of several layers
     are added up.
-
-    Args:
-        labels: (n,) of one group.
-        objectives: of all layers that read them.
     """
     wide = sum(_state_bytes(len(one.gram)) for one in objectives) > WIDE
     states = [_ObjectiveState(one, labels, torch.float32 if wide else torch.float64) for one in objectives]

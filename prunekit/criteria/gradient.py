@@ -33,9 +33,6 @@ def taylor(evidence: Evidence) -> Scores:
 
     (Molchanov et al. 2019, "Importance estimation for neural network pruning", the group contribution of a filter.) It
     estimates a change of the loss, in the same unit in every layer.
-
-    Raises:
-        UsageError: the gradients are those of another model.
     """
     assert evidence.gradients is not None  # `score` checked what this criterion needs
     return _of_slices(evidence, evidence.gradients.terms, _mean_square)
@@ -53,9 +50,6 @@ def taylor2(evidence: Evidence) -> Scores:
 
     The sum is over a label's slice (Molchanov et al. 2019, "Importance estimation for neural network pruning",
     equation 6: w_m H_m w, with H_m a row of the Hessian and w all weights).
-
-    Raises:
-        UsageError: the gradients are those of another model.
     """
     gradients = evidence.gradients
     assert gradients is not None
@@ -77,9 +71,6 @@ def obd(evidence: Evidence) -> Scores:
 
     (LeCun et al. 1990, "Optimal brain damage", with Hutchinson's estimate of the Hessian's diagonal, see
     `collect_gradients`. As in the paper, the loss is taken to be at a minimum: a negative sum counts as 0.)
-
-    Raises:
-        UsageError: the gradients are those of another model.
     """
     gradients = evidence.gradients
     assert gradients is not None
@@ -168,9 +159,5 @@ class Movement(StepHook):
         return {f"{name}:{axis}": sums.clone() for (name, axis), sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore sums that `state_dict` returned.
-
-        Raises:
-            ArtifactError: they are of another model.
-        """
+        """Restore sums that `state_dict` returned."""
         self._sums = by_axis(state, self._model, "movement scores")

@@ -46,10 +46,6 @@ def wanda(evidence: Evidence) -> Scores:
 
     (Sun et al. 2024, "A simple and effective pruning approach for large language models": |w| times the norm of the
     input, here the mean over a channel's weights.)
-
-    Raises:
-        UsageError: no layer that reads a label was measured.
-        NonFiniteError: weights or statistics hold NaN or Inf.
     """
     found = LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
@@ -70,10 +66,6 @@ def obs(evidence: Evidence) -> Scores:
     mean diagonal, by 0.1 where there were fewer positions than channels; the taps of a kernel share H. Mean over the
     layers that read the label; of a layer whose Gram matrix was left out, H is the diagonal alone. (Frantar & Alistarh
     2023, "SparseGPT"; Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon".)
-
-    Raises:
-        UsageError: no layer that reads a label was measured.
-        NonFiniteError: weights or statistics hold NaN or Inf.
     """
     found = LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
@@ -105,10 +97,6 @@ def chip(evidence: Evidence) -> Scores:
     data together, whose singular values are the roots of the Gram matrix's eigenvalues, not image by image.) It is the
     mean over the layers that read the channel, and small for channels that are sums of others. Layers that read
     channels one by one, and those whose Gram matrix was left out, count only where no other layer does.
-
-    Raises:
-        UsageError: no layer that reads a label was measured.
-        NonFiniteError: the statistics hold NaN or Inf.
     """
     whole, grouped = LabelMean(evidence.channel_map), LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
@@ -185,9 +173,6 @@ def _add_joint(found: LabelMean, labels: IntArray, groups: int, value: Callable[
     """Add the joint value of the channels of each label, summed over the groups that they lie in.
 
     Args:
-        found: the mean to add to.
-        labels: (channels,)
-        groups: number of groups that the channels form.
         value: gets a group, and the positions within it of the channels of some labels, (labels, channels of each).
     """
     joint = np.zeros(int(labels.max()) + 1)

@@ -40,23 +40,8 @@ def score(
     """Return the importance of every label: those with the lowest scores are removed first.
 
     Args:
-        criterion: a registered name, or `file.py:function`; `prunekit list criteria` says what each measures and needs.
-        model: the model that `channel_map` was traced from; only read.
-        channel_map: its labels.
         stats: channel statistics of that model, from `calibrate`; for "moments" with its `moments="full"`, for "ranks"
             with `ranks=True`.
-        gradients: of a loss on labeled images, from `collect_gradients`; for "curvature" with its `second_order=True`.
-        patches: of that model, from `collect_patches`.
-        seed: for "random".
-
-    Returns:
-        (n_labels,) float64; label 0, the locked channels, scores +inf.
-
-    Raises:
-        UsageError: the criterion is unknown, its statistics or gradients are missing, or it returns anything but one
-            number for each label.
-        PlanError: the map is that of another model.
-        NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
 
     Warns:
         CalibrationWarning: Gram matrices come from fewer positions than channels; names their rank.
@@ -139,13 +124,6 @@ def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
 
     Layers differ in scale, so raw scores would empty whole layers (Molchanov et al. 2017 divide by the layer's l2
     norm). The mean is used because it does not depend on how many channels a group has.
-
-    Args:
-        scores: (n_labels,), not negative.
-        channel_map: with their groups.
-
-    Returns:
-        (n_labels,) float64; +inf stays +inf, and a group whose scores are all 0 stays 0.
     """
     result = np.array(scores, dtype=np.float64)
     for group in channel_map.groups:
@@ -168,13 +146,7 @@ class LabelMean:
         self._axes[channel_map.joint[:, 0]] = 1
 
     def add(self, labels: IntArray, values: FloatArray, *, exponent: float = 1.0) -> None:
-        """Add one axis: the mean of `values` over the indices that share a label, to the power of `exponent`.
-
-        Args:
-            labels: (size,), the label of every index along the axis.
-            values: (size,), not negative where `exponent` is not whole.
-            exponent: of the mean over the indices of a label.
-        """
+        """Add one axis: the mean of `values` over the indices that share a label, to the power of `exponent`."""
         for deciding in self._map.deciding(labels):
             found, position, count = np.unique(deciding, return_inverse=True, return_counts=True)
             self._total[found] += (np.bincount(position, values) / count) ** exponent
@@ -227,18 +199,7 @@ def require_finite(name: str, values: FloatArray) -> None:
 def require_scores(
     scores: Scores, evidence: Evidence, problem: str, advice: str, known: npt.NDArray[np.bool_] | None = None
 ) -> Scores:
-    """Return the scores if every label of a group has one.
-
-    Args:
-        scores: (n_labels,); NaN where there is none.
-        evidence: that they were computed from.
-        problem: the reason why a score would be missing, for the message.
-        advice: how to get one, for the message.
-        known: (n_labels,) labels whose scores were computed, even where they are NaN.
-
-    Raises:
-        UsageError: a label has no score; names its group.
-    """
+    """Return the scores if every label of a group has one."""
     missing = np.isnan(scores) if known is None else np.isnan(scores) & ~known
     for group in evidence.channel_map.groups:
         count = int(missing[group.labels].sum())

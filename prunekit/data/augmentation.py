@@ -83,9 +83,6 @@ def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, 
 
     Args:
         image: (C, H, W) or a Pillow image.
-        transform: to apply; None: none.
-        draw: seed and epoch; None: no transform is applied.
-        *which: the image's index in its data set, and a number for each further transform of it.
     """
     if transform is None or draw is None:
         return image
@@ -108,9 +105,6 @@ def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
 
     It is then the same for any number of workers, and in a run that is resumed in the middle of an epoch. Yields a
     function to call with an image's index before reading it; the generators' states are restored afterwards.
-
-    Args:
-        draw: seed and epoch; None: nothing is seeded.
     """
     if draw is None:
         yield lambda index: None
@@ -154,7 +148,6 @@ class Mixing:
         Args:
             images: (B, C, H, W) float.
             labels: (B,) int64.
-            draw: seed, epoch and the batch's number in it, which determine what is drawn.
 
         Returns:
             Images, and the share of every class in each, (B, classes) float32; rows sum to 1.

@@ -42,7 +42,6 @@ class SampleDataset(Protocol):
 
         Args:
             indices: (B,) int64, which samples.
-            draw: seed and epoch of random augmentation; None: no augmentation.
         """
 
 
@@ -62,7 +61,6 @@ class ImageDataset(SampleDataset, Protocol):
 
         Args:
             indices: (B,) int64, which images.
-            draw: seed and epoch of random augmentation; None: no augmentation.
         """
 
 
@@ -83,19 +81,11 @@ class CorruptImages:
         return cls(limit if isinstance(limit, int) else int(limit * images))
 
     def add(self, name: str, reason: str) -> None:
-        """Count an image, unless it has been counted.
-
-        Raises:
-            DataError: there are more than the limit; names the first few.
-        """
+        """Count an image, unless it has been counted."""
         self.merge({name: reason})
 
     def merge(self, found: Mapping[str, str]) -> None:
-        """Count the images that another process found.
-
-        Raises:
-            DataError: as in `add`.
-        """
+        """Count the images that another process found."""
         self.found.update({name: reason for name, reason in found.items() if name not in self.found})
         if len(self.found) <= self.limit:
             return
@@ -251,11 +241,7 @@ class Subset(Indexable):
 
 
 def check_labels(labels: Tensor, classes: Sequence[str], where: str) -> None:
-    """Raise if a label of (N,) is none of the classes.
-
-    Raises:
-        DataError: a label is negative or too large; names the first.
-    """
+    """Raise if a label of (N,) is none of the classes."""
     wrong = ((labels < 0) | (labels >= len(classes))).nonzero().flatten()
     if len(wrong):
         first = int(wrong[0])
@@ -266,11 +252,7 @@ def check_labels(labels: Tensor, classes: Sequence[str], where: str) -> None:
 
 
 def numbered_classes(labels: Tensor, where: str) -> tuple[str, ...]:
-    """Return numbers as names of the classes of labels (N,), up to the largest label.
-
-    Raises:
-        DataError: there are fewer than two, or one has no images.
-    """
+    """Return numbers as names of the classes of labels (N,), up to the largest label."""
     count = int(labels.max()) + 1
     # With more classes than images, the first len + 1 already have a gap: a label of a billion costs no memory.
     expected = torch.arange(min(max(count, 0), len(labels) + 1))

@@ -39,11 +39,7 @@ class _Decoded(Indexable):
         return len(self.labels)
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch, images (B, C, H, W) float32 and labels (B,) int64, without corrupt images.
-
-        Raises:
-            DataError: more images than allowed are corrupt; names them.
-        """
+        """Return a batch, images (B, C, H, W) float32 and labels (B,) int64, without corrupt images."""
         read = []
         with drawing(draw) as begin:
             for index in indices.tolist():
@@ -131,11 +127,7 @@ class MappedImages(_Decoded):
 
 
 def pixels(image: Any, where: str) -> Image.Image | Tensor:
-    """Return an image of a data set as a Pillow image in RGB, or as a float32 tensor (C, H, W), which is an input.
-
-    Raises:
-        DataError: it is neither a Pillow image nor uint8 pixels nor a float tensor.
-    """
+    """Return an image of a data set as a Pillow image in RGB, or as a float32 tensor (C, H, W), which is an input."""
     if isinstance(image, Image.Image):
         return in_rgb(image)
     if isinstance(image, Tensor) and image.is_floating_point() and image.ndim == 3:

@@ -30,11 +30,6 @@ def mapped(
     """Wrap a map-style data set after checking its first readable image.
 
     Labels are read without decoding if the data set has them (`targets` or `labels`); else every item is read once.
-
-    Raises:
-        DataError: it has no length or no items, an item is not a pair of image and whole number, or an image is neither
-            pixels nor a float tensor.
-        UsageError: the settings change pixels, but the images are float tensors, which are not transformed.
     """
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
@@ -53,11 +48,7 @@ def mapped(
 
 
 def classes_of(dataset: Any, parts: list[MappedImages]) -> tuple[str, ...]:
-    """Return the class names of a data set, or numbers up to the largest training label.
-
-    Raises:
-        DataError: a label is none of the classes.
-    """
+    """Return the class names of a data set, or numbers up to the largest training label."""
     names = getattr(dataset, "classes", None)
     if isinstance(names, list | tuple) and len(names) > 1:
         classes = tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)
@@ -141,10 +132,6 @@ def open_sets(settings: DataSettings) -> tuple[Any, Any]:
     """Return the training and the test part of a data set; nothing is downloaded unless `settings.download`.
 
     Some, such as CIFAR10, are pickles, which torchvision loads after checking their MD5 sums.
-
-    Raises:
-        UsageError: there is no data set of this name with labels and a test part.
-        DataError: files are missing or damaged, or cannot be downloaded.
     """
     name = str(settings.name)
     if name not in SETS:
@@ -226,10 +213,6 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
 
     A data set on the hub is fetched, or read from the library's cache, only with `settings.download`.
     `trust_remote_code` is never set, and versions of the library that have it raise.
-
-    Raises:
-        UsageError: a name without `download`, or columns are missing or ambiguous.
-        DataError: the library is missing or too old, or the data cannot be read or has no training part.
     """
     library, parts, where = _opened(settings)
     image, label = _columns(library, parts["train"].features, settings, where)
@@ -244,10 +227,6 @@ def open_texts(settings: DataSettings) -> dict[str, list[str]]:
     """Return the texts of each part of a data set: train, and test and validation if it has them.
 
     They are in the column `text`, or in the only one of strings.
-
-    Raises:
-        UsageError: a name without `download`, or it is not clear which column.
-        DataError: as of `open_rows`.
     """
     _, parts, where = _opened(settings)
     features = parts["train"].features

@@ -41,10 +41,6 @@ def scan_folder(root: Path) -> ClassFolders:
 
     `root/val/` may replace `root/test/`, as for ImageNet. Classes are the folders' names in alphabetical order; files
     are at any depth below them, in ImageFolder's order. Unlike there, hidden folders are not classes.
-
-    Raises:
-        DataError: no class folder, a class without images or that links to those of another, both `test/` and `val/`,
-            or a test class that is not in the training images.
     """
     if not root.is_dir():
         raise DataError(f"{root}: expected a folder, but this is a file; a NumPy archive is read with data.source=npz")
@@ -92,13 +88,6 @@ def image_files(folder: Path, root: Path | None = None) -> list[Path]:
     """Return the image files at any depth below a folder, in the order of torchvision's ImageFolder.
 
     Links to folders are followed, as there, but those that lead back, see `folders_below`.
-
-    Args:
-        folder: of the images.
-        root: of the data set that it is a part of; None: the folder itself.
-
-    Raises:
-        DataError: there are none.
     """
     walk = sorted((str(place), names) for place, names in folders_below(folder, root))  # ImageFolder's order
     paths = [Path(place, name) for place, names in walk for name in sorted(names)]
@@ -158,11 +147,7 @@ def read_npz(path: Path) -> NpzArchive:
 
 
 def _class_names(given: np.ndarray[Any, Any], where: str) -> tuple[str, ...]:
-    """Return the names of the classes, of which the file may have any array.
-
-    Raises:
-        DataError: they are no names, fewer than two, or one is there twice.
-    """
+    """Return the names of the classes, of which the file may have any array."""
     if given.ndim != 1 or len(given) < 2 or given.dtype.kind not in "USiu":
         raise DataError(
             f"{where}: expected the name of each class as text, shape (classes,) of two or more, got {given.dtype} "

@@ -55,16 +55,7 @@ def is_labeled_images(data: str) -> bool:
 
 
 def labeled_images(path: Path, preprocessing: Preprocessing, classes: Sequence[str]) -> Splits:
-    """Return labeled images whose test part a model is tested on: that of the data if it has one, else all of it.
-
-    Args:
-        path: a folder, see `prunekit.data.local_files.scan_folder`, or an archive, see `read_npz`.
-        preprocessing: of the model.
-        classes: of the model, in the order of its scores; empty: those of the data, in its order.
-
-    Raises:
-        DataError: there are no such images, or a class is none of the model's.
-    """
+    """Return labeled images whose test part a model is tested on: that of the data if it has one, else all of it."""
     if not path.exists():
         raise DataError(f"{path}: expected a folder of images or a NumPy archive ({ARCHIVE}), and there is none")
     images: Sequence[Path] | np.ndarray[Any, Any]

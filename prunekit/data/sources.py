@@ -133,11 +133,7 @@ def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -
 
 
 def missing_data(settings: DataSettings) -> str | None:
-    """Return which data is missing, where it was searched and how to supply it; None if its root exists.
-
-    Raises:
-        UsageError: `root` is not given for a source that needs it.
-    """
+    """Return which data is missing, where it was searched and how to supply it; None if its root exists."""
     if settings.source not in _EXPECTED or (settings.source == "huggingface" and settings.name is not None):
         return None
     if settings.root is None:
@@ -182,21 +178,7 @@ def preprocessing_of(settings: DataSettings) -> Preprocessing:
 def split_off(
     dataset: ImageDataset, share: float, *, classes: Sequence[str], seed: int, where: str
 ) -> tuple[Subset, Subset]:
-    """Split a data set in two, each class in the same proportion; the order of the images stays.
-
-    Args:
-        dataset: to split.
-        share: of every class that is put into the second part, 0..1; at least one image is in each part.
-        classes: name of each label, for messages.
-        seed: of the images that are drawn.
-        where: name of the data in messages.
-
-    Returns:
-        The rest, and the part that was drawn.
-
-    Raises:
-        DataError: a class has fewer than two images.
-    """
+    """Split a data set in two, each class in the same proportion; the order of the images stays."""
     labels = dataset.labels.numpy()
     generator = np.random.default_rng(seed)
     drawn = np.zeros(len(labels), dtype=bool)

@@ -78,11 +78,7 @@ class TextTokenizer:
         return next((one for kind in ("pad_token", "eos_token") if (one := self._special(kind)) is not None), 0)
 
     def mask(self) -> int:
-        """Return the id of the mask.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return the id of the mask."""
         if (found := self._special("mask_token")) is None:
             raise UsageError(
                 f"{self.folder}: expected a tokenizer with a mask_token, as task 'masked_lm' needs, found none; a "
@@ -157,12 +153,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def open_tokenizer(folder: Path | None) -> TextTokenizer:
-    """Read the tokenizer of a folder.
-
-    Raises:
-        UsageError: no folder is given.
-        DataError: it has no `tokenizer.json`, that is damaged, or the package tokenizers is missing.
-    """
+    """Read the tokenizer of a folder."""
     if folder is None:
         raise UsageError(
             f"data.tokenizer: texts need a tokenizer, got none: give the folder that has its {FILE}; a model that is "

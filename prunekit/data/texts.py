@@ -40,14 +40,6 @@ def text_splits(settings: DataSettings, task: Task) -> Splits:
 
     Neighboring texts are alike, so that a random split would tell too good a score. A data set of Hugging Face's
     library keeps its own parts.
-
-    Args:
-        settings: of the source `text` or `huggingface`, with a tokenizer.
-        task: with `texts`.
-
-    Raises:
-        DataError: files are missing, no text, or shorter than the windows of three parts.
-        UsageError: there is no tokenizer, or the shares leave nothing to train on.
     """
     if settings.test_share + settings.validation_share >= 1:
         raise UsageError(
@@ -80,11 +72,7 @@ def _documents(settings: DataSettings, task: Task) -> dict[str, Iterable[str]]:
 
 
 def read_texts(file: Path, *, lines: bool) -> list[str]:
-    """Return the texts of a file: its whole content, or each line; of a .jsonl the `text` of each line.
-
-    Raises:
-        DataError: it is no text in UTF-8, or a line is no object with a `text`.
-    """
+    """Return the texts of a file: its whole content, or each line; of a .jsonl the `text` of each line."""
     most = psutil.virtual_memory().available
     if file.suffix == ".jsonl":
         rows = read_json_lines(file, 'an object with a "text" on each line', DataError, most=most)
@@ -166,7 +154,6 @@ class Masking:
 
         Args:
             ids: (T,) int64.
-            number: of the sample among all.
         """
         random, last = np.random.default_rng((self.seed, number)), len(ids) - self.end
         inner = last - self.begin

@@ -52,10 +52,6 @@ def load_own(
     for `Splits` from the file and their own fingerprint.
 
     With a model's preprocessing, pixels become inputs by that instead of the settings' size, mean and deviation.
-
-    Raises:
-        DataError: there is no such file or name, the code raises, or it returns something else.
-        UsageError: it returns `Splits` and the settings would split or transform, or they are of another task.
     """
     made = run_factory(reference, DataError)
     code = source_bytes(reference)
@@ -204,11 +200,7 @@ class TaskSamples:
         return replace(self, unpacking=replace(self.unpacking, unpack=lambda batch: (batch, gather(batch)[0])))
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
-        """Return a batch, inputs and targets.
-
-        Raises:
-            DataError: a sample cannot be read or collated with the others, or the task cannot unpack them.
-        """
+        """Return a batch, inputs and targets."""
         samples, chosen = [], (indices if self.indices is None else self.indices[indices]).tolist()
         with drawing(draw) as begin:
             for index in chosen:

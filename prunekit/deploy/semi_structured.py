@@ -114,7 +114,6 @@ def packable(model: nn.Module, kind: type[SparseSemiStructuredTensor]) -> tuple[
     """Return the linear layers that kernels can compute packed, and why each other layer with zeros cannot be.
 
     Args:
-        model: on any device.
         kind: the kernels, whose smallest shapes differ.
     """
     fitting, dense = [], {}
@@ -150,16 +149,7 @@ def _reason(module: nn.Linear | _ConvNd, kind: type[SparseSemiStructuredTensor])
 
 @torch.no_grad()
 def pack(model: nn.Module, paths: tuple[str, ...], kind: type[SparseSemiStructuredTensor]) -> nn.Module:
-    """Pack the weights of linear layers in place, and return the model.
-
-    Args:
-        model: whose layers at these paths `packable` returned.
-        paths: of linear layers.
-        kind: the kernels.
-
-    Raises:
-        VerificationError: what is packed unpacks to another weight.
-    """
+    """Pack the weights of linear layers in place, and return the model."""
     for path in paths:
         layer = model.get_submodule(path)
         weight = layer.get_parameter("weight").detach()

@@ -90,11 +90,7 @@ def channels_last_problem(model: nn.Module, example: tuple[Any, ...]) -> str:
 
 
 def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySettings) -> Transform:
-    """Return the transform of a dense model, and of its compact models, for a deployment.
-
-    Raises:
-        UsageError: channels last are asked for, and the model does not run so.
-    """
+    """Return the transform of a dense model, and of its compact models, for a deployment."""
     if settings.channels_last and (problem := channels_last_problem(model, example)):
         raise UsageError(problem)
     pairs = foldable_norms(model, example).pairs if settings.fold_batchnorm else ()

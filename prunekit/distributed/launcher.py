@@ -13,11 +13,7 @@ SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_M
 
 
 def launched() -> bool:
-    """Return whether this is one of several processes that a launcher started.
-
-    Raises:
-        UsageError: variables that are needed to find the others are missing or wrong, or the model would be split.
-    """
+    """Return whether this is one of several processes that a launcher started."""
     if not ("RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"):
         return False
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):

@@ -70,10 +70,6 @@ def join_group() -> Iterator[None]:
     """Join the group that the environment describes, and leave it at the end; do nothing for a single process.
 
     Backends are gloo on the CPU, and nccl on CUDA if available. A group that exists already is used, and stays.
-
-    Raises:
-        UsageError: the environment is incomplete.
-        RunError: the others cannot be reached.
     """
     if grouped() or not launched():
         yield
@@ -105,9 +101,6 @@ def one_for_all(*passing: type[BaseException]) -> Iterator[None]:
     """Tell the other processes if this one fails; if another failed first, raise `PeerError` with its reason.
 
     A process that fails because another one is gone in an exchange does not count as the first.
-
-    Args:
-        *passing: exceptions that are not failures.
     """
     try:
         yield
@@ -126,11 +119,7 @@ def one_for_all(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def require_no_failure() -> None:
-    """Raise if another process has failed.
-
-    Raises:
-        PeerError: one has failed.
-    """
+    """Raise if another process has failed."""
     found = _failure(store(), 0.0) if store().check(["failed"]) else None
     if found is not None:
         raise found[1]
@@ -217,11 +206,7 @@ def _received(source: int) -> Any:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Return in every process what the main process makes; the others wait as long as it takes.
-
-    Raises:
-        BaseException: what `make` raises; in the other processes `PeerError`, once `one_for_all` has told them.
-    """
+    """Return in every process what the main process makes; the others wait as long as it takes."""
     if size() == 1:
         return make()
     shared = store()
@@ -240,11 +225,7 @@ def from_main(make: Callable[[], T]) -> T:
 
 
 def require_equal(value: str, what: str) -> None:
-    """Raise if a value is not the same in all processes.
-
-    Raises:
-        RunError: it is not; names the processes that differ from the main one.
-    """
+    """Raise if a value is not the same in all processes."""
     found = gather_values(value)
     differing = [str(number) for number, other in enumerate(found) if other != found[0]]
     if differing:
@@ -257,11 +238,7 @@ def require_equal(value: str, what: str) -> None:
 
 @torch.no_grad()
 def share_tensors(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Copy the main process's values into the tensors of the same names in every process.
-
-    Raises:
-        RunError: names, shapes or dtypes differ.
-    """
+    """Copy the main process's values into the tensors of the same names in every process."""
     if size() == 1:
         return
     named = list(tensors)

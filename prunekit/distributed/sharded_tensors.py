@@ -34,12 +34,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor sharded like another one; itself if that is not sharded or has another shape.
-
-    Args:
-        tensor: the same in all processes; nothing is sent.
-        like: gives the device and the placement of the parts.
-    """
+    """Return a whole tensor sharded like another one; itself if that is not sharded or has another shape."""
     if not is_shard(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor

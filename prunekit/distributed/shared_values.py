@@ -40,11 +40,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the value of bytes.
-
-    Raises:
-        RunError: they are more than data; names what is in them.
-    """
+    """Return the value of bytes."""
     try:
         return _Reader(io.BytesIO(data)).load()
     except RunError:

@@ -88,47 +88,24 @@ class ExportFormat(ABC):
         """Write a model.
 
         Args:
-            source: the model.
             path: of the file or folder, which does not exist yet; it may have files beside it whose names begin with
                 its own.
-
-        Returns:
-            Notes for the user.
-
-        Raises:
-            RunError: the format cannot hold the model; names the operator or the line, and what to do.
         """
 
     @abstractmethod
     def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Load what was written, and return a function that runs it.
-
-        Raises:
-            ArtifactError: it is damaged, or something else.
-        """
+        """Load what was written, and return a function that runs it."""
 
     @abstractmethod
     def interface(self, path: Path) -> ModelInterface:
-        """Return the interface that a file or folder carries, without running it.
-
-        Raises:
-            ArtifactError: it has none, or it is damaged.
-        """
+        """Return the interface that a file or folder carries, without running it."""
 
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
-        """Do what `open` does, also for a file that may run code: one that was just written, or that the user trusts.
-
-        Raises:
-            ArtifactError: it is damaged, or something else.
-        """
+        """Do what `open` does, also for a file that may run code: one that was just written, or that the user trusts."""
         return self.open(path, threads=threads)
 
     def code_in(self, path: Path) -> str:
-        """Return what in a file could do more than compute, for which `open` refuses it; empty if there is nothing.
-
-        Raises:
-            ArtifactError: it is damaged, or something else.
-        """
+        """Return what in a file could do more than compute, for which `open` refuses it; empty if there is nothing."""
         return ""
 
     def missing(self) -> str:
@@ -142,13 +119,7 @@ class ExportFormat(ABC):
         return self.missing()
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
-        """Return the first module whose output differs from the model's; empty if the format cannot tell.
-
-        Args:
-            path: of what was written.
-            example: that it differs on.
-            expected: output of each module of the model, by its path, in the order of the run.
-        """
+        """Return the first module whose output differs from the model's; empty if the format cannot tell."""
         return ""
 
 
@@ -172,20 +143,12 @@ class ProgramFormat(ExportFormat):
         """Load a file whatever is in it, and return a function that runs it."""
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Load a file that has no code in it, and return a function that runs it.
-
-        Raises:
-            ArtifactError: it is damaged, something else, or could run code when it is loaded.
-        """
+        """Load a file that has no code in it, and return a function that runs it."""
         self.require_no_code(path)
         return self.open_trusted(path, threads=threads)
 
     def require_no_code(self, path: Path) -> None:
-        """Raise if a file could do more than compute when it is loaded and run.
-
-        Raises:
-            ArtifactError: it could; names what would.
-        """
+        """Raise if a file could do more than compute when it is loaded and run."""
         if code := self.code_in(path):
             raise ArtifactError(
                 f"{path}: loading it could run code that is in the file: {code}; if you trust it, add --allow-code "
@@ -199,21 +162,7 @@ Kind = TypeVar("Kind", bound=type[ExportFormat])
 def register_format(
     name: str, *, about: str, suffix: str = "", packages: Sequence[str] = (), install: str = ""
 ) -> Callable[[Kind], Kind]:
-    """Register a format: something that models are exported to, by `export` and in recipes.
-
-    Args:
-        name: for recipes and `--to`.
-        about: a description in one line.
-        suffix: of the file's name, such as `.onnx`; empty for a folder.
-        packages: those that it imports, besides torch.
-        install: the command that installs them; by default `pip install` with their names.
-
-    Returns:
-        A decorator of a subclass of `ExportFormat`, which is returned unchanged.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register a format: something that models are exported to, by `export` and in recipes."""
 
     def register(kind: Kind) -> Kind:
         kind.name, kind.about, kind.suffix = name, about, suffix
@@ -225,11 +174,7 @@ def register_format(
 
 
 def accept(reference: str, found: Any) -> ExportFormat:
-    """Return the format for an object that `file.py:object` refers to.
-
-    Raises:
-        UsageError: it is no format.
-    """
+    """Return the format for an object that `file.py:object` refers to."""
     made = found() if isinstance(found, type) and issubclass(found, ExportFormat) else found
     if not isinstance(made, ExportFormat):
         raise UsageError(

@@ -60,12 +60,7 @@ class Hub(ExportFormat):
         self._standalone = Standalone()
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
-        """Write a folder, load the model from it again, and compare tensors and outputs, which must be the same.
-
-        Raises:
-            UsageError: the model is pruned, and its folder was not given.
-            RunError: it cannot be loaded again.
-        """
+        """Write a folder, load the model from it again, and compare tensors and outputs, which must be the same."""
         require_values(source.model, "a file")
         build = build_of(source)
         path.mkdir()
@@ -94,19 +89,11 @@ class Hub(ExportFormat):
         return notes
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Load a folder by `prunekit.load`, or by its `model.py` where the user's code builds it.
-
-        Raises:
-            ArtifactError: a file is missing or damaged.
-        """
+        """Load a folder by `prunekit.load`, or by its `model.py` where the user's code builds it."""
         return runs(self._load(path), threads)
 
     def interface(self, path: Path) -> ModelInterface:
-        """Return the interface in `prunekit.json`.
-
-        Raises:
-            ArtifactError: there is none, or it is damaged.
-        """
+        """Return the interface in `prunekit.json`."""
         manifest = read_manifest(path)
         return ModelInterface.from_dict(manifest.get("interface"), str(path / MANIFEST))
 

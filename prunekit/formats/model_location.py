@@ -23,12 +23,7 @@ LONGEST = 200
 
 
 def failure(error: BaseException, model: nn.Module) -> str:
-    """Return what an exporter failed of, and where in the model: `ValueError: ... at layer1.0 (net.py:12: x.item())`.
-
-    Args:
-        error: of an exporter, which wraps the original one.
-        model: that was exported.
-    """
+    """Return what an exporter failed of, and where in the model: `ValueError: ... at layer1.0 (net.py:12: x.item())`."""
     where = place_of_error(error, model)
     return reason(error) + (f" at {where}" if where else "")
 

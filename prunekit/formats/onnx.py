@@ -67,17 +67,7 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
 def translated(
     model: nn.Module, exported: torch.export.ExportedProgram, opset: int, interface: ModelInterface | None = None
 ) -> Any:
-    """Return the ONNX program of a program of `torch.export`, simplified by onnxscript's optimizer.
-
-    Args:
-        model: that it is from, for messages.
-        exported: the program, with flat inputs and outputs.
-        opset: version of ONNX's operators.
-        interface: has the names of inputs, and of outputs if it has any; None: those of the exporter.
-
-    Raises:
-        RunError: ONNX has no operator for one of the model's.
-    """
+    """Return the ONNX program of a program of `torch.export`, simplified by onnxscript's optimizer."""
     names: dict[str, Any] = {}
     if interface is not None:
         names["input_names"] = [spec.name for spec in interface.inputs]
@@ -164,11 +154,7 @@ class OnnxFormat(ExportFormat):
 
 
 def opset_of(options: ExportOptions) -> int:
-    """Return the opset that is asked for, or the default.
-
-    Raises:
-        UsageError: torch's exporter, or the installed ONNX, does not know it.
-    """
+    """Return the opset that is asked for, or the default."""
     import onnx
 
     if options.opset is None:
@@ -195,20 +181,12 @@ def metadata_of(interface: ModelInterface) -> dict[str, str]:
 
 
 def interface_of_json(text: str, where: str) -> ModelInterface:
-    """Return an interface from the JSON of a file's metadata.
-
-    Raises:
-        ArtifactError: it is damaged; `where` names the file in the message.
-    """
+    """Return an interface from the JSON of a file's metadata."""
     return ModelInterface.from_dict(parse_json(text, where, "the interface as JSON in its metadata"), where)
 
 
 def interface_of_file(path: Path) -> ModelInterface:
-    """Return the interface of an ONNX file.
-
-    Raises:
-        ArtifactError: it is missing or no ONNX file, or its data are not in its own folder.
-    """
+    """Return the interface of an ONNX file."""
     import onnx
 
     try:
@@ -242,11 +220,7 @@ def _spec(entry: Any) -> TensorSpec:
 
 
 def session_of(model: Path | bytes, threads: int) -> Any:
-    """Return a session of ONNX Runtime on the CPU.
-
-    Raises:
-        ArtifactError: it is no ONNX file that it can run.
-    """
+    """Return a session of ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

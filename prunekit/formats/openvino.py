@@ -127,9 +127,6 @@ def sparse_options(cpuinfo: Path = CPUINFO) -> dict[str, float]:
 
     It is OpenVINO's sparse weights decompression: for fully connected layers in int8 on CPUs with AMX alone, and for
     weights with at least `SPARSE_RATE` of zeros. The numbers stay the same.
-
-    Args:
-        cpuinfo: Linux's description of the processors.
     """
     able = "AMX" in (int8_instructions(cpuinfo) or ())
     return {"CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE": SPARSE_RATE} if able else {}

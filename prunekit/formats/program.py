@@ -62,15 +62,9 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
     """Trace a model with axes of any size where its interface names them.
 
     Args:
-        source: the model, with its interface and options.
         flat: whether the program takes and returns plain tuples of tensors, in the order of the interface; otherwise
             its arguments are those of the model, and its output is that of the model, or a dictionary of the tensors by
             name where the output's class is none of Python's own.
-        most: largest size of each named axis, for formats that reserve memory for it.
-
-    Raises:
-        UsageError: an option names an input or axis that there is none of, or the example does not fit the interface.
-        RunError: `torch.export` cannot follow the model, or its code fixes the size of an axis.
     """
     interface = with_axes(source.interface, source.options)
     example = fitted(source.example, interface)
@@ -115,11 +109,7 @@ def _forgets_batch(model: nn.Module, example: tuple[Any, ...], interface: ModelI
 
 
 def with_axes(interface: ModelInterface, options: ExportOptions) -> ModelInterface:
-    """Return an interface with the axes of any size that the options name.
-
-    Raises:
-        UsageError: there is no such input or axis.
-    """
+    """Return an interface with the axes of any size that the options name."""
     names = [spec.name for spec in interface.inputs]
     for name, axes in options.dynamic.items():
         if name not in names:
@@ -150,11 +140,7 @@ def largest_sizes(source: ExportSource) -> dict[str, int]:
 
 
 def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ...]:
-    """Return an example with as many samples as a fixed batch has, or at least two; samples are repeated if need be.
-
-    Raises:
-        UsageError: the example has other tensors than the interface.
-    """
+    """Return an example with as many samples as a fixed batch has, or at least two; samples are repeated if need be."""
     tensors = gather(example)
     if len(tensors) != len(interface.inputs):
         wanted = ", ".join(map(str, interface.inputs)) or "none"
@@ -196,15 +182,8 @@ def trace(
     """Trace a model by `torch.export`.
 
     Args:
-        model: in eval mode; its `forward` is exchanged meanwhile.
-        example: see `prunekit.utils.inputs.as_example`.
-        axes: names of axes of any size for each tensor.
         names: of the tensors of the output, for a program with the arguments and the output of the model; None: one
             that takes and returns tuples of tensors.
-        most: see `program_of`.
-
-    Raises:
-        RunError: it cannot be followed.
     """
     named = sorted({name for one in axes for name in one.values()})
     try:
@@ -423,17 +402,7 @@ def arguments(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]
 def as_exported(
     example: tuple[Any, ...], interface: ModelInterface, positional: int, named: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return an example with its tensors by position or by name, as a program was exported with them.
-
-    Args:
-        example: of single tensors, given by position or by name in any way; else it stays as it is.
-        interface: of the program.
-        positional: number of arguments that it takes by position.
-        named: those that it takes by name.
-
-    Raises:
-        UsageError: they are not the tensors that the model takes.
-    """
+    """Return an example with its tensors by position or by name, as a program was exported with them."""
     given, keywords = split(example)
     if len(given) == positional and set(keywords) == set(named):
         return example
@@ -446,11 +415,7 @@ def as_exported(
 
 
 def fed(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:
-    """Return the tensors of an example by the names of a model's inputs.
-
-    Raises:
-        UsageError: they are not the tensors that the model takes.
-    """
+    """Return the tensors of an example by the names of a model's inputs."""
     kinds = {spec.name: getattr(torch, spec.dtype, None) for spec in interface.inputs}
     found = _by_name(example, interface)
     return {

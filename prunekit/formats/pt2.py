@@ -60,11 +60,7 @@ class Pt2Format(ProgramFormat):
         return next(Archive(path).code(), "")
 
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
-        """Return a function that runs a program.
-
-        Raises:
-            ArtifactError: it is no program.
-        """
+        """Return a function that runs a program."""
         archive = Archive(path)
         with tracing():
             try:

@@ -168,9 +168,6 @@ def archive_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file for torch's writer of archives to write to.
 
     The writer ends the process if it cannot write, as on a full disk, so that what goes wrong is raised at the end.
-
-    Raises:
-        OSError: the file could not be written.
     """
     with path.open("wb") as file:
         stream = _PatientFile(file)
@@ -244,13 +241,7 @@ def _mappings(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _code_of(value: Any, key: str = "", depth: int = DEEPEST) -> Iterator[str]:
-    """Yield what a program, as JSON, would do besides computing tensors by torch's operators.
-
-    Args:
-        value: a part of it.
-        key: of this part.
-        depth: how much deeper it may be nested.
-    """
+    """Yield what a program, as JSON, would do besides computing tensors by torch's operators."""
     if depth == 0:
         yield "it is nested too deeply to be looked through"
     elif isinstance(value, dict):

@@ -63,30 +63,18 @@ class Standalone(ExportFormat):
         """Dense models that `load` of files without a builder was given, by the checksum of the file."""
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
-        """Write a folder, rebuild the model from it, and compare tensors and outputs, which must be the same.
-
-        Raises:
-            RunError: the model cannot be rebuilt by source: names the module, and what to do.
-        """
+        """Write a folder, rebuild the model from it, and compare tensors and outputs, which must be the same."""
         path.mkdir()
         notes = write_files(source, path)
         require_same(source, self.load(path, source.facts.get(DENSE) or source.model), CODE)
         return notes
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Import `model.py` of a folder, and return a function that runs its model: open only what you trust.
-
-        Raises:
-            ArtifactError: a file is missing or damaged, or something that `model.py` imports is not installed.
-        """
+        """Import `model.py` of a folder, and return a function that runs its model: open only what you trust."""
         return runs(self.load(path), threads)
 
     def interface(self, path: Path) -> ModelInterface:
-        """Return the interface in `manifest.json`.
-
-        Raises:
-            ArtifactError: there is none, or it is damaged.
-        """
+        """Return the interface in `manifest.json`."""
         return ModelInterface.from_dict(manifest_of(path)["interface"], str(path / MANIFEST))
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
@@ -94,25 +82,12 @@ class Standalone(ExportFormat):
         return first_difference(self.load(path), example, expected, self.tolerance)
 
     def dense(self, source: ExportSource) -> nn.Module | None:
-        """Return the dense model that a model is from, without its values; None if nobody knows how it is built.
-
-        Raises:
-            RunError: what builds it does not make this model.
-        """
+        """Return the dense model that a model is from, without its values; None if nobody knows how it is built."""
         builder, dense, *_ = _built(source)
         return None if builder is None else dense
 
     def load(self, path: Path, dense: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
-        """Import `model.py` of a folder, and return its model: load only what you trust.
-
-        Args:
-            path: of the folder.
-            dense: what its `load` takes where nobody knows how the dense model is built; remembered while it lives.
-
-        Raises:
-            ArtifactError: a file is missing or damaged, or something that `model.py` imports is not installed.
-            UsageError: the dense model is needed.
-        """
+        """Import `model.py` of a folder, and return its model: load only what you trust."""
         manifest = manifest_of(path)
         text = (path / CODE).read_text(encoding="utf-8")
         if manifest["sha256"].get(CODE) != _digest(text):
@@ -137,16 +112,7 @@ class Standalone(ExportFormat):
 
 
 def write_files(source: ExportSource, path: Path, *, weights: bool = True) -> list[str]:
-    """Write `model.py`, `manifest.json` and the files of tensors into a folder that is there, and return notes.
-
-    Args:
-        source: the model.
-        path: of the folder.
-        weights: whether `model.safetensors` is written; else it is there already.
-
-    Raises:
-        RunError: the model cannot be rebuilt by source.
-    """
+    """Write `model.py`, `manifest.json` and the files of tensors into a folder that is there, and return notes."""
     model = source.model
     require_values(model, "a file")
     builder, dense, empty, changes, notes = _built(source)
@@ -220,11 +186,7 @@ def _built(source: ExportSource) -> tuple[Builder | None, nn.Module, bool, Diffe
 
 
 def _changes(dense: nn.Module, model: nn.Module) -> Differences:
-    """Return the differences from a dense model that a user gave.
-
-    Raises:
-        RunError: it is not the one that the model is from.
-    """
+    """Return the differences from a dense model that a user gave."""
     try:
         return differences(dense, model)
     except DiffersError as error:
@@ -271,11 +233,7 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """Return the manifest of a standalone folder.
-
-    Raises:
-        ArtifactError: it is missing, damaged or of another format.
-    """
+    """Return the manifest of a standalone folder."""
     for name in (MANIFEST, CODE, WEIGHTS):
         if not (path / name).is_file():
             raise ArtifactError(f"{path}: expected a standalone folder with {name}, which is not there")
@@ -323,11 +281,7 @@ def runs(model: nn.Module, threads: int) -> Run:
 
 
 def require_same(source: ExportSource, loaded: nn.Module, file: str) -> None:
-    """Raise unless a model that was rebuilt from a file has the same tensors, and computes the same, bit for bit.
-
-    Raises:
-        RunError: names the first tensor or module that differs.
-    """
+    """Raise unless a model that was rebuilt from a file has the same tensors, and computes the same, bit for bit."""
     own, new = source.model.state_dict(), loaded.state_dict()
     wrong = sorted(own.keys() ^ new.keys())
     wrong += [name for name in own if name in new and not _same(own[name], new[name])]

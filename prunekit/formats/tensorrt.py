@@ -168,13 +168,7 @@ def built_engine(file: Path, logger: Any, shapes: Mapping[str, Sizes] | None = N
     2:4, TensorRT may choose kernels of sparse tensor cores, and does where they are faster by its own timing.
 
     Args:
-        file: the ONNX file.
-        logger: see `engine_logger`.
         shapes: smallest, usual and largest shape of each input that has axes of any size.
-        exact: whether products of float32 are in float32, and not in TF32.
-
-    Raises:
-        RunError: TensorRT cannot read the file, or build the engine.
     """
     import tensorrt
 
@@ -204,9 +198,6 @@ def two_of_four_weights(file: Path) -> tuple[str, ...]:
     """Return the names of the weights in an ONNX file that are 2:4: what TensorRT's sparse kernels can compute.
 
     Of convolutions, groups of 4 are along input channels at each kernel position; of products, along the inputs.
-
-    Args:
-        file: with its external data, if there is any, beside it.
     """
     import onnx
 

@@ -127,11 +127,7 @@ def warn_if_ignored(module: nn.Module, owner: str) -> None:
 
 
 def refuse_compiled(model: nn.Module, owner: str) -> None:
-    """Raise if `torch.compile` has already compiled a model: hooks that are added later are silently ignored.
-
-    Raises:
-        ModelError: the model, or a module in it, is compiled.
-    """
+    """Raise if `torch.compile` has already compiled a model: hooks that are added later are silently ignored."""
     for path, module in model.named_modules():
         if is_compiled(module):
             raise ModelError(
@@ -147,11 +143,7 @@ def not_traced(what: str) -> None:
 
 
 def require_not_compiled(model: nn.Module, owner: str) -> None:
-    """Raise if `torch.compile` has compiled code that this model runs, of this model or another of its class.
-
-    Raises:
-        ModelError: hooks that were added later were left out of a forward pass.
-    """
+    """Raise if `torch.compile` has compiled code that this model runs, of this model or another of its class."""
     path = compiled_code(model)
     if path is not None:
         raise ModelError(
@@ -177,11 +169,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def refuse_nested(tensor: Tensor, where: str) -> None:
-    """Raise if a tensor is a nested one, which has no regular axes.
-
-    Raises:
-        ModelError: the message begins with `where`.
-    """
+    """Raise if a tensor is a nested one, which has no regular axes."""
     if tensor.is_nested:
         raise ModelError(
             f"{where}: expected a plain tensor, got the nested one that attention's fast path makes of padded "

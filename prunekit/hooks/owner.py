@@ -87,11 +87,8 @@ class HookOwner:
         """Run a hook before a module's forward; it may change the arguments.
 
         Args:
-            module: a module that is called, as `module(...)`.
-            hook: see `Before`.
             again: whether the hook is meant to run again when activation checkpointing recomputes; otherwise the second
                 run warns.
-            first: whether it runs before hooks that were registered earlier.
         """
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
@@ -101,15 +98,7 @@ class HookOwner:
     def own_forward(
         self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False, first: bool = False
     ) -> None:
-        """Run a hook after a module's forward; it may change the result.
-
-        Args:
-            module: as for `own_forward_pre`.
-            hook: see `After`.
-            again: as for `own_forward_pre`.
-            always: whether it runs also when the forward raised; the result is then None.
-            first: whether it runs before hooks that were registered earlier, so that they get its result.
-        """
+        """Run a hook after a module's forward; it may change the result."""
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
         owned = OwnedHook(self, hook, again=again)
@@ -126,12 +115,6 @@ class HookOwner:
 
         Like a full-backward pre-hook, but for every module: see `prunekit.hooks.gradient_hooks`. A tensor that a module
         returns unchanged has one gradient, the sum over all its readers.
-
-        Args:
-            module: its result may be a tensor, or tensors nested in tuples, lists and dictionaries.
-            change: see `GradientChange`.
-            check: gets each result first, and raises if it won't do.
-            traced: takes the place of `change` in a graph of `torch.compile`; None: `change` runs in Python.
         """
         self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after, again=True)
 
@@ -140,11 +123,6 @@ class HookOwner:
 
         Like a full-backward hook on `grad_input`, but for every module: see `prunekit.hooks.gradient_hooks`. Gradients
         of the module's parameters are not affected.
-
-        Args:
-            module: its arguments may be tensors, or tensors nested in tuples, lists and dictionaries.
-            change: see `GradientChange`.
-            check: gets the positional and the named arguments first, as a pair, and raises if they won't do.
         """
         inputs = InputGradients(self, lambda: change, check)
         self.own_forward_pre(module, inputs.before, again=True)

@@ -68,11 +68,7 @@ def unscaled(optimizer: Optimizer, value: Tensor) -> Tensor:
 
 
 def optimizer_of(model: nn.Module, optimizer: Any) -> Optimizer:
-    """Return the optimizer inside wrappers that keep it in `.optimizer`; it has to be one of the model's parameters.
-
-    Raises:
-        UsageError: there is no optimizer inside, or it has none of the model's parameters.
-    """
+    """Return the optimizer inside wrappers that keep it in `.optimizer`; it has to be one of the model's parameters."""
     inner = inner_optimizer(optimizer)
     if not isinstance(inner, Optimizer):
         raise UsageError(
@@ -96,11 +92,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def by_axis(found: Mapping[str, Tensor], model: nn.Module, where: str) -> dict[tuple[str, int], Tensor]:
-    """Return the tensors of a state, {"name:axis": (..., size)}, by the name of a parameter and its axis.
-
-    Raises:
-        ArtifactError: the state is of another model; the message begins with `where`.
-    """
+    """Return the tensors of a state, {"name:axis": (..., size)}, by the name of a parameter and its axis."""
     parameters, result = dict(model.named_parameters()), {}
     for key, values in found.items():
         name, _, axis = key.rpartition(":")

@@ -27,17 +27,7 @@ WRAPPERS: dict[type[nn.Module], str] = {
 
 
 def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> nn.Module:
-    """Return the model itself, out of `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`.
-
-    Args:
-        model: given by a caller.
-        offloaded: whether Accelerate may keep its weights elsewhere, as on the disk: enough to run it.
-        compiled: whether it is taken out of `torch.compile` too; False where the caller runs the compiled model.
-
-    Raises:
-        UsageError: it is no module; the message says what to give.
-        ModelError: its parameters are lazy, flattened, or offloaded, or it is TorchScript.
-    """
+    """Return the model itself, out of `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got {_instead(model)}")
     found: nn.Module = model
@@ -56,11 +46,7 @@ def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> 
 
 
 def unwrapped_for_hooks(model: Any, owner: str) -> nn.Module:
-    """Return the model itself, as `unwrapped` does, for hooks that must run when the caller calls the given model.
-
-    Raises:
-        ModelError: it is compiled already, and leaves out hooks that are added later.
-    """
+    """Return the model itself, as `unwrapped` does, for hooks that must run when the caller calls the given model."""
     inner, compiled = unwrapped(model), False
     while isinstance(model, nn.Module) and (inside := _inside(model)) is not None:
         compiled, model = compiled or "_orig_mod" in model._modules, inside
@@ -74,15 +60,7 @@ def unwrapped_for_hooks(model: Any, owner: str) -> nn.Module:
 
 
 def require_values(model: nn.Module, what: str) -> None:
-    """Raise if a model's weights have no values.
-
-    Args:
-        model: in its dense size or compact.
-        what: needs the values, for the message.
-
-    Raises:
-        ModelError: some are on the meta device.
-    """
+    """Raise if a model's weights have no values."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ModelError(
@@ -92,15 +70,7 @@ def require_values(model: nn.Module, what: str) -> None:
 
 
 def require_trainable(model: nn.Module, what: str) -> None:
-    """Raise if a model's weights have no values, or can neither be changed nor have gradients.
-
-    Args:
-        model: in its dense size or compact.
-        what: changes them, or computes their gradients, for the message.
-
-    Raises:
-        ModelError: some are on the meta device, or were made in inference mode.
-    """
+    """Raise if a model's weights have no values, or can neither be changed nor have gradients."""
     require_values(model, what)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():

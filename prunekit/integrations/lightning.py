@@ -159,11 +159,7 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
         return self._finish(early)
 
     def _pruned(self, pl_module: Any) -> nn.Module:
-        """Return the module that is pruned.
-
-        Raises:
-            UsageError: there is no such submodule, or the LightningModule has no `forward`.
-        """
+        """Return the module that is pruned."""
         paths = [path for path, module in pl_module.named_modules() if path and any(True for _ in module.parameters())]
         tops = [path for path in paths if "." not in path]
         kind = type(pl_module).__name__
@@ -196,11 +192,7 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
 
 
 def _optimizer_of(model: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
-    """Return the optimizer that trains a module.
-
-    Raises:
-        UsageError: there is none, or more than one.
-    """
+    """Return the optimizer that trains a module."""
     own = {id(parameter) for parameter in model.parameters()}
     found = [
         optimizer

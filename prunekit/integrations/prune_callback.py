@@ -85,19 +85,7 @@ class PrunesInTrainer:
         *,
         anew: bool = False,
     ) -> None:
-        """Make the pruner of a training that begins, or go on with that of the training before.
-
-        Args:
-            model: that is trained, or its part that is pruned.
-            optimizer: that trains it.
-            total: how many steps of the optimizer the training has.
-            example: what the model is called with.
-            average: of the model's weights.
-            anew: whether a pruner that is there belongs to another training, as in a search for hyperparameters.
-
-        Raises:
-            UsageError: the callback has pruned another model.
-        """
+        """Make the pruner of a training that begins, or go on with that of the training before."""
         inner = unwrapped(model)
         known = self._small if self._small is not None else self._model
         if self.is_open and anew:
@@ -130,11 +118,7 @@ class PrunesInTrainer:
         self._pruner = None
 
     def _require_unharmed(self) -> None:
-        """Raise if a checkpoint's weights were loaded under masks that have zeroed some of them.
-
-        Raises:
-            UsageError: the checkpoint is from before stages of this very pruner.
-        """
+        """Raise if a checkpoint's weights were loaded under masks that have zeroed some of them."""
         if self._saved is None:
             return
         kept = self._saved["pruner"]["masks"]["keep"].numpy()

@@ -141,11 +141,7 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
         return small
 
     def _read(self, args: Any, state: Any) -> dict[str, Any]:
-        """Return the state of the checkpoint that a training goes on from.
-
-        Raises:
-            ArtifactError: it is not found, or damaged.
-        """
+        """Return the state of the checkpoint that a training goes on from."""
         run = (state.stateful_callbacks.get(_RUN) or {}).get("attributes", {}).get("run")
         if run is None:
             raise ArtifactError(

@@ -194,11 +194,7 @@ def load_yolo(path: str | Path | Model) -> PrunedYOLO:
 
 
 def _opened(yolo: Any) -> Model:
-    """Return the object of a path, or the given one.
-
-    Raises:
-        UsageError: it is none, or has no torch module.
-    """
+    """Return the object of a path, or the given one."""
     if isinstance(yolo, (str, Path)):
         path = Path(yolo)
         if path.suffix == ".pt" and path.parent != Path() and not path.exists():
@@ -215,11 +211,7 @@ def _opened(yolo: Any) -> Model:
 
 
 def _size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Return height and width, as multiples of the model's stride.
-
-    Raises:
-        UsageError: they are no multiples.
-    """
+    """Return height and width, as multiples of the model's stride."""
     arguments = model.args
     asked: Any = given
     if asked is None:

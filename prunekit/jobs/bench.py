@@ -236,19 +236,7 @@ def _target(name: str, model: nn.Module | StrPath, given: Any, allow_code: bool)
 def bench_targets(
     targets: Sequence[InputModel], settings: LatencySettings, device: str = "auto", *, log: Log
 ) -> Benchmark:
-    """Time models alternately; the speedup of each is relative to the first.
-
-    Args:
-        targets: one or more models that take the same input.
-        settings: runtimes, batches, CPU threads, dtypes, memory formats, repeats.
-        device: as for `devices`.
-        log: gets a line on what is exported and timed next.
-
-    Raises:
-        UsageError: the models take different inputs, a device does not exist, or a runtime is not installed
-            or cannot do what is asked; nothing was measured.
-        ModelError: a model does not run on its input.
-    """
+    """Time models alternately; the speedup of each is relative to the first."""
     files = [target for target in targets if isinstance(target.model, ExportedModel)]
     places = devices("cpu" if files and device == "auto" else device, settings)
     targets = _with_inputs(targets)
@@ -340,12 +328,7 @@ def _same_inputs(targets: Sequence[InputModel]) -> None:
 
 
 def _taken(target: InputModel, named: bool) -> str:
-    """Return shapes of all inputs of a sample in words, and dtypes of those that are not floating-point.
-
-    Args:
-        target: the model.
-        named: whether inputs have to have the same names; else the same order.
-    """
+    """Return shapes of all inputs of a sample in words, and dtypes of those that are not floating-point."""
     found = list(input_specs(target.example_inputs()))
     found = sorted(found, key=lambda spec: spec.name or "") if named else found
     return " and ".join(

@@ -69,11 +69,7 @@ def calibrate(
 
 
 def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> CalibrationResult:
-    """Return the statistics of a model on the job's calibration images, from an earlier run or collected now.
-
-    Raises:
-        NonFiniteError: an activation is NaN or Inf; names the first layer, and its first batch and channel.
-    """
+    """Return the statistics of a model on the job's calibration images, from an earlier run or collected now."""
     job = prepared.job
     facts = {
         "model": digest(prepared.structure),
@@ -177,9 +173,6 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     """Return Taylor terms of the task's loss on the calibration samples; None if the criterion needs none.
 
     Processes share the batches, and the main one gets the terms.
-
-    Raises:
-        NonFiniteError: a gradient is NaN or Inf; names the parameter.
     """
     needs = get_criterion(prepared.job.prune.criterion).needs
     if "gradients" not in needs:
@@ -215,12 +208,7 @@ def merged_gradients(prepared: Prepared, model: nn.Module, images: Batches) -> T
 
 @main_process_only
 def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
-    """Return patch statistics of the calibration images; None if the criterion needs none, or outside the main process.
-
-    Raises:
-        DataError: fewer than 8 calibration images.
-        NonFiniteError: a layer reads NaN or Inf; names the layer.
-    """
+    """Return patch statistics of the calibration images; None if the criterion needs none, or outside the main process."""
     job = prepared.job
     if "patches" not in get_criterion(job.prune.criterion).needs:
         return None
@@ -245,18 +233,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
 def criterion_inputs(
     prepared: Prepared, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
 ) -> CriterionInputs:
-    """Collect what the job's criterion reads on the calibration samples; the main process has all of it.
-
-    Args:
-        prepared: the job.
-        model: the dense one, with its weights.
-        chart: its channel map.
-        with_stats: whether channel statistics are collected even if the criterion does not need them.
-        log: gets a line for each kind of statistics.
-
-    Raises:
-        DataError, NonFiniteError: as for `calibrate_model`, `loss_gradients` and `job_patches`.
-    """
+    """Collect what the job's criterion reads on the calibration samples; the main process has all of it."""
     job, stats = prepared.job, None
     if with_stats or needs_activations(job.prune.criterion):
         stats = calibrate_model(prepared, model, log=log).stats
@@ -268,11 +245,7 @@ def criterion_inputs(
 
 
 def calibration_images(prepared: Prepared) -> Any:
-    """Return the inputs (N, ...) of `calibration_batches` on the job's device; a tuple if the model takes several.
-
-    Raises:
-        DataError: fewer than 8.
-    """
+    """Return the inputs (N, ...) of `calibration_batches` on the job's device; a tuple if the model takes several."""
     count = prepared.job.calibration.images
     return to_device(joined_samples(prepared.model, calibration_batches(prepared), count), prepared.device)
 
@@ -286,13 +259,6 @@ def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats 
     """Return statistics and Taylor terms of a model in training, if the criterion needs them; no file is written.
 
     Processes share the batches, and the main one gets the results. The random state is restored.
-
-    Args:
-        prepared: the job.
-        model: under its masks, on the job's device; its buffers become those of the main process.
-
-    Raises:
-        NonFiniteError: an activation or a gradient is NaN or Inf.
     """
     needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, calibration_batches(prepared), None
     share_buffers(model)  # BatchNorm statistics differ between two steps

@@ -47,23 +47,7 @@ def diagnose_target(
     seed: int = 0,
     task: str | None = None,
 ) -> Diagnosis:
-    """Diagnose a model on a fixed random choice of training samples without augmentation.
-
-    Args:
-        target: the model, with its own data if it came from a job; moved to `device`.
-        data: the data if the target has none, and its batch.
-        training: settings with the learning rate of the first step; None: it is not diagnosed.
-        device: where the model runs.
-        count: batches that the model sees.
-        ignore: kinds of faults that are not diagnosed.
-        own: the user's own code, if the data is theirs.
-        seed: of the choice of samples, and of random operators in the model.
-        task: of the user's own data; None: the model's.
-
-    Raises:
-        UsageError: there is no data, or `ignore` names no kind.
-        DataError: the data is missing or unreadable.
-    """
+    """Diagnose a model on a fixed random choice of training samples without augmentation."""
     require_kinds(ignore)
     splits = splits_of(target, data, own, "run it on", task)
     settings = data or DataSettings()

@@ -33,25 +33,7 @@ def evaluate(
     task: str | None = None,
     dense: Callable[[], nn.Module] | None = None,
 ) -> dict[str, Any]:
-    """Measure the scores of the task on the test split, whose batches the processes of a group share.
-
-    Args:
-        target: the model, with its own images if it came from a job.
-        data: the images if the target has none, and their batch and workers.
-        device: where the model runs.
-        own: the user's own code, or the path of labeled images, if the images are theirs.
-        task: of these images; None: that of the model.
-        dense: builds the dense model, whose outputs are the targets of some tasks; None: nobody knows it.
-
-    Returns:
-        `model`, `task`, every score (percent; of classifiers `top1`, with `correct`, and `low` and `high`, the 95 %
-        Wilson interval), `n_test`, `params` and `macs` of one sample (None of an exported file, which has
-        `file_bytes`), `device`, and `corrupt_images` (name -> reason), which are not in `n_test`.
-
-    Raises:
-        UsageError: there are no images to test on.
-        ModelError: the model has no trained weights, does not run on the images, or knows other classes.
-    """
+    """Measure the scores of the task on the test split, whose batches the processes of a group share."""
     with in_turn():
         splits = splits_of(target, data, own, "test on", task)
     require_equal(splits.fingerprint, "the images (their fingerprint)")

@@ -77,22 +77,11 @@ def finetune(
     (`prunekit.distributed`) call this: they calibrate and train together; the main one does the rest, and alone writes.
 
     Args:
-        job: the settings.
-        log: as for `prunekit.finetune`.
-        progress: as for `prunekit.finetune`.
-        own: as for `prunekit.finetune`.
         resume: as for `prunekit.finetune`. A run that is resumed on the CPU, with the same threads and number of
             processes, ends with the same weights as one without a break.
-        on_epoch: as for `prunekit.finetune`.
-        finish: called with the run's folder at the end, before the run counts as finished: writes the report.
         training: whether to fine-tune. If not, the pruned model is repaired as the job's `repair` says, and that is
             all; the dense model is trained only if it has no weights and the job has a `baseline`. Labels are read to
             measure scores, and by criteria that need them.
-
-    Raises:
-        UsageError: data, model or budget do not fit; nothing was written.
-        ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
-        RunError: the run failed; its folder says so.
     """
     require_report()
     devices("auto", job.latency)  # raises if a runtime is missing, before hours of work

@@ -11,17 +11,7 @@ from prunekit.measure.model_size import count_macs, count_parameters
 
 
 def inspect(target: InputModel) -> dict[str, Any]:
-    """Trace a model, and return its channel groups, locks, blocks and layers.
-
-    Returns:
-        `model`, `architecture` (its class), `input_shape`, `params`, `macs` (one sample), `free_share` (of parameters,
-        0..1), `groups` (rows: name, channels, axes: how many parameter and buffer axes they lie on), `locks` (rows:
-        module, operator, channels, reason), `blocks` (rows of `ChannelMap.block_rows`), `block_locks` (rows: block,
-        reason) and `layers` (rows: module, kind, macs, params).
-
-    Raises:
-        ModelError: the model does not run on its input.
-    """
+    """Trace a model, and return its channel groups, locks, blocks and layers."""
     probe(target)
     channel_map = trace(target.model, target.example_inputs())
     return {

@@ -62,21 +62,7 @@ class FeatureMapSettings:
 def write_features(
     pair: ModelPair, image: tuple[Tensor, str], folder: Path, settings: FeatureMapSettings = FeatureMapSettings()
 ) -> dict[str, Any]:
-    """Draw the feature maps of an image, a PNG file for each layer.
-
-    Args:
-        pair: the models.
-        image: an input (1, C, H, W) and its name; see `ModelPair.input`.
-        folder: made if it is missing.
-        settings: layers and form.
-
-    Returns:
-        `model`, `image`, `models` (their names), `input` (the file of the image), and `layers`: `path`, `call`, `view`,
-        `what`, `channels`, `kept` (None if unknown), `note` and `picture` of each.
-
-    Raises:
-        UsageError: a glob matches nothing, or an output cannot be shown; nothing was written.
-    """
+    """Draw the feature maps of an image, a PNG file for each layer."""
     values, name = image
     found = feature_maps(pair.models, values, settings.layers, kept=pair.kept, view=settings.view)
     rows = []
@@ -136,19 +122,7 @@ class ClassMaps:
 def class_maps(
     pair: ModelPair, image: Tensor, find: FindClassMap, *, layer: str | None, target: int | None, device: torch.device
 ) -> ClassMaps:
-    """Return the maps of an image by every model of a pair, for the same class at the same layer.
-
-    Args:
-        pair: the models.
-        image: (1, C, H, W).
-        find: returns a map.
-        layer: None: the one that `find` chooses for the first model.
-        target: the class; None: likewise.
-        device: where the models run.
-
-    Raises:
-        PrunekitError: as `find` raises.
-    """
+    """Return the maps of an image by every model of a pair, for the same class at the same layer."""
     maps: dict[str, ClassMap] = {}
     for side, model in pair.models.items():
         found = find(model.to(device), image.to(device), layer, target)
@@ -169,18 +143,6 @@ def gradient_flow(
     """Train a copy of a job's dense model by the plain loss, and return records of its gradients.
 
     Random weights are trained as `baseline` says, given ones as `finetune` says.
-
-    Args:
-        job: the settings.
-        epochs: to train, to which the learning-rate schedule is fitted; None: those of the job.
-        records: see `GradientFlow`.
-        log: gets a line at the start.
-        progress: whether to show a bar on stderr.
-        own: the user's own code.
-
-    Raises:
-        UsageError: data, model or settings do not fit, or there is no epoch to train.
-        RunError: the training failed.
     """
     require_optimizer(job, own)
     prepared = prepare(job, own)
@@ -230,22 +192,7 @@ class StatisticsSettings:
 def write_statistics(
     pair: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
 ) -> dict[str, Any]:
-    """Run models of any task on the calibration samples of their recipe and write `histograms.csv` and `channels.csv`.
-
-    Args:
-        pair: the models, with their recipe.
-        folder: made if it is missing.
-        device: where to run; the models are on the CPU afterwards.
-        settings: layers and threshold.
-
-    Returns:
-        `model`, `models` (their names), `filters` (file of a picture of the first layer's, None without), `images` (the
-        number of samples), `samples` (what they are called), `threshold`, `channels` (of each model, in the layers that
-        were looked at) and `findings`: the rows of `channels.csv`.
-
-    Raises:
-        UsageError: there is no recipe, a glob matches nothing, or the threshold is invalid.
-    """
+    """Run models of any task on the calibration samples of their recipe and write `histograms.csv` and `channels.csv`."""
     if pair.job is None:
         raise UsageError(
             f"{pair.name}: expected a run's folder or a recipe, whose calibration samples the models can be shown; "
@@ -311,22 +258,7 @@ def _histograms(
 def channel_findings(
     model: nn.Module, batches: Any, device: torch.device, threshold: float = 0.99, layers: Layers | None = None
 ) -> tuple[list[Row], int]:
-    """Return dead channels, which are constant on the data, and redundant ones, see `redundant_channels`.
-
-    Args:
-        model: already on `device`; in eval mode while it runs.
-        batches: see `run_passes`.
-        device: where the model is.
-        threshold: see `redundant_channels`.
-        layers: whose correlations are looked at; None: all convolutions, linear layers and projections.
-
-    Returns:
-        Rows with layer, channel, finding (`dead` or `redundant`), and of redundant ones like, correlation and cosine;
-        and the number of channels whose correlations were looked at.
-
-    Raises:
-        UsageError: a glob matches nothing, or correlations take too much memory.
-    """
+    """Return dead channels, which are constant on the data, and redundant ones, see `redundant_channels`."""
     widths = channels_of(model)
     chosen = (
         list(widths)

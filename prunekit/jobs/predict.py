@@ -239,9 +239,6 @@ def predict_target(
     """Return what a model with an interface says about images or inputs; see `predict`.
 
     With a device the model is moved there; else it runs where it is.
-
-    Raises:
-        PrunekitError: as for `predict`.
     """
     if top < 1 or batch < 1:
         raise UsageError(f"top, batch: expected at least 1, got {top} and {batch}")
@@ -366,14 +363,7 @@ def _run(
 def _samples(
     target: InputModel, given: Any, batch: int, sizes: list[tuple[int, int]]
 ) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-    """Return the names of the samples, and batches of them as examples.
-
-    Args:
-        target: the model.
-        given: images, or inputs that are ready.
-        batch: samples of a batch.
-        sizes: gets the width and height of each image as it is read.
-    """
+    """Return the names of the samples, and batches of them as examples."""
     if isinstance(given, (Tensor, tuple, Mapping)):
         return _ready(target, as_example(target.model, given), batch, "")
     if isinstance(given, (str, PathLike)) or not isinstance(given, Sequence):

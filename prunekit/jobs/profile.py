@@ -304,20 +304,7 @@ def profile_job(
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> ProfileRun:
-    """Profile a job's dense model, which need not be trained, on the job's `prune.target`.
-
-    Args:
-        job: the settings.
-        networks: to measure, at least 10.
-        again: whether networks are measured again whose cached times are from a machine that was too noisy.
-        log: gets a line for each network.
-        finish: called with the folder at the end, before the run counts as finished: writes the report.
-        own: the user's own code.
-
-    Raises:
-        UsageError: data, model or target do not fit; nothing was written.
-        RunError: the run failed; its folder says so.
-    """
+    """Profile a job's dense model, which need not be trained, on the job's `prune.target`."""
     require_report()
     layer_setting(job.prune.target)  # raises if the runtime is missing
     text = run_recipe(job, own)

@@ -252,11 +252,7 @@ def analyze_sensitivity(
 
 
 def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
-    """Return the groups whose names match one of the globs; all of them without globs.
-
-    Raises:
-        PlanError: no channel is free, or a glob matches no group.
-    """
+    """Return the groups whose names match one of the globs; all of them without globs."""
     names = [group.name for group in channel_map.groups]
     if not names:
         raise nothing_free_error(channel_map)
@@ -311,18 +307,8 @@ def analyze(
     """Analyze the sensitivity of a job's dense model, which is trained first if it has no weights; see `sensitivity`.
 
     Args:
-        job: the settings.
         measured: whether to measure too, by the loss and the scores of the job's task, on as many validation samples as
             the job calibrates on.
-        groups: globs over names of channel groups; none: all.
-        log: gets a line for each stage.
-        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
-        finish: called with the folder at the end, before the run counts as finished: writes the report.
-        own: the user's own code.
-
-    Raises:
-        UsageError: data, model or globs do not fit; nothing was written.
-        RunError: the run failed; its folder says so.
     """
     require_report()
     text, shown = run_recipe(job, own), wanted(progress)

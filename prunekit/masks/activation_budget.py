@@ -132,10 +132,8 @@ class SharePath:
         """Return the path on which each step costs the least error for what it saves.
 
         Args:
-            zeros: (layers,) share of values that are zero without a mask.
             errors: (layers, steps - 1) after each of equal steps from there to 1 but the last, whose error is not
                 known: it is taken when all others are.
-            weights: (layers,) what each layer's zeros save.
         """
         layers, steps = errors.shape[0], errors.shape[1] + 1
         widths = (1 - zeros) / steps
@@ -148,13 +146,7 @@ class SharePath:
         return cls(np.concatenate([zeros[None], zeros + np.cumsum(rises, axis=0), np.ones((1, layers))]))
 
     def within(self, overall: float, weights: Array, floor: Array) -> Array:
-        """Return the shares on this path at which the budget is met: (layers,).
-
-        Args:
-            overall: the weighted mean of the shares.
-            weights: (layers,) sum to 1.
-            floor: (layers,) shares of zeros that layers have anyway. A layer may be given less: it then has these.
-        """
+        """Return the shares on this path at which the budget is met: (layers,)."""
         means = np.maximum(self.points, floor) @ weights
         after = int(np.searchsorted(means, overall))
         after = min(max(after, 1), len(means) - 1)

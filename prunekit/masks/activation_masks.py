@@ -139,19 +139,7 @@ def change_activations(
     *,
     chosen: bool = True,
 ) -> None:
-    """Register a hook that passes every floating-point tensor on one side of a module through `change`.
-
-    Args:
-        owner: of the hook.
-        model: that has the module.
-        path: of the module.
-        side: whether its outputs or its inputs pass through.
-        change: returns the tensor to use.
-        chosen: see `require_floating`.
-
-    Raises:
-        ModelError: in the hook, see `require_floating`.
-    """
+    """Register a hook that passes every floating-point tensor on one side of a module through `change`."""
     module, where = model.get_submodule(path), f"{side} of {path}"
 
     def each(tensor: Tensor) -> Tensor:
@@ -175,13 +163,8 @@ def require_floating(value: Any, where: str, *, chosen: bool = True) -> None:
     """Raise if there are no plain floating-point tensors in a value.
 
     Args:
-        value: arguments or results of a module.
-        where: begins the message.
         chosen: whether the module was chosen by its path. A module that is one of many, such as an optional norm that
             is given None, may have a value without any.
-
-    Raises:
-        ModelError: there are none, or one is a nested tensor; the message says what came instead.
     """
     if isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested:
         return

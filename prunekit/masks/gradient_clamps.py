@@ -42,16 +42,6 @@ def limited(gradient: Tensor, limit: float | Tensor, by: By, *, inplace: bool = 
     """Return a gradient with no value, or no l2 norm, beyond a limit; a shard has the norm of the whole gradient.
 
     By value, Inf becomes the limit and NaN stays NaN. By norm, a gradient whose norm is not finite stays as it is.
-
-    Args:
-        gradient: changed only where `inplace` is set.
-        limit: a number; on another device than the CPU also a tensor there, so that nothing waits for the device.
-        by: whether values or the norm are limited.
-        inplace: whether the result is written into `gradient`.
-
-    Returns:
-        The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond; both for
-        this process's part of a shard.
     """
     part = local_part(gradient)
     if by == "value":

@@ -24,21 +24,13 @@ def leaf_paths(model: nn.Module) -> list[str]:
 
 
 def one_of(value: str, choices: tuple[str, ...], key: str) -> None:
-    """Raise if a value is not one of the choices.
-
-    Raises:
-        UsageError: the message begins with `key`.
-    """
+    """Raise if a value is not one of the choices."""
     if value not in choices:
         raise UsageError(f"{key}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[str]:
-    """Return the module paths that one of the globs matches, in the order of `named_modules()`.
-
-    Raises:
-        UsageError: a glob matches nothing; the message begins with `key`.
-    """
+    """Return the module paths that one of the globs matches, in the order of `named_modules()`."""
     paths = module_paths(model)
     found = {path for pattern in globs(patterns, key, model) for path in matching(pattern, paths, key)}
     return [path for path in paths if path in found]
@@ -47,17 +39,7 @@ def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[
 def numbers_by_path(
     numbers: float | Mapping[str, float], key: str, *, paths: Iterable[str], alike: Iterable[str]
 ) -> dict[str, float]:
-    """Return numbers by module path, in the order of `paths`.
-
-    Args:
-        numbers: one for all, or glob -> number, where the last glob that matches a path decides.
-        key: names the numbers; messages begin with it.
-        paths: that globs may match.
-        alike: the paths that get a number given for all.
-
-    Raises:
-        UsageError: a number is negative or not a number, or a glob matches nothing.
-    """
+    """Return numbers by module path, in the order of `paths`."""
     if not isinstance(numbers, Mapping):
         return dict.fromkeys(alike, _checked(numbers, key))
     paths = list(paths)

@@ -41,9 +41,6 @@ class PrunedEntries:
 
         The write does not move the autograd version counter, on purpose: it repeats values that are there already, so
         graphs that were recorded before stay valid, and a module may be called twice in one forward pass.
-
-        Raises:
-            ModelError: the tensor is one of torch.func's, which has no memory to write to.
         """
         if is_transformed(tensor):
             raise ModelError(
@@ -126,11 +123,7 @@ class MaskedTensor:
     entries: PrunedEntries
 
     def of(self, module: nn.Module) -> Tensor:
-        """Return the tensor, on the module that owns it.
-
-        Raises:
-            ModelError: the module computes it now, by a parametrization or weight norm that came later.
-        """
+        """Return the tensor, on the module that owns it."""
         tables = (module._parameters, module._buffers)
         tensor = next((table[self.attribute] for table in tables if self.attribute in table), None)
         if tensor is None:
@@ -153,16 +146,6 @@ def masked_tensors(
     """Return the tensors with pruned entries, by the modules that own them.
 
     A tensor that several modules share is listed at each of them.
-
-    Args:
-        model: the dense model.
-        plan: which entries are pruned.
-        entries: of the plan's tensors; those that are missing are added.
-        buffers: whether floating-point buffers are listed as well, but for running variances, see `is_variance`.
-        variances: whether those are listed too, for callers that do not write zeros.
-
-    Raises:
-        PlanError: the plan was made for another model.
     """
     require_plan(plan, model)
     canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}

@@ -35,12 +35,6 @@ def macs_of_readers(model: nn.Module, inputs: tuple[Any, ...], paths: Iterable[s
     They are those of convolutions, linear layers and products of matrices that read these values, also through views,
     copies, padding and operators that keep zeros, such as ReLU and products. A product of a masked value with another
     counts for both. 0: nothing that computes by MACs reads the zeros, as behind a convolution and before its BatchNorm.
-
-    Args:
-        model: of the modules; run once in eval mode.
-        inputs: that it is called with, a few samples.
-        paths: of the modules.
-        side: which activations are masked.
     """
     readers = _Readers(model, paths, side)
     copied = map_tensors(inputs, torch.clone)

@@ -64,12 +64,7 @@ class FoundThresholds:
 
 
 def search_thresholds(masked: MaskedModel, shares: Callable[[Sketches], Mapping[str, float]]) -> FoundThresholds:
-    """Search for thresholds under which each layer has its share of zeros, with all masks active.
-
-    Args:
-        masked: the model and its data.
-        shares: returns the share of zeros of each layer, given what is in front of the masks in this pass.
-    """
+    """Search for thresholds under which each layer has its share of zeros, with all masks active."""
     thresholds, rounds = dict.fromkeys(masked.paths, 0.0), 0
     while True:
         rounds += 1

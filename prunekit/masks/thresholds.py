@@ -221,11 +221,7 @@ def _require_valid(found: dict[str, Any], valid: _Valid, where: str) -> None:
 
 
 def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
-    """Return the paths of the modules that the settings select.
-
-    Raises:
-        UsageError: a glob matches nothing, or not exactly one of threshold, target and overall is given.
-    """
+    """Return the paths of the modules that the settings select."""
     if sum(value is not None for value in (settings.threshold, settings.target, settings.overall)) != 1:
         raise UsageError("activations: expected exactly one of 'threshold', 'target' and 'overall'")
     return paths_matching(model, settings.modules, "activations.modules")

@@ -268,12 +268,7 @@ class MaskedModule:
             watched.unwritten = watched.state.unwritten(optimizer, tensor) and watched.writes.unwritten(tensor)
 
     def zero_after_step_(self, optimizer: Optimizer, *, alone: bool) -> None:
-        """Write the zeros after such a step, unless it left them (see `OptimizerZeros`).
-
-        Args:
-            optimizer: that stepped.
-            alone: whether nothing but the step can have written.
-        """
+        """Write the zeros after such a step, unless it left them (see `OptimizerZeros`)."""
         if torch.compiler.is_compiling():
             self.zero_()
             return
@@ -327,7 +322,6 @@ class PrunedValues:
         """Hold other values of some of a tensor's pruned entries.
 
         Args:
-            name: of the tensor.
             whole: in its shape, the values.
             where: bool in its shape, the entries.
         """
@@ -336,11 +330,7 @@ class PrunedValues:
         self.values[name] = torch.where(where[pruned], whole[pruned], self.values[name])
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Hold other values of the same entries, as a run that is resumed does.
-
-        Raises:
-            ArtifactError: they are not of these entries.
-        """
+        """Hold other values of the same entries, as a run that is resumed does."""
         if {name: value.shape for name, value in values.items()} != {n: v.shape for n, v in self.values.items()}:
             raise ArtifactError("held values: expected those of the plan's pruned entries; are they of another plan?")
         self.values = {name: value.to(self.values[name].device) for name, value in values.items()}

@@ -41,20 +41,7 @@ def check_export(
     interface: ModelInterface,
     examples: Sequence[tuple[Any, ...]],
 ) -> list[Parity]:
-    """Compare a file's outputs with the model's in float32, on every example.
-
-    Args:
-        kind: the format.
-        path: of the file.
-        run: what `kind.open(path)` returned.
-        model: in eval mode on the CPU.
-        interface: names the outputs.
-        examples: of several batch sizes.
-
-    Raises:
-        RunError: the file does not run on an example, or computes something else; names the output and, where the
-            format can tell, the first module whose output differs.
-    """
+    """Compare a file's outputs with the model's in float32, on every example."""
     return [_parity(kind, path, run, model, interface, example) for example in examples]
 
 

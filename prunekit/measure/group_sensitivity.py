@@ -54,25 +54,10 @@ def measure_sensitivity(
     what the compact model computes. Each batch is read once; the model runs on it as `forward_passes` says.
 
     Args:
-        model: the dense model; its tensors and modes are restored.
-        channel_map: of that model, after a trial.
-        orders: by a group's name its labels in the order in which they are removed.
-        batches: as `prunekit.prune` takes them, with targets or without; moved to the model's device.
         loss: of the model's output and the targets, mean over the batch; None for the task's. Where models of the task
             compute their loss themselves there is none.
         task: a task or its name, which unpacks the batches, and whose loss and scores are measured. None: the cross
             entropy and top-1, if there are labels and class scores.
-        progress: whether to show a bar on stderr; None: on a terminal and in a notebook.
-
-    Returns:
-        By a group's name its points, from all labels kept to one. With all of them the model is the dense one.
-
-    Raises:
-        DataError: there are no batches, or not all or none of them have targets.
-        UsageError: a loss is given, and there are no targets.
-        ModelError: the model returns no tensor of floating-point numbers with a row for each sample, or its shapes
-            change under masks.
-        NonFiniteError: an output is NaN or Inf; the message names the first layer with one.
     """
     task = None if task is None else get_task(task)
     sensitivity = _SensitivityPass(model, channel_map, orders, Quality(task, loss))
@@ -268,19 +253,7 @@ class ModelOutput:
 def comparable_output(
     model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str, quality: Quality
 ) -> ModelOutput:
-    """Return the parts of an output that can be compared.
-
-    Args:
-        model: the model.
-        inputs: the samples that it ran on.
-        output: what it returned.
-        where: the model's name in messages.
-        quality: what else is measured of it.
-
-    Raises:
-        ModelError: there is no tensor to compare.
-        NonFiniteError: a value is NaN or Inf; the message names the first layer with one.
-    """
+    """Return the parts of an output that can be compared."""
     samples, device = sample_count(inputs), gather(inputs)[0].device
     rows = [t for t in gather(output) if t.is_floating_point() and t.dim() and len(t) == samples]
     if not rows:
@@ -330,11 +303,7 @@ class OutputVariance:
     squares: list[Tensor] = field(default_factory=list)
 
     def add(self, output: ModelOutput) -> None:
-        """Add the dense outputs of one batch.
-
-        Raises:
-            ModelError: their size is not that of earlier ones.
-        """
+        """Add the dense outputs of one batch."""
         if not output.tensors:
             return
         new = len(output.tensors[0])
@@ -350,11 +319,7 @@ class OutputVariance:
         self.count, self.means, self.squares = total, [m for m, _ in merged], [s for _, s in merged]
 
     def variances(self) -> list[float]:
-        """Return the variance of each output tensor, mean over its values; 0 if it is the same for all samples.
-
-        Raises:
-            DataError: it is 0 for all of them.
-        """
+        """Return the variance of each output tensor, mean over its values; 0 if it is the same for all samples."""
         found = [
             (float(square.mean()) / self.count, float(mean.square().mean()))
             for mean, square in zip(self.means, self.squares, strict=True)

@@ -30,10 +30,6 @@ def in_fastest_format(model: nn.Module, samples: Any) -> Any:
 
     That halves the time of patches and of convolutions on the CPU. But code may `view` what only lies one after the
     other in another format, read strides, or take values as they lie: such a model gets what its owner gives it.
-
-    Args:
-        model: only read.
-        samples: one or several inputs, each with all samples on its first axis.
     """
     laid = images_channels_last(samples)
     moved = any(one.stride() != was.stride() for one, was in zip(gather(laid), gather(samples), strict=True))
@@ -44,14 +40,7 @@ def in_fastest_format(model: nn.Module, samples: Any) -> Any:
 
 
 def difference_in_format(model: nn.Module, example: tuple[Any, ...], other: nn.Module, laid: tuple[Any, ...]) -> str:
-    """Return in words how a model in another memory format differs in its own precision; empty if it does not.
-
-    Args:
-        model: as it is; only read.
-        example: what it is called with.
-        other: the model, or a copy whose kernels lie otherwise; only read.
-        laid: the example in the other format.
-    """
+    """Return in words how a model in another memory format differs in its own precision; empty if it does not."""
     try:
         want = _output(model, example)
         got = _output(other, laid)

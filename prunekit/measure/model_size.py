@@ -172,13 +172,6 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
     are kept until the pass has ended, which takes their memory. There are rows for modules without children that run,
     and for others with parameters, multiplications or results of their own. A module whose parameters are used although
     it is not called, as in attention, comes after the module around it, and an unused one last.
-
-    Args:
-        model: not changed; its modes are restored.
-        example_inputs: an example, see `prunekit.utils.inputs.as_example`, batch first.
-
-    Raises:
-        ModelError: the model is compiled, or does not run on the inputs.
     """
     refuse_compiled(model, "summary")
     seen, batch = _run(model, example_inputs), max(1, sample_count(example_inputs))

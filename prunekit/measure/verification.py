@@ -192,17 +192,6 @@ def compare_outputs(
     """Return the largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
 
     A model whose code does not run in float64 is compared in its own precision; then its rounding counts as equal.
-
-    Args:
-        model: the reference.
-        changed: what should compute the same.
-        example: see `prunekit.utils.inputs.as_example`.
-        tolerance: largest relative difference that counts as equal.
-        narrow: the model to compare in its own precision, instead of `changed`.
-
-    Raises:
-        VerificationError: they differ by more, one output holds NaN, or the changed one does not run.
-        ModelError: the model does not run.
     """
     expected = _expected(_ModelCopies(model), example)
     way = expected.way

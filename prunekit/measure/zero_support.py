@@ -43,12 +43,7 @@ def users(zeros: ModelZeros) -> str:
 
 
 def unused_zeros_notes(models: Mapping[str, ModelZeros], runtimes: tuple[str, ...]) -> list[str]:
-    """Return a note for each model with many zeros of single weights that is timed in runtimes that do not use them.
-
-    Args:
-        models: what zeros the timed models hold, by name.
-        runtimes: that they are timed in; TensorRT computes 2:4 weights sparsely.
-    """
+    """Return a note for each model with many zeros of single weights that is timed in runtimes that do not use them."""
     notes = []
     for name, zeros in models.items():
         idle = [one for one in runtimes if one != "tensorrt" or not zeros.two_of_four]
@@ -61,11 +56,6 @@ def unused_zeros_notes(models: Mapping[str, ModelZeros], runtimes: tuple[str, ..
 
 
 def exported_zeros_notes(zeros: ModelZeros, form: str) -> list[str]:
-    """Return a note on a file with many zeros of single weights that its runtime does not use.
-
-    Args:
-        zeros: of the exported model.
-        form: name of the format; TensorRT says itself what it makes of 2:4 weights.
-    """
+    """Return a note on a file with many zeros of single weights that its runtime does not use."""
     used = form == "tensorrt" and zeros.two_of_four
     return [f"{zeros}, and the file computes them; {users(zeros)}"] if zeros.many and not used else []

@@ -40,11 +40,7 @@ def pack_bits(mask: NDArray[np.bool_]) -> NDArray[np.uint8]:
 
 
 def unpack_bits(packed: NDArray[Any], shape: Sequence[int]) -> NDArray[np.bool_]:
-    """Return the mask of a shape that `pack_bits` packed.
-
-    Raises:
-        ValueError: these are not the bits of a mask of that shape.
-    """
+    """Return the mask of a shape that `pack_bits` packed."""
     count = prod(shape)
     if packed.dtype != np.uint8 or packed.shape != ((count + 7) // 8,):
         raise ValueError(
@@ -61,9 +57,6 @@ def with_bitmasks(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
     A tensor `NAME` becomes `NAME:bitmask`, its packed bits, and `NAME:values`, the entries whose bits are 1, in
     row-major order. A zero is an entry whose own bits are all 0: -0.0 is a value, so that tensors return bit for bit.
-
-    Args:
-        tensors: plain, contiguous ones on the CPU, by name; of any dtype.
     """
     stored: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
@@ -94,13 +87,7 @@ def _compressed(tensor: Tensor, least: int) -> tuple[Tensor, Tensor] | None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, *, compress: bool = False) -> bool:
-    """Write a safetensors file that `read_tensors` reads, and return whether zeros are bits in it.
-
-    Args:
-        tensors: plain ones on the CPU, by name, of any dtype and layout in memory; the file is row-major.
-        path: of the file.
-        compress: whether to store zeros as bits where that makes the file smaller; if nowhere, the file is as without.
-    """
+    """Write a safetensors file that `read_tensors` reads, and return whether zeros are bits in it."""
     plain = {name: tensor.detach().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
     stored, shapes = with_bitmasks(plain) if compress else (plain, {})
     metadata = {"format": "pt"}
@@ -112,22 +99,13 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, *, compress: bool =
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a safetensors file says that it is compressed.
-
-    Raises:
-        SafetensorError: it is no safetensors file.
-    """
+    """Return whether a safetensors file says that it is compressed."""
     with openable(path) as name, safe_open(name, framework="pt") as file:
         return METADATA in (file.metadata() or {})
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, compressed or not, as they were before compression, row-major.
-
-    Raises:
-        SafetensorError: it is no safetensors file.
-        ValueError: it is compressed in a way that is not known, or its bitmasks do not fit its values.
-    """
+    """Return the tensors of a safetensors file, compressed or not, as they were before compression, row-major."""
     with openable(path) as name, safe_open(name, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

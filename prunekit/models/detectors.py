@@ -75,11 +75,7 @@ def made_for(model: nn.Module) -> int | None:
 
 @cache
 def ultralytics_files() -> dict[str, tuple[Path, str]]:
-    """Return the file of layers of each of ultralytics' detectors, by its name, with its scale; empty without scales.
-
-    Raises:
-        ModelError: the package is not installed.
-    """
+    """Return the file of layers of each of ultralytics' detectors, by its name, with its scale; empty without scales."""
     spec = find_spec("ultralytics")
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     if not folders:
@@ -110,11 +106,7 @@ def _scaled_names(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def ultralytics_names() -> tuple[str, ...]:
-    """Return the names of ultralytics' detectors, sorted.
-
-    Raises:
-        ModelError: the package is not installed.
-    """
+    """Return the names of ultralytics' detectors, sorted."""
     return tuple(sorted(ultralytics_files()))
 
 
@@ -144,10 +136,6 @@ def load_ultralytics(model: nn.Module, path: Path) -> None:
     """Load weights into a detector of ultralytics, in place: a state dict, or ultralytics' own checkpoint.
 
     Of a checkpoint, the averaged weights are taken if there are any, as ultralytics does.
-
-    Raises:
-        ModelError: the file is missing or unreadable, names classes other than layers of torch and ultralytics, which
-            are never loaded, or its names and shapes are not the model's.
     """
     state = ultralytics_state(path)
     if state is None:
@@ -157,11 +145,7 @@ def load_ultralytics(model: nn.Module, path: Path) -> None:
 
 
 def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
-    """Return the weights in ultralytics' own checkpoint; None if the file is none, but perhaps a state dict.
-
-    Raises:
-        ModelError: it names other classes than layers and losses.
-    """
+    """Return the weights in ultralytics' own checkpoint; None if the file is none, but perhaps a state dict."""
     if path.suffix not in (".pt", ".pth") or not path.is_file():
         return None
     try:
@@ -197,9 +181,6 @@ def _allowed(name: str, path: Path) -> tuple[Any, str]:
     """Return the stand-in for a class of a checkpoint, and the name that it stands for.
 
     Not the class itself: a checkpoint may have it called with any arguments, and some of ultralytics evaluate text.
-
-    Raises:
-        ModelError: it is no layer of torch or ultralytics, nor what such a checkpoint has beside them.
     """
     if not name.startswith((*MODULES, *PLAIN)):
         raise ModelError(

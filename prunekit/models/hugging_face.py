@@ -42,11 +42,7 @@ WHOLE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq")
 
 
 def model_types(head: Head | None = None) -> tuple[str, ...]:
-    """Return the model types that have a head; None: a classifier of images.
-
-    Raises:
-        ModelError: transformers is not installed.
-    """
+    """Return the model types that have a head; None: a classifier of images."""
     _library()
     known = getattr(import_module("transformers.models.auto.modeling_auto"), CLASSES[head or IMAGES][1])
     return tuple(sorted(set(known) - {"timm_wrapper"}))  # which is a model of timm's by another name
@@ -131,11 +127,7 @@ def _of_folder(folder: Path, head: Head) -> Callable[..., nn.Module]:
 
 
 def structure_of(settings: ModelSettings) -> ModelSettings:
-    """Return the settings that build the model of a folder without it: its type and what its configuration changes.
-
-    Raises:
-        ModelError: the folder's configuration cannot be read.
-    """
+    """Return the settings that build the model of a folder without it: its type and what its configuration changes."""
     if settings.folder is None:
         return settings
     return _of_config(_config(settings.folder), settings.head, settings.arguments)
@@ -150,12 +142,7 @@ def _of_config(config: Any, head: Head | None, arguments: Mapping[str, Any]) -> 
 
 
 def settings_of(model: Any, cls: type) -> ModelSettings | None:
-    """Return the settings that build a model of a class of transformers; None if no type and head has this class.
-
-    Args:
-        model: with its configuration.
-        cls: of the model.
-    """
+    """Return the settings that build a model of a class of transformers; None if no type and head has this class."""
     kind = getattr(model.config, "model_type", None)
     auto = import_module("transformers.models.auto.modeling_auto")
     for head, (_, mapping) in CLASSES.items():
@@ -188,11 +175,7 @@ def head_of(folder: Path) -> Head | None:
 
 
 def _require_own_files(folder: Path) -> None:
-    """Raise unless what a folder's files name is inside it: parts of its weights, and no kernels to be fetched.
-
-    Raises:
-        ModelError: a file names something else.
-    """
+    """Raise unless what a folder's files name is inside it: parts of its weights, and no kernels to be fetched."""
     for index in folder.glob("*.index.json"):
         parts = (read_json(index) or {}).get("weight_map")
         for part in set(parts.values()) if isinstance(parts, dict) else ():

@@ -71,11 +71,7 @@ class ModelInterface:
 
     @classmethod
     def from_dict(cls, given: Any, where: str) -> ModelInterface:
-        """Return the interface of plain data.
-
-        Raises:
-            ArtifactError: it is damaged; `where` names its place in the message.
-        """
+        """Return the interface of plain data."""
         match given:
             case {"inputs": list(inputs), "outputs": list(outputs)} if all(map(_is_spec, [*inputs, *outputs])):
                 pass
@@ -137,16 +133,6 @@ def interface_of(
     """Return the interface of a model, which is run once, in eval mode.
 
     An axis of an input is the batch if it is its first and has as many entries as there are samples; of an output too.
-
-    Args:
-        model: not changed.
-        example: see `prunekit.utils.inputs.as_example`.
-        task: name of the task.
-        classes: name of each label.
-        preprocessing: the way from an image to the input.
-
-    Raises:
-        Exception: whatever the model's own code raises.
     """
     # a copy, with the same weights: the first call of a model may add to it, such as hooks that no pickle can hold
     twin = with_tensors(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
@@ -161,13 +147,7 @@ def interface_of(
 def input_specs_of(
     model: nn.Module, example: tuple[Any, ...], taken: set[str] | None = None
 ) -> tuple[TensorSpec, ...]:  # fmt: skip
-    """Return the inputs of a model by the names of its arguments, without running it.
-
-    Args:
-        model: whose `forward` has the names.
-        example: see `prunekit.utils.inputs.as_example`.
-        taken: names that are used already; gets those of the inputs.
-    """
+    """Return the inputs of a model by the names of its arguments, without running it."""
     batch = sample_count(example) if is_batched(example) else None
     inputs = [
         _spec(name, tensor, batch)

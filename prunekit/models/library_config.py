@@ -113,7 +113,6 @@ class ConfigSearch:
 
         Args:
             wanted: shapes by name.
-            counts: dense and wanted numbers that are sizes of no axis, such as those of heads and of positions in them.
         """
         changed = _changed_axes(self.dense, wanted)
         sizes = {(self.dense[name][axis], wanted[name][axis]) for name, axis in changed} | {*counts}
@@ -131,10 +130,6 @@ class ConfigSearch:
 
         They are in no state dict, such as the frequencies of rotary embeddings, and a dense model that was cast to half
         precision has them rounded to that, while a class may build them wider.
-
-        Args:
-            built: from a configuration; changed in place.
-            model: compact, in any precision.
         """
         saved = model.state_dict().keys()
         theirs = {name: buffer for name, buffer in model.named_buffers() if name not in saved}
@@ -183,15 +178,7 @@ def changed_config(config: Any, changes: Mapping[str, int | None]) -> Any:
 
 
 def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
-    """Give the model of transformers in a compact model the configuration that a plan or a folder notes, if it does.
-
-    Args:
-        model: with the dense model's configuration.
-        note: `module`, a path, and `config`, by dotted path the entry of the dense and that of the compact model.
-
-    Raises:
-        ValueError: an entry is no whole number, such as the name of code.
-    """
+    """Give the model of transformers in a compact model the configuration that a plan or a folder notes, if it does."""
     if note:
         for path, (_, value) in note["config"].items():
             if not (value is None or type(value) is int):

@@ -12,11 +12,7 @@ from prunekit.errors import ModelError
 
 
 def logits(output: Any) -> Tensor:
-    """Return the class logits, (N, classes), of a model's output: a tensor, or an object with `.logits`.
-
-    Raises:
-        ModelError: it is neither.
-    """
+    """Return the class logits, (N, classes), of a model's output: a tensor, or an object with `.logits`."""
     found = getattr(output, "logits", output)
     if not isinstance(found, Tensor):
         raise ModelError(

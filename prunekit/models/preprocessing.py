@@ -69,12 +69,7 @@ class Preprocessing(Checked):
     gets this gray, 0 black and 1 white. Null: no padding, see `shorter_side`."""
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            SettingsError: some have another value, there are not as many means as deviations, one or three, or the
-                input would have more than 134 million pixels, or a side of more than 65,536.
-        """
+        """Check every field."""
         super().__post_init__()
         side = self.shorter_side or 1
         large = max(self.height, self.width) > MOST_SIDE
@@ -101,9 +96,6 @@ class Preprocessing(Checked):
 
         Returns:
             (N, channels, height, width) float32.
-
-        Raises:
-            DataError: a file is missing or is no image, or an array has another form.
         """
         several: Sequence[Pixels] = images if isinstance(images, (list, tuple)) else [images]  # type: ignore[list-item]
         if not several:
@@ -222,9 +214,6 @@ def in_rgb(image: Image.Image) -> Image.Image:
     """Return an image in RGB; it is decoded if it was only opened.
 
     Gray images of 16 bits are scaled to 8, where Pillow would clip values above 255.
-
-    Raises:
-        ValueError: its pixels are floating-point numbers, or beyond 16 bits, so that white is undefined.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits")
@@ -237,11 +226,7 @@ def in_rgb(image: Image.Image) -> Image.Image:
 
 
 def opened(image: Pixels) -> Image.Image:
-    """Return an image as a Pillow image, upright.
-
-    Raises:
-        DataError: a file is missing or is no image, or an array has another form.
-    """
+    """Return an image as a Pillow image, upright."""
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, np.ndarray):

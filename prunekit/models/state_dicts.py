@@ -41,11 +41,7 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
-    """Load a state dict that was read from a file into a model, in place, see `load_weights`.
-
-    Raises:
-        ModelError: its names, shapes or kinds of values are not the model's, or values are NaN; all are listed.
-    """
+    """Load a state dict that was read from a file into a model, in place, see `load_weights`."""
     state = _strip(dict(state))
     own = model.state_dict()
     # Files written before BatchNorm counted its batches lack this number; torch itself fills it in as well.
@@ -86,10 +82,6 @@ def tensor_problem(given: Tensor, own: Tensor) -> str | None:
 
     Floating-point numbers may have another precision; others may have another dtype that has the same values. NaN is
     nowhere a weight, and infinite numbers are none of what is trained.
-
-    Args:
-        given: of the file, on the CPU.
-        own: of the model; only its dtype, and whether it is trained, are read.
     """
     if given.layout != torch.strided or given.is_quantized:
         kind = "quantized" if given.is_quantized else f"of layout {str(given.layout).removeprefix('torch.')}"

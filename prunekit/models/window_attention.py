@@ -91,19 +91,7 @@ def window_attention(
 
     Args:
         x: (B, *sizes, C).
-        qkv_weight: rows of all queries, then keys, then values.
-        qkv_bias: of these; of the keys it is ignored where there is a `logit_scale`.
         proj_weight: (C, width of all heads).
-        proj_bias: of the output.
-        position_bias: added to the scores, (1, heads, positions, positions).
-        window: size along each axis.
-        shift: along each axis; 0 where one window covers all.
-        num_heads: how many heads there are.
-        scale: factor of the scores; not used where there is a `logit_scale`.
-        logit_scale: logarithm of the scale of each head, for cosine attention.
-        attention_dropout: share of attention weights that are dropped.
-        dropout: share of outputs that are dropped.
-        training: whether anything is dropped.
 
     Returns:
         (B, *sizes, C).

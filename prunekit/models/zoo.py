@@ -49,11 +49,7 @@ PLAIN_TEXT = re.compile(r"[\w .+-]*")
 
 
 def package(zoo: str) -> Any:
-    """Return the package of an optional zoo.
-
-    Raises:
-        ModelError: it is not installed; the message names the extra that brings it.
-    """
+    """Return the package of an optional zoo."""
     try:
         return import_module(PACKAGES[zoo])
     except ModuleNotFoundError as error:
@@ -63,11 +59,7 @@ def package(zoo: str) -> Any:
 
 
 def optional_names(zoo: str, head: Head | None = None) -> tuple[str, ...]:
-    """Return the names of timm's models, or ultralytics' detectors; of transformers, model types with a head.
-
-    Raises:
-        ModelError: the package is not installed.
-    """
+    """Return the names of timm's models, or ultralytics' detectors; of transformers, model types with a head."""
     if zoo == "ultralytics":
         return ultralytics_names()
     if zoo == "timm":
@@ -110,15 +102,7 @@ WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_
 
 
 def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, ...]:
-    """Return the names of the models of a zoo, sorted; of torchvision, its classifiers and then its detectors.
-
-    Args:
-        zoo: the zoo.
-        head: that models of transformers shall have; None: classifiers of images.
-
-    Raises:
-        ModelError: the zoo's package is not installed.
-    """
+    """Return the names of the models of a zoo, sorted; of torchvision, its classifiers and then its detectors."""
     if zoo in OPTIONAL_ZOOS:
         return optional_names(zoo, head)
     if zoo == "cifar":
@@ -135,11 +119,6 @@ def model_arguments(settings: ModelSettings, num_classes: int | None, image_size
     """Return the arguments of a model's constructor, with what the data fills in where they are silent.
 
     torchvision's detectors count the background as a class, and are told the size of images.
-
-    Args:
-        settings: zoo, name, constructor arguments.
-        num_classes: classes of the data; None: unknown.
-        image_size: height and width of the images; None: unknown.
     """
     known: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     if settings.zoo == "torchvision" and is_detector(settings):
@@ -336,19 +315,12 @@ def load_factory(reference: str) -> nn.Module:
         reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; it
             must build a new model at each call, because the file is run once. It may return (model, example), see
             `load_with_example`.
-
-    Raises:
-        ModelError: no such file or name, the code raises, or what it returns is no `nn.Module`.
     """
     return load_with_example(reference)[0]
 
 
 def load_with_example(reference: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Run a factory as `load_factory` does, and return the model and the example; None if the factory returns none.
-
-    Raises:
-        ModelError: as for `load_factory`; or the example is not one of this model.
-    """
+    """Run a factory as `load_factory` does, and return the model and the example; None if the factory returns none."""
     found = run_factory(reference, ModelError)
     model, given = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):

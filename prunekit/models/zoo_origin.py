@@ -30,7 +30,6 @@ def zoo_origins(model: nn.Module, shapes: Shapes) -> Iterator[ModelSettings]:
     They may still compute something else, by another stride or rate of dropout: the caller compares.
 
     Args:
-        model: dense or compact.
         shapes: of the dense model's parameters and buffers, by name.
     """
     for settings in zoo_candidates(model):

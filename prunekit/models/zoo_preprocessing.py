@@ -18,12 +18,7 @@ from prunekit.settings.inputs import ModelSettings
 
 
 def published(settings: ModelSettings, model: nn.Module) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """Return the preprocessing that a zoo's model is evaluated with, and the names of its classes, as far as known.
-
-    Args:
-        settings: of the model; without weights nothing is known of a model of torchvision.
-        model: that they build.
-    """
+    """Return the preprocessing that a zoo's model is evaluated with, and the names of its classes, as far as known."""
     if settings.zoo == "timm":
         return timm_preprocessing(model), ()
     if settings.zoo != "torchvision" or settings.weights is None or settings.name not in zoo_names():

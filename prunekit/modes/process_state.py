@@ -53,12 +53,7 @@ def finished(undo: Callable[[], object]) -> None:
 
 
 def interruption_in(error: BaseException, handled: BaseException | None) -> KeyboardInterrupt | None:
-    """Return the interruption that came before an error; None if there was none.
-
-    Args:
-        error: such as torch's own, where the interruption kept it from putting back a mode that it had taken away.
-        handled: what was handled before any of it, and does not count.
-    """
+    """Return the interruption that came before an error; None if there was none."""
     found: BaseException | None = error
     while found is not None and found is not handled:
         if isinstance(found, KeyboardInterrupt):

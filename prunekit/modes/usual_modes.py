@@ -63,14 +63,7 @@ def callers_defaults(model: Any) -> Iterator[None]:
 
 
 def require_real_tensors(called: str) -> None:
-    """Raise where a call computes nothing: among fake tensors, or inside of a transform of functions.
-
-    Args:
-        called: name of the function, for the message.
-
-    Raises:
-        UsageError: it was called there.
-    """
+    """Raise where a call computes nothing: among fake tensors, or inside of a transform of functions."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     inside = "FakeTensorMode" if any(isinstance(one, FakeTensorMode) for one in modes) else ""
     inside = inside or ("a transform of torch.func, such as vmap" if in_function_transform() else "")

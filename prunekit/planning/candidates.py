@@ -111,12 +111,6 @@ def with_equal_widths(
     These are groups of repeated layers, which lie on axes of the same names but for numbers, and are of the same size;
     and what the map says to be as wide. For a library's configuration a group stays whole where another one that has to
     be as wide is not free.
-
-    Args:
-        channel_map: of the model.
-        parts: in the order of the model's parameters.
-        owners: the group that each part is of.
-        settings: with the layout.
     """
     equal = NO_EQUAL_WIDTHS if channel_map.source is None else channel_map.source.equal_widths
     members: dict[Hashable, list[GroupPart]] = {}
@@ -193,11 +187,7 @@ def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
 
 
 def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) -> NDArray[np.bool_]:
-    """Return which labels are output channels of modules whose path matches one of the globs: bool (n_labels,).
-
-    Raises:
-        PlanError: a pattern matches no module path; the message gives near spellings.
-    """
+    """Return which labels are output channels of modules whose path matches one of the globs: bool (n_labels,)."""
     result = np.zeros(channel_map.n_labels, dtype=bool)
     paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
     paths.discard("")

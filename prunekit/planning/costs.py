@@ -74,13 +74,7 @@ def entries(channel_map: ChannelMap, name: str) -> Term:
 
 
 def presence(channel_map: ChannelMap, module: str, factors: Sequence[Labels] = ()) -> tuple[Span, ...]:
-    """Return the condition that a module is there, as a span of widths; none if it stays, or if a factor tells.
-
-    Args:
-        channel_map: of the model.
-        module: its path.
-        factors: of a term, in the numbering of the map: without the module one of them has no label left.
-    """
+    """Return the condition that a module is there, as a span of widths; none if it stays, or if a factor tells."""
     labels = channel_map.present_with(module)
     if labels is None or any(np.isin(factor, labels).all() for factor in factors):
         return ()
@@ -159,11 +153,7 @@ class CostModel:
         return bool((self.counting[3] * np.isfinite(self.counting[2])).any())
 
     def breakpoints(self, sizes: Sequence[int]) -> list[set[int]]:
-        """Return the counts of each part at which a span begins or ends, if it depends on no other part.
-
-        Args:
-            sizes: of the parts.
-        """
+        """Return the counts of each part at which a span begins or ends, if it depends on no other part."""
         found: list[set[int]] = [set() for _ in sizes]
         several = np.diff(np.append(self.starts, self.at.size))
         for width in np.flatnonzero((self.counting[3] > 0) & (self.counting[1] > 1) & (several == 1)):

@@ -158,14 +158,6 @@ def chosen_blocks(
 
     Blocks go where that keeps more, if `settings.depth` is True, or if a budget is one of time and the scope compares
     scores of different groups; else only where no widths are within the budgets.
-
-    Args:
-        parts: that a plan may prune.
-        blocks: that may go.
-        worth: what counts keep.
-        budgets: that are to be met.
-        settings: how few blocks stay, and whether blocks go where they need not.
-        solve: chooses the widths of parts within the budgets.
     """
     counts = solve(parts)
     timed = any(facts_of(name).measured for name in settings.budget.given)

@@ -31,11 +31,7 @@ SWEEPS = 4
 
 
 def require_budget(settings: PruneSettings) -> None:
-    """Raise if no budget is given.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Raise if no budget is given."""
     if not settings.budget.given and settings.pattern is None:
         names = ", ".join(budget_names())
         raise UsageError(
@@ -46,11 +42,7 @@ def require_budget(settings: PruneSettings) -> None:
 def require_free_parts(
     channel_map: ChannelMap, scores: Scores, settings: PruneSettings, bounds: PlanBounds = UNBOUNDED
 ) -> list[GroupPart]:
-    """Return the parts of a model that a plan may prune, see `free_parts`.
-
-    Raises:
-        PlanError: there is none, or a glob matches no module.
-    """
+    """Return the parts of a model that a plan may prune, see `free_parts`."""
     parts = free_parts(channel_map, scores, settings, bounds)
     if not parts:
         raise nothing_free_error(channel_map)
@@ -116,11 +108,7 @@ def require_met(
     settings: PruneSettings,
     latency: LatencyTable | None = None,
 ) -> None:
-    """Raise if a budget cannot be met.
-
-    Raises:
-        PlanError: one cannot; for each such budget, the least that can be left, and the limits that prevent it.
-    """
+    """Raise if a budget cannot be met."""
     least = _least_possible(parts, budgets)
     missed = [index for index in range(least.size) if least[index] > budgets.asked[index]]
     if not missed:
@@ -144,12 +132,7 @@ def require_met(
 
 
 def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> None:
-    """Raise if a budget that needs no latency table cannot be met.
-
-    Raises:
-        PlanError: one cannot; or nothing is free, or a glob matches no module.
-        ModelError: the model does not run on the batch and dtype that memory is counted for.
-    """
+    """Raise if a budget that needs no latency table cannot be met."""
     timed = [name for name in settings.budget.given if facts_of(name).measured]
     wanted = replace(settings, budget=_without(settings, timed))
     if wanted.budget.given:
@@ -160,11 +143,7 @@ def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> 
 def least_possible(
     channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
 ) -> dict[str, float]:
-    """Return the least that can be left of each given budget, in the units of `Budgets`; of time within the others.
-
-    Raises:
-        PlanError: nothing is free, or a glob matches no module.
-    """
+    """Return the least that can be left of each given budget, in the units of `Budgets`; of time within the others."""
     parts, budgets = _least_parts(channel_map, np.zeros(channel_map.n_labels), settings, latency)
     return dict(zip(budgets.names, _least_possible(parts, budgets).tolist(), strict=True))
 

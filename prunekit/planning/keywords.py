@@ -64,9 +64,6 @@ def prune_settings(
 
     Modules in `ignore` and `ratios` are those of `model`; `by_default` is the criterion if none is given. A budget is
     not needed where a pattern is given.
-
-    Raises:
-        UsageError: a value is out of range, is none of the model's modules, or is given together with settings.
     """
     require_kind(
         "settings", settings, PruneSettings, "prunekit.PruneSettings, such as PruneSettings(BudgetSettings(macs=0.5))"
@@ -122,12 +119,7 @@ ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items(
 
 
 def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | None) -> PatternSettings | None:
-    """Return the settings of a pattern given by its name, as settings, or by a share of zeros alone; None for neither.
-
-    Raises:
-        UsageError: it is something else, or a share of zeros is given beside settings.
-        SettingsError: there is no such pattern, or the share of zeros is out of range or does not fit it.
-    """
+    """Return the settings of a pattern given by its name, as settings, or by a share of zeros alone; None for neither."""
     if isinstance(pattern, PatternSettings):
         if sparsity is not None:
             raise UsageError(
@@ -146,14 +138,6 @@ def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iter
 
     A module stands for every module with parameters inside it. A class may match no module: unlike a path or a module,
     it is not about one model.
-
-    Args:
-        model: that the modules are of.
-        given: what the user gave.
-        key: name of the argument; the message begins with it.
-
-    Raises:
-        UsageError: one is something else, or a module of another model.
     """
     single = isinstance(given, (str, type, nn.Module)) or not isinstance(given, Iterable)
     paths = {module: path for path, module in model.named_modules()}

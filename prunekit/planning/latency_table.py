@@ -97,12 +97,7 @@ class LatencyTable:
     dense_ms: float
 
     def at(self, channel_map: ChannelMap, keep: Keep | None = None) -> float:
-        """Return the milliseconds of a forward pass of the batch.
-
-        Args:
-            channel_map: made from the trace that the table is for.
-            keep: bool (n_labels,), the labels that are kept; None: all of them.
-        """
+        """Return the milliseconds of a forward pass of the batch."""
         final = channel_map.traced.final
         kept = np.ones(final.size, dtype=bool) if keep is None else keep[final]
         there = [layer for layer in self.layers if keep is None or channel_map.is_present(layer.module, keep)]

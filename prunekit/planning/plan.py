@@ -348,12 +348,7 @@ def _written_norm(path: str, norm: ChannelNorm) -> list[Any]:
 
 
 def require_plan(plan: Any, model: nn.Module | None = None) -> None:
-    """Raise if a function was given something else than a plan, or the plan of another model; no values are read.
-
-    Raises:
-        UsageError: it is no plan; says what to give.
-        PlanError: it is the plan of another model, see `Plan.require_model`.
-    """
+    """Raise if a function was given something else than a plan, or the plan of another model; no values are read."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan: expected a prunekit.Plan, got {_described(plan)}")
     if model is not None:

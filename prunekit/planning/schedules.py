@@ -31,11 +31,6 @@ def share_kept(kind: ScheduleKind, progress: float, final: float) -> float:
     With s = 1 - kept, `cubic` is s_t = s_f + (s_i - s_f) (1 - progress)^3 with s_i = 0 (Zhu & Gupta 2017, "To prune,
     or not to prune", equation 1), and `linear` the same to the power of 1. `exponential` and `iterative` keep the
     same share of the rest each time, as in Han et al. 2015 and Frankle & Carbin 2019.
-
-    Args:
-        kind: of the schedule.
-        progress: 0..1.
-        final: 0..1, what is left at progress 1, exactly. From 1 on nothing has to be removed.
     """
     if progress >= 1 or final >= 1:
         return final
@@ -102,28 +97,14 @@ class Timeline:
         return tuple(stage.step for stage in self.stages if stage.step) if self.settings.rewind_lr else ()
 
     def rows(self, final: Mapping[str, float]) -> Iterator[dict[str, float]]:
-        """Yield each stage: its step, its epoch, and the share of each resource that it leaves.
-
-        Args:
-            final: share of each resource that is left at the end.
-        """
+        """Yield each stage: its step, its epoch, and the share of each resource that it leaves."""
         for stage in self.stages:
             left = {name: share_kept(self.settings.kind, stage.progress, share) for name, share in final.items()}
             yield {"step": stage.step, "epoch": stage.step / self.steps, **left}
 
 
 def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str = "prune.schedule") -> Timeline:
-    """Lay a schedule over a training.
-
-    Args:
-        settings: of the schedule.
-        epochs: number of epochs of the training.
-        steps: number of optimizer steps in an epoch.
-        called: name of the settings in messages.
-
-    Raises:
-        UsageError: the schedule does not fit the training, or its settings do not fit each other.
-    """
+    """Lay a schedule over a training."""
     problems = [f"{called}.{key}: {text}" for key, text in schedule_contradictions(asdict(settings))]
     if problems:
         raise UsageError("; ".join(problems))
@@ -152,11 +133,7 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
 def schedule_in_steps(
     schedule: ScheduleKind | ScheduleSettings, steps: int | None, begin: int
 ) -> tuple[ScheduleSettings, tuple[Stage, ...]]:
-    """Return a schedule whose unit is steps, and its stages, for a training loop of unknown length.
-
-    Raises:
-        UsageError: it is no schedule, or the arguments contradict each other.
-    """
+    """Return a schedule whose unit is steps, and its stages, for a training loop of unknown length."""
     kinds = get_args(ScheduleKind)
     if not isinstance(schedule, ScheduleSettings):
         if schedule not in kinds:
@@ -250,13 +227,7 @@ def _later(settings: ScheduleSettings, places: list[float], end: int, last: int,
 
 
 def settings_at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:
-    """Return the settings of one stage: its budgets and ratios lie between the dense model and the final ones.
-
-    Args:
-        settings: with a schedule, and without budgets of time, which are not measured in stages.
-        stage: of the schedule.
-        dense: each budget's figure of the dense model.
-    """
+    """Return the settings of one stage: its budgets and ratios lie between the dense model and the final ones."""
     assert settings.schedule is not None
     kind = settings.schedule.kind
     budget = {name: _figure_at(stage, kind, name, dense[name], asked) for name, asked in settings.budget.given.items()}

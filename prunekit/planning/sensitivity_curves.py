@@ -73,13 +73,7 @@ def kept_counts(size: int) -> tuple[int, ...]:
 
 
 def keep_in_group(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
-    """Return what is kept if one group alone is pruned: bool (n_labels,).
-
-    Args:
-        channel_map: of the model.
-        order: labels of the group in the order in which they are removed.
-        kept: number of labels, the last in this order, that are left of the group.
-    """
+    """Return what is kept if one group alone is pruned: bool (n_labels,)."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
     keep[order[: order.size - kept]] = False
     return channel_map.completed(keep)
@@ -90,7 +84,6 @@ def fewest_within(curve: Sequence[tuple[int, float]], limit: float) -> int:
 
     Args:
         curve: (kept, error) from all to few; the first counts as within.
-        limit: of the error.
     """
     last = curve[0][0]
     for kept, error in curve[1:]:
@@ -115,12 +108,7 @@ def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def cumulative_curves(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityCurve]:
-    """Return a curve for each group, by its name: scores summed from the lowest on.
-
-    Args:
-        channel_map: of the model.
-        scores: (n_labels,) comparable between groups; a group with a score of +inf has no curve.
-    """
+    """Return a curve for each group, by its name: scores summed from the lowest on."""
     found = {}
     for group in channel_map.groups:
         order = group.labels[np.argsort(scores[group.labels], kind="stable")]

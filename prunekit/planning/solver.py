@@ -121,9 +121,6 @@ def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: Lat
     """Return a plan from equal scores, to check before any training whether the budgets can be met.
 
     Budgets of time are predicted by `latency`, the table of the target.
-
-    Raises:
-        PlanError: they cannot be met.
     """
     scope: Scope = "uniform" if settings.scope == "uniform" else "global"  # as wide, and quicker
     return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)
@@ -200,12 +197,6 @@ def by_score_per_cost(
     If scores are increments of a group's error, and do not fall in the order of removal, removing the lowest first is
     the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham & Gersho 1988). Costs
     are linearized around the last plan, because neighbors' widths multiply.
-
-    Args:
-        parts: that counts are of.
-        scores: (n_labels,) comparable between groups.
-        budgets: that are to be met.
-        spend: ranks of the labels of each part -> counts within all budgets that keep the highest ranks.
     """
     return [_in_units_of(index, parts, scores, budgets, spend) for index in range(len(budgets.names))]
 

@@ -117,15 +117,7 @@ class StoredPlan:
 
 
 def from_files(text: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> StoredPlan:
-    """Return the parts of a plan.
-
-    Args:
-        text: of `plan.json`.
-        tensors: of `plan.safetensors`.
-
-    Raises:
-        ValueError: an entry or an array is missing, or is not as prunekit writes it; names it.
-    """
+    """Return the parts of a plan."""
     try:
         known = _TEXT.validate_python(text)
         _PROVENANCE.validate_python(known.provenance)

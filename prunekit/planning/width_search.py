@@ -93,12 +93,6 @@ def local_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, co
 
     Changes of three and four parts are tried too if there are few enough. Each round takes the best change, the first
     of equals.
-
-    Args:
-        parts: that counts are of.
-        worth: what counts keep.
-        budgets: that are to be met.
-        counts: to begin with, within the budgets.
     """
     for _ in range(ROUNDS):
         steps = _steps(parts, worth, budgets, counts)

@@ -90,12 +90,7 @@ class AccuracyLimit:
     scores: dict[Path, float] = field(default_factory=dict)
 
     def choose(self) -> Chosen:
-        """Return the file within the limit that has the fewest layers in float.
-
-        Raises:
-            RunError: with one layer left in int8 it still costs more; names the layers.
-            NonFiniteError: the file in float computes NaN or Inf.
-        """
+        """Return the file within the limit that has the fewest layers in float."""
         assert self._reference  # raises before anything is calibrated on what is not finite
         every, best = frozenset(self.quantizer.layers), list[tuple[float, str, Path]]()
         for way in self.quantizer.ways:
@@ -218,13 +213,7 @@ def calibration_batches(
     """Return batches of calibration data with at least so many samples, checked against the inputs of a file.
 
     Args:
-        batches: arrays by the name of the input.
         inputs: NumPy dtype and shape of each input of the file, None for an axis of any size.
-        images: number of samples to take.
-        where: the name of the file, for messages.
-
-    Raises:
-        DataError: there are none, a name or shape does not fit, or there is NaN or Inf in them.
     """
     found, taken = list[dict[str, Array]](), 0
     for number, batch in enumerate(batches):

@@ -64,23 +64,10 @@ def quantize_inductor(
     The package takes inputs of exactly the shapes of the example. Making it takes a C++ compiler, and a minute or so.
 
     Args:
-        model: in float32; not changed.
-        path: of the package (`.pt2`), which is replaced if it exists.
-        example: see `prunekit.utils.inputs.as_example`.
         batches: calibration data, arrays by the name of the argument, in the shapes of the example.
-        settings: limit and number of calibration images.
         score: returns the main score, in percent, of a program that `torch.export.load` reads: the same model,
             quantized and not compiled. Where it falls by more than `settings.max_drop`, layers are returned to float.
             None: there is no limit.
-        log: gets a line for each step.
-
-    Returns:
-        What was written, and which layers compute in float.
-
-    Raises:
-        UsageError: torchao is not installed, or the CPU is no x86.
-        DataError: calibration data do not fit the example.
-        RunError: the model cannot be exported, quantized or compiled, or int8 costs more than allowed.
     """
     path, chosen = Path(path), settings or QuantizeSettings()
     if reason := missing():

@@ -47,17 +47,7 @@ def read_arrays(
     *,
     most: int | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of an `.npz` file by name, or the one of an `.npy` file under the name "".
-
-    Args:
-        path: of the file; which of the two it is, its first bytes say.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-        most: bytes of all arrays; None: the free memory of the machine.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, is damaged, has objects, or needs more memory.
-    """
+    """Return the arrays of an `.npz` file by name, or the one of an `.npy` file under the name ""."""
     free = psutil.virtual_memory().available if most is None else most
 
     def read() -> dict[str, np.ndarray[Any, Any]]:
@@ -130,16 +120,7 @@ def _array(file: IO[bytes], size: int, free: int) -> np.ndarray[Any, Any]:
 def tensor_headers(
     path: Path, expected: str = "tensors (.safetensors)", raises: type[PrunekitError] = ArtifactError
 ) -> dict[str, TensorHeader]:
-    """Return dtype and shape of each tensor of a safetensors file; no values are read.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, or is damaged.
-    """
+    """Return dtype and shape of each tensor of a safetensors file; no values are read."""
 
     def read() -> dict[str, TensorHeader]:
         with openable(path) as name, safe_open(name, framework="numpy") as file:
@@ -153,16 +134,7 @@ def tensor_headers(
 def read_tensors(
     path: Path, expected: str = "tensors (.safetensors)", raises: type[PrunekitError] = ArtifactError
 ) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Return the tensors of a safetensors file by name, on the CPU, and its metadata.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, or is damaged.
-    """
+    """Return the tensors of a safetensors file by name, on the CPU, and its metadata."""
 
     def read() -> tuple[dict[str, Tensor], Mapping[str, str]]:
         with openable(path) as name, safe_open(name, framework="pt") as file:
@@ -174,14 +146,7 @@ def read_tensors(
 
 @contextmanager
 def openable(path: Path) -> Iterator[str]:
-    """Yield a name of a file that safetensors can open, which takes paths in UTF-8 alone.
-
-    Args:
-        path: of a file; where its bytes are not UTF-8, the name is that of a descriptor that is open meanwhile.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Yield a name of a file that safetensors can open, which takes paths in UTF-8 alone."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:

@@ -14,16 +14,7 @@ T = TypeVar("T")
 
 
 def as_record(kind: type[T], values: Any, where: str) -> T:
-    """Return plain values as a dataclass, or a tuple or mapping of such, with the types that it declares.
-
-    Args:
-        kind: a dataclass of plain fields and other dataclasses, or `tuple[...]` or `dict[...]` of such.
-        values: as `dataclasses.asdict` gives them, or JSON reads them back.
-        where: the file or the place in it, which begins the message.
-
-    Raises:
-        ArtifactError: a value is missing, unknown or of another type.
-    """
+    """Return plain values as a dataclass, or a tuple or mapping of such, with the types that it declares."""
     try:
         text = json.dumps(values)
         return TypeAdapter(kind).validate_json(text, strict=True)
@@ -37,16 +28,7 @@ def as_record(kind: type[T], values: Any, where: str) -> T:
 
 
 def require_parts(values: Any, names: Iterable[str], where: str) -> None:
-    """Raise unless values of a file are a mapping that has some names.
-
-    Args:
-        values: from the file.
-        names: that it must have; it may have more.
-        where: the file or the place in it, which begins the message.
-
-    Raises:
-        ArtifactError: they are of another type, or lack a name.
-    """
+    """Raise unless values of a file are a mapping that has some names."""
     if not isinstance(values, Mapping):
         raise ArtifactError(f"{where}: expected values by name, got {type(values).__name__}; the file is damaged")
     if missing := [name for name in names if name not in values]:

@@ -35,17 +35,7 @@ def shown(path: os.PathLike[str] | str) -> str:
 def read_bytes(
     path: Path, expected: str, raises: type[PrunekitError] = ArtifactError, *, most: int = MOST_BYTES
 ) -> bytes:
-    """Return the content of a regular file, links followed.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message, such as `a recipe (a YAML file)`.
-        raises: class of the error.
-        most: bytes that it may have.
-
-    Raises:
-        PrunekitError: of the class `raises`: it is missing, a folder, a pipe or a device, too large, or unreadable.
-    """
+    """Return the content of a regular file, links followed."""
     try:
         # A pipe without a writer would be waited for without O_NONBLOCK, before anything can be asked of it.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -62,11 +52,7 @@ def read_bytes(
 
 
 def require_file(path: Path, expected: str, raises: type[PrunekitError] = ArtifactError) -> int:
-    """Return the bytes of a regular file that is opened by something else, links followed.
-
-    Raises:
-        PrunekitError: of the class `raises`: it is missing, a folder, a pipe or a device.
-    """
+    """Return the bytes of a regular file that is opened by something else, links followed."""
     try:
         facts = os.stat(path)
     except (OSError, ValueError) as error:
@@ -94,17 +80,7 @@ def read_text(
     *,
     most: int = MOST_BYTES,
 ) -> str:
-    """Return the text of a UTF-8 file without its byte order mark, with a line feed at the end of each line.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-        most: bytes that it may have.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, see `read_bytes`, is not UTF-8, or has zero bytes.
-    """
+    """Return the text of a UTF-8 file without its byte order mark, with a line feed at the end of each line."""
     content = read_bytes(path, expected, raises, most=most)
     try:
         text = content.decode("utf-8-sig")
@@ -126,18 +102,7 @@ def read_json(
     most: int = MOST_BYTES,
     finite: bool = True,
 ) -> Any:
-    """Return the values of a JSON file.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-        most: bytes that it may have.
-        finite: whether NaN and infinite numbers, which are not JSON but which Python writes, are errors.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, or is not JSON as `parse_json` takes it.
-    """
+    """Return the values of a JSON file."""
     return parse_json(read_text(path, expected, raises, most=most), shown(path), expected, raises, finite=finite)
 
 
@@ -148,17 +113,7 @@ def read_json_lines(
     *,
     most: int = MOST_BYTES,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number, from 1, and the value of each line of a file that is not blank.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-        most: bytes that it may have.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, or a line is not JSON as `parse_json` takes it.
-    """
+    """Yield the number, from 1, and the value of each line of a file that is not blank."""
     lines = read_text(path, expected, raises, most=most).split("\n")  # others end at U+2028 too, which JSON's text has
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -174,20 +129,7 @@ def parse_json(
     line: int = 1,
     finite: bool = True,
 ) -> Any:
-    """Return the values of JSON that a stranger may have written.
-
-    Args:
-        text: the JSON.
-        where: its place, which begins the message.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-        line: number of its first line.
-        finite: whether NaN and infinite numbers are errors.
-
-    Raises:
-        PrunekitError: of the class `raises`: it is no JSON, has a key twice, more than `MOST_LEVELS` levels, whole
-            numbers beyond `MOST_BITS` bits, numbers that are not finite, or text that is not Unicode.
-    """
+    """Return the values of JSON that a stranger may have written."""
     try:
         found = json.loads(text, object_pairs_hook=_mapping)
     except json.JSONDecodeError as error:
@@ -226,18 +168,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def require_plain(
     values: Any, where: str, expected: str, raises: type[PrunekitError] = ArtifactError, *, finite: bool = True
 ) -> None:
-    """Raise if values of a file are so deep, large or broken that later steps would fail at them.
-
-    Args:
-        values: lists, mappings, numbers, text, booleans and None.
-        where: their place, which begins the message.
-        expected: what the file should hold, for the message.
-        raises: class of the error.
-        finite: whether NaN and infinite numbers are errors.
-
-    Raises:
-        PrunekitError: of the class `raises`, see `parse_json`; the message has the key of the value.
-    """
+    """Raise if values of a file are so deep, large or broken that later steps would fail at them."""
     level: list[Any] = [values]
     for _ in range(MOST_LEVELS + 1):
         if not all(map(_is_sound if finite else _is_whole, level)):

@@ -54,12 +54,6 @@ def compose(text: str) -> Node | None:
     """Return the nodes of one YAML document, with the place of each; None if it is empty.
 
     They may contain themselves, by an alias to what it lies in.
-
-    Args:
-        text: YAML 1.2, so `1e-3` is a number and `no` is text.
-
-    Raises:
-        YAMLError: it is no YAML, or is too deep or stands for too many values.
     """
     _require_bounded(text, loops=True)
     with _anchors_named_again():
@@ -68,15 +62,7 @@ def compose(text: str) -> Node | None:
 
 
 def construct(text: str, *, duplicates: bool = False) -> Any:
-    """Return the values of one YAML document: lists, mappings, text, numbers, booleans, None and dates.
-
-    Args:
-        text: YAML 1.2, checked by `compose` if it comes from elsewhere.
-        duplicates: whether a key may be there twice.
-
-    Raises:
-        YAMLError: it is no YAML, or a value of it is wrong.
-    """
+    """Return the values of one YAML document: lists, mappings, text, numbers, booleans, None and dates."""
     loader = YAML(typ="safe", pure=True)
     loader.Constructor = _BoundedConstructor
     loader.allow_duplicate_keys = duplicates
@@ -96,33 +82,12 @@ def _anchors_named_again() -> Iterator[None]:
 
 
 def read_yaml(path: Path, expected: str = "YAML", raises: type[PrunekitError] = DataError) -> Any:
-    """Return the values of a YAML file.
-
-    Args:
-        path: of the file.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-
-    Raises:
-        PrunekitError: of the class `raises`: it cannot be read, or is not YAML as `parse_yaml` takes it.
-    """
+    """Return the values of a YAML file."""
     return parse_yaml(read_text(path, expected, raises, most=MOST_BYTES), shown(path), expected, raises)
 
 
 def parse_yaml(text: str, where: str, expected: str = "YAML", raises: type[PrunekitError] = DataError) -> Any:
-    """Return the values of YAML that a stranger may have written.
-
-    Args:
-        text: YAML 1.2.
-        where: its place, which begins the message.
-        expected: what it should hold, for the message.
-        raises: class of the error.
-
-    Raises:
-        PrunekitError: of the class `raises`: it is no YAML, has a key twice, an alias to itself, more than
-            `MOST_LEVELS` levels, more than `MOST_NODES` values with all that aliases stand for, or values that its tags
-            do not fit.
-    """
+    """Return the values of YAML that a stranger may have written."""
     try:
         _require_bounded(text, loops=False)
         return construct(text)

@@ -43,12 +43,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def consistency(values: Mapping[str, Any], *, typed: bool = True) -> Iterator[Finding]:
-    """Yield every key path whose value contradicts the rest of the recipe, with what was expected.
-
-    Args:
-        values: of the recipe.
-        typed: whether each value has a type that its key allows. If not, checks that cannot be made are left out.
-    """
+    """Yield every key path whose value contradicts the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
     for check in CHECKS:
         try:

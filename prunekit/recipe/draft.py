@@ -86,15 +86,7 @@ class RecipeDraft:
 
 
 def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:
-    """Write a recipe after it has passed every check that a run makes before it computes.
-
-    Args:
-        path: of the recipe; an existing file is replaced.
-        request: what it is for.
-
-    Raises:
-        UsageError: there is no such model or data, they do not fit together, or the file cannot be written.
-    """
+    """Write a recipe after it has passed every check that a run makes before it computes."""
     require_writable(path)
     values, notes = _proposed(path, request)
     command = ["prunekit", "finetune", str(path)]

@@ -40,14 +40,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def recipe_text(name: str) -> str:
-    """Return the text of a packaged recipe, comments included.
-
-    Args:
-        name: with or without `.yaml`.
-
-    Raises:
-        UsageError: there is no recipe of this name; names the nearest.
-    """
+    """Return the text of a packaged recipe, comments included."""
     path = _packaged(name)
     if path is None:
         raise UsageError(f"recipe {name!r}: prunekit comes with none of this name; {nearest(name, recipe_names())}")
@@ -141,15 +134,7 @@ def _reference(name: str, folder: Path) -> str:
 
 
 def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
-    """Return a job with overrides applied, checked as a recipe is.
-
-    Args:
-        job: the settings.
-        overrides: as for `load`.
-
-    Raises:
-        RecipeError: the result has problems, all of which are in the message.
-    """
+    """Return a job with overrides applied, checked as a recipe is."""
     document = reduce(apply_override, as_texts(overrides), parse(dump(job), Origin(job.name)))
     made = _validated(document, job.name, _code(document, Path(), refused=False))
     there = {key: name for key, name, _ in registered_names(JobSettings, made)}

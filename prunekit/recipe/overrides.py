@@ -22,12 +22,8 @@ def apply_override(document: Document, override: str) -> Document:
     """Return a new document with one override applied.
 
     Args:
-        document: a mapping with its origins.
         override: `a.b=value`; the value is YAML (`null` unsets a key), and below a mapping with free keys, such as
             `prune.ratios`, the rest of the key is one name, which may contain dots.
-
-    Returns:
-        The new document, with the problems of the override added.
     """
     origin = Origin(f"override {override!r}")
     key, equals, text = override.partition("=")

@@ -277,11 +277,7 @@ def flow(value: Any) -> str:
 
 
 def find(name: str) -> list[RecipeKey]:
-    """Return the key of a dotted name and those below it; all keys for an empty name.
-
-    Raises:
-        UsageError: there is no such key; names the nearest.
-    """
+    """Return the key of a dotted name and those below it; all keys for an empty name."""
     path = split_key(name) if name else ()
     found = [key for key in all_keys() if key.path[: len(path)] == path]
     if not found:

@@ -59,16 +59,7 @@ class Document:
 
 
 def parse(text: str, origin: Origin) -> Document:
-    """Read one YAML document.
-
-    Args:
-        text: YAML 1.2, so `1e-3` is a number and `no` is text.
-        origin: the source; if it has a line (an override has none), lines and columns are those in the text.
-
-    Returns:
-        The document. Syntax errors, duplicate keys, self-containing aliases, values that do not fit their tags, and
-        bounds that are exceeded are in `problems`, never raised.
-    """
+    """Read one YAML document."""
     try:
         root = compose(text)
         visitor = _OriginVisitor(origin)

@@ -38,14 +38,7 @@ class Batch:
 
 
 def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | None = None) -> tuple[list[Batch], int]:
-    """Return batches to fit on, then those of held-out images, and the number of batches to fit on.
-
-    Args:
-        inputs: all calibration images.
-        held_out: share of the images that are held out, the last ones.
-        size: images in a batch, at most.
-        counted: as for `Batch`, for all samples.
-    """
+    """Return batches to fit on, then those of held-out images, and the number of batches to fit on."""
     total = sample_count(inputs)
     split = total - max(1, round(total * held_out))
     parts = [(0, split, 1.0), (split, total, held_out)]
@@ -69,16 +62,6 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
     """Return the mean squared difference of outputs as a share of their variance among samples, averaged over outputs.
 
     Where positions may be padding, as for the scores of each token, those that are not are the samples.
-
-    Args:
-        dense: in eval mode.
-        model: in eval mode.
-        batches: at least one.
-        judge: the compared outputs, of the dense model.
-
-    Raises:
-        UsageError: nothing can be compared, or something has another shape.
-        DataError: the dense model's output is the same for all samples, so that it cannot judge anything.
     """
     spread, batches = RelativeError(), [*batches]
     for batch in batches:

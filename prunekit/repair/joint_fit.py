@@ -154,15 +154,6 @@ def gauss_newton(
     Levenberg 1944, Marquardt 1963; each is solved by conjugate gradients, preconditioned by Kronecker factors of the
     curvature (Martens & Grosse 2015). The target is a block's output, as in Li et al. 2021, "BRECQ", but without
     gradient descent. A step is kept if the error falls, on the rows to fit on and on held-out ones.
-
-    Args:
-        pair: the layers and their samples.
-        weights: that steps begin with.
-        steps: at most.
-        free: 1 for each weight that may change, and 0 for others; None: all.
-
-    Returns:
-        The weights, and the mean squared error on held-out rows before and after.
     """
     fitting, judging = pair.split()
     factor, now = _factor(_gram(pair.first, fitting.inputs)), Linearized(fitting, weights)
@@ -216,14 +207,7 @@ def _step(now: Linearized, inputs: Tensor, free: Weights | None) -> Weights:
 def conjugate_gradients(
     times: Callable[[Weights], Weights], right: Weights, solved: Callable[[Weights], Weights], steps: int
 ) -> Weights:
-    """Solve a symmetric positive definite system, from 0 (Hestenes & Stiefel 1952).
-
-    Args:
-        times: the matrix.
-        right: the right-hand side.
-        solved: an approximate inverse of the matrix.
-        steps: at most.
-    """
+    """Solve a symmetric positive definite system, from 0 (Hestenes & Stiefel 1952)."""
     found: Weights = (torch.zeros_like(right[0]), torch.zeros_like(right[1]))
     left, direction = right, solved(right)
     size = first = _dot(left, direction)

@@ -58,13 +58,7 @@ class LayerFitter(LayerWeights):
         self._pairs = PairFitter(original, masked, plan, self.masks)
 
     def refit(self, layer: LayerCall, dense: LayerSample | None, running: LayerSample | None) -> None:
-        """Fit a layer, group by group if it is a grouped convolution, and write what lowers the error.
-
-        Args:
-            layer: that is fitted.
-            dense: a sample of the dense model's outputs.
-            running: a sample of the running model's inputs, and of the other summand of its output.
-        """
+        """Fit a layer, group by group if it is a grouped convolution, and write what lowers the error."""
         if dense is None or running is None:
             self.reports.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
             return

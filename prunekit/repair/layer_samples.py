@@ -137,13 +137,7 @@ class SampleGatherer:
         return PassRoute(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
 
     def take(self, requests: Sequence[SampleRequest], step: int, *, ahead: bool = False) -> list[LayerSample | None]:
-        """Return samples over all batches from one pass over each; None unless each batch has the same tensors.
-
-        Args:
-            requests: for the samples.
-            step: of the walk, from whose cut the passes of later steps continue.
-            ahead: whether this pass runs to that cut, and to the layers' outputs.
-        """
+        """Return samples over all batches from one pass over each; None unless each batch has the same tensors."""
         taken: list[tuple[SampledCalls, ...]] = []
         for i in range(len(self._batches)):
             if not self._run_batch(i, requests, step, ahead=ahead):
@@ -277,11 +271,7 @@ class LayerPass(ResumableRun):
     def take(
         self, requests: Sequence[SampleRequest], batch: Batch, kept: PassState | None, keep_at: int, stop_at: int
     ) -> PassState | None:
-        """Sample layers in one pass over a batch, see `ResumableRun.run`.
-
-        Raises:
-            DivergedError: a call of a layer was not made as expected.
-        """
+        """Sample layers in one pass over a batch, see `ResumableRun.run`."""
         by_layer = [_call_samples(request) for request in requests]
         self._samples = [sample for samples in by_layer for sample in samples]
         self._batch, self.taken = batch, ()
@@ -421,11 +411,7 @@ def _call_samples(request: SampleRequest) -> list[_CallSample]:
 
 
 def _sampled_calls(samples: Sequence[_CallSample]) -> SampledCalls:
-    """Return what was sampled of all calls of a layer.
-
-    Raises:
-        DivergedError: a call was not made as expected.
-    """
+    """Return what was sampled of all calls of a layer."""
     names = list(samples[0].taken)
     if not names or any(set(sample.taken) != set(names) for sample in samples):
         raise DivergedError
@@ -502,11 +488,6 @@ class SampleWindows:
         """Draw samples and windows in them; the size does not depend on the number of images.
 
         Args:
-            first: how the first layer reads its input.
-            second: how the second layer reads the first's output.
-            inputs: of the first layer; an image may have several samples for a linear layer.
-            each: positions of the second's output for each image, at most; below 1 if not every image has a window.
-            seed: of samples and windows.
             among: (N,) samples that may be drawn; None: all.
         """
         made = first.spatial(inputs)
@@ -562,15 +543,7 @@ class SampleWindows:
 def cropped_windows(
     taken: Mapping[str, Tensor], window: Sizes, size: Sizes, first: PatchGeometry, second: PatchGeometry
 ) -> dict[str, Tensor]:
-    """Return what was sampled in windows with their first positions alone.
-
-    Args:
-        taken: tensors by their names in `LayerSample`.
-        window: positions of the second layer's output in a window, along each axis.
-        size: how many are left.
-        first: how the first layer reads its input.
-        second: how the second layer reads the first's output.
-    """
+    """Return what was sampled in windows with their first positions alone."""
     hidden = _read(size, second)
     parts = {"before": _read(hidden, first), "there": hidden}
     found: dict[str, Tensor] = {}

@@ -116,17 +116,7 @@ class RepairSetup:
     def keep_what_helps(
         self, walk: LayerWalk, fitter: LayerFitter, plan: Plan, before: float
     ) -> tuple[float, float, tuple[LayerRepair, ...]]:
-        """Undo fits, the last half of them each time, until the model's output is nearer to the dense one's.
-
-        Args:
-            walk: that was run.
-            fitter: with the reports of the layers.
-            plan: whose entries are zero in the masked model.
-            before: error without any fit.
-
-        Returns:
-            The error with all fits, with those that are kept, and the reports of all layers in the model's order.
-        """
+        """Undo fits, the last half of them each time, until the model's output is nearer to the dense one's."""
         plan.zero(self.masked)
         fitted = after = self.difference(walk)
         applied = [layer.weight for layer in fitter.reports if layer.applied]

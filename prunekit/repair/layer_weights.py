@@ -72,15 +72,7 @@ def _norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 def _add_bias(
     layer: LayerCall, parameters: Mapping[str, Tensor], norm: nn.Module | None, rows: Tensor, change: Tensor
 ) -> None:
-    """Add to a layer's bias, or where it has none to that of its norm, in place.
-
-    Args:
-        layer: that is fitted.
-        parameters: of the model, by name.
-        norm: the layer's; None if it has none.
-        rows: (o,) indices of outputs.
-        change: (o,) before the norm.
-    """
+    """Add to a layer's bias, or where it has none to that of its norm, in place."""
     with torch.no_grad():
         if layer.bias is not None:
             target = parameters[layer.bias]

@@ -128,7 +128,6 @@ def moment_matching(problem: FitProblem, weight: Tensor) -> WeightChange:
     the former.
 
     Args:
-        problem: the fit.
         weight: (o, d) the kept weights.
     """
     outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
@@ -200,8 +199,6 @@ def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, rid
         kept: (N, k) kept channels of the input, as the running model has them.
         dense: (N, C) all channels, as the dense model has them.
         weight: (o, C, taps) of the dense layer.
-        index: (k,) indices of the kept channels.
-        ridge: pull toward the identity.
 
     Returns:
         (o, k, taps) weights and (o,) change of the bias.

@@ -90,15 +90,7 @@ def chunk_values(settings: RepairSettings) -> int:
 
 
 def fit_size(layer: LayerCall, plan: Plan, images: int, item: int, settings: RepairSettings) -> FitSize:
-    """Return the memory of a layer's fit: rows of one group with and without a constant, and outputs in float64.
-
-    Args:
-        layer: found with `SAMPLES` images.
-        plan: which channels are kept.
-        images: the number of calibration images.
-        item: bytes of a value that the model computes.
-        settings: what is fitted, and the limit.
-    """
+    """Return the memory of a layer's fit: rows of one group with and without a constant, and outputs in float64."""
     outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
     groups = max(1, len(kept_groups(layer, plan)))
     columns = len(kept_channels(layer, plan)) * layer.geometry.taps
@@ -149,12 +141,6 @@ def cuts(firsts: Sequence[int], lifetimes: Lifetimes, images: int, limit: float)
     """Return for each layer in turn the number of the call from which passes continue; 0 is the start.
 
     It is the last call before all that is still needed at which the live tensors of all images are within the limit.
-
-    Args:
-        firsts: for each layer the first call that is needed for it.
-        lifetimes: of the tensors of a pass.
-        images: the number of calibration images.
-        limit: in bytes.
     """
     held, found, last = lifetimes.held_bytes(), list[int](), 0
     affordable = sorted(number for number, size in held.items() if size * images <= limit)

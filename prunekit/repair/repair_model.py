@@ -80,11 +80,7 @@ def repair(
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
-    """Check calibration images, and return them as an example.
-
-    Raises:
-        DataError: no tensors, fewer than 8 images, different numbers for each input, or NaN or Inf in one of them.
-    """
+    """Check calibration images, and return them as an example."""
     inputs = images if isinstance(images, tuple) else (images,)
     positional, named = split(inputs)
     values, samples = (*positional, *named.values()), sample_count(inputs)

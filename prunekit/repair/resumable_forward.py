@@ -88,20 +88,7 @@ class ResumableRun(CallInterceptor):
             self._learning = False
 
     def run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> PassState | None:
-        """Run one pass over one batch.
-
-        Args:
-            inputs: the batch.
-            kept: the state to continue from; None: the start.
-            keep_at: number of the call before which the state is saved; 0: `kept` stays.
-            stop_at: number of the call at which the pass stops.
-
-        Returns:
-            The state to continue from later.
-
-        Raises:
-            DivergedError: `kept` does not fit this pass.
-        """
+        """Run one pass over one batch."""
         again = kept is not None and not keep_at
         try:
             self._run(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
@@ -167,11 +154,7 @@ class ResumableRun(CallInterceptor):
         return mark if mark is not None and mark.owner is self._owner else None
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Return a tensor if it has values.
-
-        Raises:
-            DivergedError: it is a blank.
-        """
+        """Return a tensor if it has values."""
         mark = self._mark(tensor)
         if mark is not None and mark.blank is not None:
             raise DivergedError
@@ -233,11 +216,7 @@ class ResumableRun(CallInterceptor):
         return inside and self._blank_ids.isdisjoint(map(id, args))
 
     def run_operator(self, function: Any, args: Any, named: Any) -> Any:
-        """Run an operator; what it reads without a call of torch's functions is saved in every state.
-
-        Raises:
-            DivergedError: it would read a blank.
-        """
+        """Run an operator; what it reads without a call of torch's functions is saved in every state."""
         with self._tracked(), without_torch_function():
             tensors = gather((args, named))
             marks = [(tensor, mark) for tensor in tensors for mark in [self._mark(tensor)] if mark is not None]

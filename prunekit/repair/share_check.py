@@ -49,11 +49,6 @@ def evened(scores: Scores, channel_map: ChannelMap, share: float) -> Scores:
 
     Within a group the order stays. The score of each place in it becomes a geometric mean of its own, weighted by
     1 - `share`, and of the median over the groups.
-
-    Args:
-        scores: (n_labels,), comparable between groups.
-        channel_map: of the model.
-        share: in 0..1.
     """
     result = np.array(scores, dtype=np.float64)
     for alike in like_groups(channel_map):
@@ -108,13 +103,7 @@ class ShareCheck:
         return cls(model, require_images(as_example(model, samples)), held_out, collect)
 
     def best(self, scores: Scores, channel_map: ChannelMap, planned: Callable[[Scores], Plan]) -> Plan:
-        """Return the plan that the held-out samples choose, and share all later plans in the same way.
-
-        Args:
-            scores: of `elimination`.
-            channel_map: of the plan.
-            planned: makes a plan by scores.
-        """
+        """Return the plan that the held-out samples choose, and share all later plans in the same way."""
         if self.share is not None:
             return planned(evened(scores, channel_map, self.share) if self.share else scores)
         plans, errors, self.share = {0.0: planned(scores)}, dict[float, float](), 0.0

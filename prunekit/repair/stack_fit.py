@@ -37,13 +37,7 @@ class StackFitter:
         self._dense, self._masked = dict(named_tensors(original)), dict(named_tensors(masked))
 
     def fit(self, names: Collection[str], fitting: Sequence[Batch], judging: Sequence[Batch]) -> list[LayerRepair]:
-        """Fit the stacks among some parameters, and return a report of each.
-
-        Args:
-            names: of parameters that no convolution or linear layer reads.
-            fitting: batches to fit on.
-            judging: held-out batches: a matrix for whose rows in them the fit is no better stays as it is.
-        """
+        """Fit the stacks among some parameters, and return a report of each."""
         stacks = {name for name in names if len(self._plan.channel_map.shapes[name]) == 3}
         stacks -= {*self._plan.element_masks, *self._plan.lost}
         if not stacks or self._settings.fit != "patch":

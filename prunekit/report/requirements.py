@@ -6,11 +6,7 @@ from prunekit.errors import UsageError
 
 
 def require_report() -> None:
-    """Raise, before any work, if packages for pictures or TensorBoard's events are not installed.
-
-    Raises:
-        UsageError: some are missing; the message says how to install them.
-    """
+    """Raise, before any work, if packages for pictures or TensorBoard's events are not installed."""
     missing = [package for package in ("matplotlib", "tensorboard") if find_spec(package) is None]
     if missing:
         raise UsageError(f'pictures and reports need {" and ".join(missing)}: pip install "prunekit[report]"')

@@ -99,15 +99,7 @@ class Run:
 
 
 def read_run(folder: Path, *, whole: bool = True) -> Run:
-    """Read the files of a run.
-
-    Args:
-        folder: the folder of the run.
-        whole: whether a damaged file is an error; else it counts as missing, and is named.
-
-    Raises:
-        ArtifactError: the folder does not exist, or a file in it is damaged.
-    """
+    """Read the files of a run."""
     damaged: dict[str, str] = {}
 
     def found(name: str, read: Callable[[Path], Found], instead: Found) -> Found:

@@ -110,11 +110,7 @@ class JobSettings(Checked):
 
 
 def dump(job: JobSettings) -> str:
-    """Return a job as a recipe with all defaults; `prunekit.recipe.loading.load` of this text returns an equal job.
-
-    Raises:
-        UsageError: a setting has a value that YAML cannot represent; names it.
-    """
+    """Return a job as a recipe with all defaults; `prunekit.recipe.loading.load` of this text returns an equal job."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]

@@ -108,11 +108,7 @@ class BudgetFacts:
 
 
 def facts_of(name: str) -> BudgetFacts:
-    """Return the facts of a budget; of a built-in one without importing it.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
+    """Return the facts of a budget; of a built-in one without importing it."""
     declared = BUDGETS.declared.get(name)
     if declared is not None:
         return BudgetFacts(name, **declared.facts)

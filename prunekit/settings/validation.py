@@ -29,11 +29,7 @@ class Checked:
     """Base class of settings: a dataclass that checks its fields against their annotations when it is made."""
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            SettingsError: some have another value; names each, with the expected and the given value.
-        """
+        """Check every field."""
         hints = field_hints(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its objects are
         problems = [text for name, hint in hints.items() for text in _problems(hint, getattr(self, name), name)]
         if problems:
@@ -126,13 +122,7 @@ def _shown(value: Any) -> str:
 
 
 def describe(hint: Any, words: Mapping[Any, str], keys: Callable[[Any], Iterable[str]] | None = None) -> str:
-    """Return a description of an annotation, e.g. "a number above 0 and of at most 1, or null".
-
-    Args:
-        hint: annotation of a field of settings.
-        words: names of types, `IN_PYTHON` or `IN_YAML`.
-        keys: returns the keys of a mapping that represents a dataclass; None: they are left out.
-    """
+    """Return a description of an annotation, e.g. "a number above 0 and of at most 1, or null"."""
     if get_origin(hint) in (types.UnionType, Union):
         return ", or ".join(describe(part, words, keys) for part in get_args(hint))
     if get_origin(hint) is Annotated:

@@ -115,11 +115,7 @@ def calibrate(
 
 
 def peek_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
-    """Return the inputs of the first two samples, and an iterator over all the batches.
-
-    Raises:
-        UsageError: there are no batches.
-    """
+    """Return the inputs of the first two samples, and an iterator over all the batches."""
     rest = iter(batches)
     for first in rest:
         return select_samples(inputs_in(first), slice(2)), chain([first], rest)

@@ -46,11 +46,7 @@ class RankCollector(ConsumerHooks):
         self._sums: dict[StatsKey, MapRanks] = {}
 
     def ranks(self) -> dict[StatsKey, MapRanks]:
-        """Return the ranks so far, by activation.
-
-        Raises:
-            UsageError: the model has not run inside the `with`.
-        """
+        """Return the ranks so far, by activation."""
         self.require_passes()
         return dict(self._sums)
 

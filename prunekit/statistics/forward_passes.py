@@ -97,11 +97,7 @@ class PassHooks(HookOwner):
         self._interceptor = interceptor(self._model, before, after)
 
     def register(self) -> None:
-        """Register the hooks on the model.
-
-        Raises:
-            ModelError: it is compiled.
-        """
+        """Register the hooks on the model."""
         refuse_compiled(self._model, type(self).__name__)
         self._depth = 0
         self.own_forward_pre(self._model, self._enter, again=True)
@@ -135,7 +131,6 @@ class PassHooks(HookOwner):
 
         Args:
             values: (B, T, ..., channels) or (B, channels, T) of sequences; others are returned unchanged.
-            axis: of the channels.
         """
         if self.counted is None or (axis == 1 and values.dim() > 3):
             return values, axis
@@ -248,14 +243,7 @@ class ConsumerHooks(PassHooks):
 
 
 def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None, *owners: HookOwner) -> None:
-    """Run a model over batches, in eval mode without gradients, with the hooks of the owners.
-
-    Args:
-        model: every module is afterwards in the mode it had.
-        batches: inputs as `inputs_as_example` takes them, or tuples and lists whose first entry is that.
-        device: of the inputs; None: that of the model's parameters.
-        *owners: entered before the first batch and left after the last.
-    """
+    """Run a model over batches, in eval mode without gradients, with the hooks of the owners."""
     place = device_of(model, device)
     with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
         for owner in owners:
@@ -267,12 +255,7 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | 
 
 
 def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
-    """Return the layers that read channels through a weight, by their path, in the order in which they first run.
-
-    Args:
-        model: runs once, in eval mode without gradients; every module is afterwards in the mode it had.
-        inputs: a few samples, as `inputs_as_example` takes them.
-    """
+    """Return the layers that read channels through a weight, by their path, in the order in which they first run."""
     finder = ConsumerHooks(model)
     run_passes(model, [(inputs,)], None, finder)
     return finder.consumers

@@ -129,11 +129,7 @@ class ChannelSums:
         return self.total / max(self.count, 1)
 
     def merge(self, other: Self) -> Self:
-        """Return the sums of both together.
-
-        Raises:
-            UsageError: they have different shapes.
-        """
+        """Return the sums of both together."""
         names = [field.name for field in fields(self)[1:]]
         ours, theirs = ([getattr(each, name) for name in names] for each in (self, other))
         shapes, others = ([array.shape for array in arrays] for arrays in (ours, theirs))
@@ -148,11 +144,7 @@ COUNTS = {"count", "zeros", "non_finite", "first_non_finite"}
 
 
 def combine(parts: Sequence[LayerStats]) -> LayerStats:
-    """Return the statistics of all parts together, as if one pass had seen every value (Chan, Golub & LeVeque 1983).
-
-    Args:
-        parts: at least one; all with the same number of channels.
-    """
+    """Return the statistics of all parts together, as if one pass had seen every value (Chan, Golub & LeVeque 1983)."""
     return LayerStats.from_rows(combine_rows([part.rows for part in parts]))
 
 

@@ -43,11 +43,7 @@ class MagnitudeSketch:
         self._counts = torch.zeros(BUCKETS, dtype=torch.int64)
 
     def add(self, values: Tensor) -> Self:
-        """Count every value of a floating-point tensor of any shape, on its device; the tensor is only read.
-
-        Raises:
-            UsageError: the values are not floating point.
-        """
+        """Count every value of a floating-point tensor of any shape, on its device; the tensor is only read."""
         if not values.is_floating_point():
             raise UsageError(f"a magnitude sketch counts floating-point values, got {values.dtype}")
         if self._counts.device != values.device:
@@ -79,17 +75,7 @@ class MagnitudeSketch:
         return int(self._counts[FINITE:].sum())
 
     def quantile(self, share: float) -> float:
-        """Return the threshold t for which the share of finite values with |x| < t is nearest to `share`.
-
-        Args:
-            share: 0..1.
-
-        Returns:
-            t, interpolated within its bucket; 0.0 if the zeros alone reach `share`; for share 1 a t above all.
-
-        Raises:
-            UsageError: `share` is out of range, or no finite value has been counted.
-        """
+        """Return the threshold t for which the share of finite values with |x| < t is nearest to `share`."""
         if not 0 <= share <= 1:
             raise UsageError(f"quantile: expected a share from 0 to 1, got {share}")
         below = self._below()

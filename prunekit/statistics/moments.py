@@ -177,11 +177,6 @@ def products(
 
     Args:
         activation: floating point, any shape; computed in its precision, in float32 for anything below.
-        axis: which axis holds the channels.
-        groups: number of groups of neighboring channels that are multiplied with each other only.
-        shift: (channels,), subtracted first.
-        sampling: of the positions.
-        spare: blocks of an earlier batch to overwrite: allocating memory costs as much as filling it.
     """
     values = _sampled(activation, axis, sampling)
     values = values.to(torch.promote_types(values.dtype, torch.float32))

@@ -44,8 +44,6 @@ def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> 
 
     Args:
         activation: floating point, any shape; it is only read.
-        axis: which axis holds the channels.
-        measure: the first pass; None: `measure_eagerly`.
     """
     values = _channels_second(activation.detach(), axis)
     if values.numel() == 0:
@@ -66,10 +64,6 @@ def statistics(sums: Sums, count: int) -> Tensor:
     """Return the fields of `LayerStats`, and last whether a second pass is needed, (arrays + 1, channels).
 
     It is needed where NaN or Inf got into the sums, and where a large mean cost the variance its digits.
-
-    Args:
-        sums: in float64.
-        count: values per channel.
     """
     total, squares, absolute, zeros, bad, low, high = sums
     finite = count - bad
@@ -117,7 +111,6 @@ def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
     """Return the sums of values, on the CPU.
 
     Args:
-        values: at least one.
         finite_only: whether NaN and Inf are counted and left out; otherwise they are not counted, and sums with them
             are not finite.
     """

@@ -200,16 +200,7 @@ def _require_finite(sums: FloatArray, name: str, batch: int) -> None:
 def curvature_factors(
     weights: Sequence[Tensor], gradients: Sequence[Tensor | None], draw: torch.Generator
 ) -> list[Factors]:
-    """Return vectors and the Hessian times them: the weights, and the weights with random signs.
-
-    Args:
-        weights: that the loss depends on.
-        gradients: of the loss for each weight, with a graph; None where the loss does not depend on it.
-        draw: of the signs, on the CPU.
-
-    Raises:
-        UsageError: an operator has no second derivative.
-    """
+    """Return vectors and the Hessian times them: the weights, and the weights with random signs."""
     plain = [weight.detach() for weight in weights]
     signed = [weight * (2 * torch.randint(0, 2, weight.shape, generator=draw) - 1).to(weight) for weight in plain]
     return [list(zip(each, _hessian_times(each, weights, gradients), strict=True)) for each in (plain, signed)]
@@ -282,12 +273,7 @@ class StepGradients(StepHook):
         self._rows.append(row)
 
     def terms(self) -> TaylorTerms:
-        """Return the terms since the last call; the same again if no step was made since.
-
-        Raises:
-            UsageError: no step was made yet, or a group of channels lies on parameters without a gradient alone.
-            NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter.
-        """
+        """Return the terms since the last call; the same again if no step was made since."""
         if not self._rows:
             raise UsageError(
                 "expected at least one optimizer step before channels are scored by its gradients, got none; let the "
@@ -335,11 +321,7 @@ class StepGradients(StepHook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ArtifactError: it is of another model.
-        """
+        """Restore what `state_dict` returned."""
         stacked = by_axis(state["rows"], self._model, "gradients of steps")
         self._rows = [{axis: values[at] for axis, values in stacked.items()} for at in range(int(state["kept"]))]
         self._steps, self._stride = int(state["steps"]), int(state["stride"])

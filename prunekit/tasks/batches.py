@@ -58,11 +58,7 @@ class LabeledBatch:
 
     @property
     def images(self) -> Tensor:
-        """The first of the inputs, (B, ...); images of one size in a list are stacked.
-
-        Raises:
-            DataError: they have several sizes.
-        """
+        """The first of the inputs, (B, ...); images of one size in a list are stacked."""
         first = sample_parts(self.inputs)[0]
         if isinstance(first, Tensor):
             return first
@@ -160,10 +156,6 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
 
     The mask then leaves the padding out; batches without one get ones. Lists of samples become one list. Images of
     ultralytics' loaders, of another size in each batch, are padded as those loaders pad images of one batch.
-
-    Raises:
-        DataError: samples of tensors have several sizes, and no mask marks the padding; or batches have different
-            inputs.
     """
     rows = [arguments_by_name(model, inputs) for inputs in batches]
     masked = MASK in parameter_names(model)

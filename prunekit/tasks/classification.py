@@ -24,9 +24,7 @@ def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> 
     """Return the mean cross entropy of class scores (B, classes), with that of auxiliary heads, if there are any.
 
     Args:
-        output: what the model returned.
         labels: (B,) int64, or shares (B, classes) of mixed images.
-        label_smoothing: 0..1 (Szegedy et al. 2016).
     """
     loss = F.cross_entropy(logits(output), labels, label_smoothing=label_smoothing)
     for weight, head in auxiliary(output):

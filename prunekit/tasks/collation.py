@@ -44,20 +44,7 @@ def samples_in_batches(
     count: int | None,
     collate: Callable[[list[Any]], Any] = default_collate,
 ) -> Iterator[Any]:
-    """Yield batches of a map-style data set.
-
-    Args:
-        model: whose inputs they are.
-        data: see `is_sample_set`.
-        names: entries that are taken of samples that are mappings; None: all.
-        where: purpose of the data, for messages.
-        size: of a batch.
-        count: how many samples are taken, evenly spread; None: all.
-        collate: puts samples together, where they are no list of images.
-
-    Raises:
-        DataError: samples have different shapes, and the model takes no list of them.
-    """
+    """Yield batches of a map-style data set."""
     total = len(data)
     chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
     size = min(size, IMAGES) if takes_list(model) else size
@@ -96,11 +83,7 @@ def _is_sample(model: nn.Module, item: Any, *, flat: bool) -> bool:
 def together(
     model: nn.Module, samples: list[Any], where: str, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Any:
-    """Return samples as one batch: stacked, or as lists of images and of what belongs to each.
-
-    Raises:
-        DataError: they have different shapes, and the model takes no list of them.
-    """
+    """Return samples as one batch: stacked, or as lists of images and of what belongs to each."""
     images = [_image_of(model, sample) for sample in samples]
     listed = are_images(model, images)
     try:

@@ -58,11 +58,7 @@ def _require_kind(model: nn.Module) -> tuple[nn.Module, Kind]:
 
 
 def class_count(model: nn.Module) -> int | None:
-    """Return how many classes a detector tells apart, without the background; None if it does not say.
-
-    Raises:
-        ModelError: it is no detector of torchvision or ultralytics.
-    """
+    """Return how many classes a detector tells apart, without the background; None if it does not say."""
     inner, kind = _require_kind(model)
     if kind == "ultralytics":
         return int(inner.model[-1].nc)  # type: ignore[index,union-attr]
@@ -75,11 +71,7 @@ def class_count(model: nn.Module) -> int | None:
 
 
 def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Targets]:
-    """Return a batch of samples: images (B, 3, H, W) and the target of each.
-
-    Raises:
-        ValueError: images have several sizes.
-    """
+    """Return a batch of samples: images (B, 3, H, W) and the target of each."""
     images = [image for image, _ in samples]
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1:
@@ -88,11 +80,7 @@ def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor
 
 
 def boxed_images(batch: Any) -> tuple[Tensor | list[Tensor], Targets]:
-    """Return images (B, 3, H, W) floating point, and for each a mapping with `boxes` (n, 4) and `labels` (n,).
-
-    Args:
-        batch: such a pair; for torchvision's detectors the images may be a list of (3, H, W) of any sizes.
-    """
+    """Return images (B, 3, H, W) floating point, and for each a mapping with `boxes` (n, 4) and `labels` (n,)."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         images, targets = batch
         if _are_images(images) and all(map(_is_target, targets)):
@@ -124,10 +112,6 @@ def loss_inputs(model: nn.Module, example: tuple[Any, ...], targets: Targets) ->
     """Return what a detector is called with where it computes its loss: its images, and targets in its own form.
 
     Boxes of crowds are left out, as in torchvision's references.
-
-    Raises:
-        DataError: targets lack the masks or keypoints that the model learns.
-        ModelError: it is no detector of torchvision or ultralytics.
     """
     inner, kind = _require_kind(model)
     images, plain = example[0], [_without_crowds(target) for target in targets]
@@ -231,10 +215,6 @@ def loss(output: Any, targets: Targets) -> Tensor:
     Args:
         output: what the model returned to `loss_inputs`: torchvision's mapping of losses, or ultralytics' pair of
             losses, which are sums over the batch if there are several, and their values for display.
-        targets: of each image.
-
-    Raises:
-        ModelError: it is neither.
     """
     if isinstance(output, Mapping) and output and all(isinstance(value, Tensor) for value in output.values()):
         return torch.stack([value.float().sum() for value in output.values()]).sum()
@@ -249,9 +229,6 @@ def predictions(model: nn.Module, example: tuple[Any, ...], output: Any) -> Targ
 
     torchvision's detectors suppress boxes that overlap themselves; ultralytics' outputs are decoded and suppressed as
     in its validation.
-
-    Raises:
-        ModelError: it is no such detector, or its output has another form.
     """
     inner, kind = _require_kind(model)
     if kind == "torchvision":
@@ -262,13 +239,7 @@ def predictions(model: nn.Module, example: tuple[Any, ...], output: Any) -> Targ
 
 
 def decoded(model: Any, output: Any, size: tuple[int, int]) -> Targets:
-    """Return what an ultralytics detector found in each image, from its output in eval mode.
-
-    Args:
-        model: the detector.
-        output: of the model.
-        size: height and width of its input, in pixels.
-    """
+    """Return what an ultralytics detector found in each image, from its output in eval mode."""
     head, given = model.model[-1], output[0] if isinstance(output, (tuple, list)) else output
     if "RTDETRDecoder" in {kind.__name__ for kind in type(head).__mro__}:
         scale = given.new_tensor([size[1], size[0], size[1], size[0]])

@@ -33,9 +33,6 @@ def embeddings(output: Any, mask: Tensor | None = None) -> Tensor:
         output: (B, D), or a state for each token (B, T, D), which are averaged; or an output that has them as
             `sentence_embedding`, `text_embeds`, `image_embeds` or `last_hidden_state`.
         mask: (B, T), not zero where a token counts in the average; None: all count.
-
-    Raises:
-        ModelError: there are none.
     """
     found = output
     if isinstance(output, (tuple, list)):
@@ -57,11 +54,7 @@ def embeddings(output: Any, mask: Tensor | None = None) -> Tensor:
 
 
 def with_samples(batch: Any) -> tuple[Any, Samples]:
-    """Return the inputs of a batch, without labels, and the samples themselves, of which the dense model makes targets.
-
-    Args:
-        batch: a mapping of tensors by the names of the model's arguments, or a tensor, alone or with targets.
-    """
+    """Return the inputs of a batch, without labels, and the samples themselves, of which the dense model makes targets."""
     if isinstance(batch, Mapping):
         known = {name: item for name, item in batch.items() if name not in LABELS and name not in EXTRAS}
         inputs = {name: item for name, item in known.items() if isinstance(item, Tensor)}
@@ -145,7 +138,6 @@ def rank_correlation(found: Tensor, wanted: Tensor) -> float:
 
     Args:
         found: embeddings (N, D).
-        wanted: those of the dense model, (N, D').
     """
     import pandas as pd
 

@@ -35,9 +35,6 @@ def token_scores(output: Any) -> Tensor:
     """Return the class scores of tokens, (B, T, classes): a tensor, those in `.logits`, or the first of several.
 
     Exported files return all outputs as a tuple, of which scores are the first, as of transformers' own tuples.
-
-    Raises:
-        ModelError: it has none.
     """
     found = logits(output[0] if isinstance(output, (tuple, list)) and output else output)
     if found.ndim != 3:
@@ -68,7 +65,6 @@ def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> 
     Args:
         output: scores (B, T, classes), or an output with them in `.logits`.
         labels: (B, T) int64, -100 where a token does not count.
-        label_smoothing: 0..1.
     """
     scores, wanted = _checked(output, labels)
     known = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
@@ -141,7 +137,6 @@ def decoded_tokens(batch: Any, shift: Callable[[Tensor], Tensor] | None = None) 
 
     Args:
         batch: a mapping with `input_ids` (B, S), `labels` (B, T), -100 where they do not count, and more.
-        shift: from labels to what the decoder reads in their place, where the batch has no `decoder_input_ids`.
     """
     inputs, labels = named_inputs(batch), token_labels(batch)
     if labels is None:

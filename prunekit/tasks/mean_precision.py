@@ -25,11 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def coco_evaluation() -> tuple[Any, Any]:
-    """Return pycocotools' classes COCO and COCOeval.
-
-    Raises:
-        UsageError: the package is not installed.
-    """
+    """Return pycocotools' classes COCO and COCOeval."""
     try:
         return import_module("pycocotools.coco").COCO, import_module("pycocotools.cocoeval").COCOeval
     except ModuleNotFoundError as error:
@@ -177,9 +173,6 @@ class MeanAveragePrecision:
         Args:
             output: for each image `boxes` (n, 4), `scores` (n,) and `labels` (n,).
             targets: for each image `boxes` (m, 4), `labels` (m,), and perhaps `iscrowd` (m,).
-
-        Raises:
-            DataError: there are not as many of both.
         """
         if len(output) != len(targets):
             raise DataError(f"mAP: expected detections for each of {len(targets)} images, got {len(output)}")
@@ -204,11 +197,7 @@ class MeanAveragePrecision:
         }
 
     def compute(self) -> AveragePrecisions:
-        """Return the mean average precision of all batches so far.
-
-        Raises:
-            DataError: no image has a box.
-        """
+        """Return the mean average precision of all batches so far."""
         if not any(not box["iscrowd"] for box in self._boxes):
             raise DataError(
                 f"mAP: expected boxes to find, got {self._images} images without any; a mean average precision needs "

@@ -22,11 +22,7 @@ AUXILIARY = 0.5
 
 
 def scores_of(output: Any) -> Tensor:
-    """Return the class scores (B, classes, H, W) of an output: `output["out"]`, as torchvision's, or as of classifiers.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """Return the class scores (B, classes, H, W) of an output: `output["out"]`, as torchvision's, or as of classifiers."""
     found = output["out"] if isinstance(output, Mapping) and "out" in output else logits(output)
     if found.ndim != 4:
         raise ModelError(f"expected class scores (B, classes, H, W) for segmentation, got shape {tuple(found.shape)}")
@@ -39,9 +35,7 @@ def cross_entropy(output: Any, masks: Tensor, label_smoothing: float = 0.0) -> T
     A batch without such pixels has a loss of 0.
 
     Args:
-        output: what the model returned.
         masks: (B, H, W) int64, the class of each pixel.
-        label_smoothing: 0..1.
     """
     loss = _mean(scores_of(output), masks, label_smoothing)
     head = output.get("aux") if isinstance(output, Mapping) else None

@@ -90,11 +90,7 @@ class BatchUnpacker:
     collate: Callable[[list[Any]], Any] = default_collate
 
     def __call__(self, batch: Any, where: str = "a batch") -> tuple[Any, Any]:
-        """Return a batch's inputs and targets.
-
-        Raises:
-            DataError: the task cannot; names the batch's form and the expected one.
-        """
+        """Return a batch's inputs and targets."""
         try:
             inputs, targets = self.unpack(batch)
             samples = sample_count(inputs)
@@ -255,11 +251,7 @@ def described_task(task: Task) -> dict[str, Any]:
 
 
 def training_loss(task: Task, label_smoothing: float) -> Loss:
-    """Return the loss of training.
-
-    Raises:
-        UsageError: label smoothing is set, and the task has none.
-    """
+    """Return the loss of training."""
     if not label_smoothing:
         return task.loss
     if task.smoothed is None:
@@ -330,11 +322,7 @@ def get_task(task: Task | str) -> Task:
 
 
 def accept(reference: str, found: Any) -> Task:
-    """Return the task that `file.py:object` names, or that the function of that name returns.
-
-    Raises:
-        UsageError: it is neither, or the function raises.
-    """
+    """Return the task that `file.py:object` names, or that the function of that name returns."""
     return _task(reference, call_factory(found, reference, UsageError) if callable(found) else found)
 
 

@@ -27,9 +27,6 @@ def named_inputs(batch: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch by the names of the model's arguments, without labels.
 
     Labels are no inputs: given them, models of transformers would compute a loss of their own.
-
-    Raises:
-        DataError: it is no mapping with `input_ids` (B, T).
     """
     ids = batch.get(IDS) if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
@@ -42,11 +39,7 @@ def named_inputs(batch: Any) -> dict[str, Tensor]:
 
 
 def token_labels(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the label of each token, (B, T) int64, -100 where none counts; None if the batch has no labels.
-
-    Raises:
-        DataError: they are not of tokens.
-    """
+    """Return the label of each token, (B, T) int64, -100 where none counts; None if the batch has no labels."""
     found = next((batch[name] for name in LABELS if name in batch), None)
     if found is None:
         return None
@@ -66,11 +59,6 @@ def counted_rows(inputs: Any, targets: Any, rows: int) -> Tensor | None:
     """Return which rows of class scores count, (rows,) bool, as the cross entropy does; None if all do.
 
     Labels of -100 do not count; without a label for each row, nor do positions that the `attention_mask` leaves out.
-
-    Args:
-        inputs: of the model: a mapping, or an example whose last entry is one.
-        targets: of the batch.
-        rows: number of rows: samples, or samples times tokens.
     """
     if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.numel() == rows:
         counted = targets.flatten() != IGNORED

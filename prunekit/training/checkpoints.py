@@ -110,12 +110,8 @@ class Checkpoints:
         """Return the newest state; None if there is none. A damaged checkpoint is reported and renamed.
 
         Args:
-            identity: plain data about the run, to which the checkpoint must belong.
             check: called with a state and the name of its folder, before the state is used; raises an `ArtifactError`
                 if it is damaged.
-
-        Raises:
-            ResumeError: it is of another run or format; says what differs.
         """
         remove_leftovers(self.folder)
         for path in reversed(self._found()):
@@ -150,13 +146,7 @@ class Checkpoints:
 
 
 def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ResumeError with the differences if a run is resumed with something else than it was started with.
-
-    Args:
-        path: folder that is resumed.
-        there: plain data about the run, as it was read.
-        here: the same data now.
-    """
+    """Raise ResumeError with the differences if a run is resumed with something else than it was started with."""
     found = list(differences(there, here))
     if found:
         raise ResumeError(
@@ -224,11 +214,7 @@ class BestWeights:
             self._written = True
 
     def restore(self) -> None:
-        """Put the kept weights back into the model, in every process.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Put the kept weights back into the model, in every process."""
         if is_main():
             self._write()
             self.model.load_state_dict(self.weights)

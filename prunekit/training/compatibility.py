@@ -21,11 +21,7 @@ from prunekit.utils.inputs import described, inputs_as_example, sample_count, se
 
 
 def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
-    """Return inputs and targets of the first two samples that can be read, or of one of them twice.
-
-    Raises:
-        DataError: a sample cannot be read, and none may be skipped.
-    """
+    """Return inputs and targets of the first two samples that can be read, or of one of them twice."""
     inputs, targets = next(iter(batches(dataset, 2, shuffle_seed=None)))
     chosen = torch.arange(2) % sample_count(inputs)
     found = [targets[i] for i in chosen.tolist()] if isinstance(targets, list) else select_samples(targets, chosen)
@@ -33,13 +29,7 @@ def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
-    """Run two samples through the model and its task as in training; buffers and random state don't change.
-
-    Raises:
-        ModelError: the model does not take these inputs, does not return one score for each class, or the task's loss,
-            counts or scores don't fit its output.
-        DataError: a sample cannot be read.
-    """
+    """Run two samples through the model and its task as in training; buffers and random state don't change."""
     require_class_count(model, splits.task, len(splits.classes))
     require_vocabulary(model, splits)
     if splits.task.metric is not None:

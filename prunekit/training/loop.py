@@ -292,11 +292,7 @@ class TrainingLoop:
         )
 
     def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
-        """Make the remaining steps of an epoch.
-
-        Raises:
-            NonFiniteError: all were skipped, or the loss, a gradient or a weight is not finite.
-        """
+        """Make the remaining steps of an epoch."""
         callbacks = self.state.callbacks
         self.model.train()
         if until():

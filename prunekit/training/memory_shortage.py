@@ -16,11 +16,7 @@ from prunekit.training.run_state import Position
 
 @contextmanager
 def naming_batch(batch: int, shape: Sequence[int], device: torch.device, at: Position) -> Iterator[None]:
-    """Add to errors for want of memory how large the batch was, and what helps.
-
-    Raises:
-        MemoryShortageError: in place of such an error.
-    """
+    """Add to errors for want of memory how large the batch was, and what helps."""
     try:
         yield
     except Exception as error:
@@ -66,9 +62,6 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
 
     The switch is the model's own, or that of models inside it, see `SWITCHES` (Chen et al. 2016). Gradients are the
     same, dropout included. What was on before stays on.
-
-    Raises:
-        UsageError: no module has such a switch, or the model does not support it.
     """
     with ExitStack() as stack:
         for module, switch in _switches(model):
@@ -89,11 +82,7 @@ def _is_on(module: nn.Module) -> bool:
 
 
 def _switches(model: nn.Module) -> list[tuple[nn.Module, Switch]]:
-    """Return the outermost modules that can compute activations again, each with its switch.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the outermost modules that can compute activations again, each with its switch."""
     found: dict[str, tuple[nn.Module, Switch]] = {}
     for path, module in model.named_modules():
         switch = next((switch for name, switch in SWITCHES.items() if hasattr(module, name)), None)

@@ -71,10 +71,6 @@ def non_finite_tensor(model: nn.Module, infinite: Collection[str] = ()) -> str |
     """Return the first parameter or buffer with a NaN or an Inf in it; None if all are finite.
 
     All processes of a sharded model call this together, and get the same.
-
-    Args:
-        model: that is trained.
-        infinite: names of buffers that are not looked at: they had an Inf in them before, see `infinite_buffers`.
     """
     found = None
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name not in infinite)
@@ -122,10 +118,6 @@ def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) ->
     """Return the first gradient that is not finite, in the order of computation; None if all are finite.
 
     Also None for a sharded model, in which gradients of single batches are never whole.
-
-    Args:
-        model: with the weights, and in the mode, of the step that failed.
-        backward: runs the model forward and backward again.
     """
     if is_sharded(model):
         return None

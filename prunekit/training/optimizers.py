@@ -34,10 +34,6 @@ def build_optimizer(model: nn.Module, settings: TrainSettings, own: MakeOptimize
     """Return SGD with momentum, Adam, AdamW or the user's own optimizer over the trainable parameters.
 
     Weight decay acts on weights of two or more axes; norms and biases are left alone (He et al. 2019, "Bag of Tricks").
-
-    Raises:
-        UsageError: the settings say `own` and no optimizer is given, or the reverse, or it is no optimizer; or they say
-            `nesterov` without momentum.
     """
     if (settings.optimizer == "own") != (own is not None):
         given = "was given" if own is not None else "was not given"
@@ -80,9 +76,6 @@ def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Se
     """Return a linear warm-up followed by a cosine to zero (Loshchilov & Hutter 2017).
 
     Args:
-        optimizer: whose learning rate is scheduled.
-        steps: of the run.
-        warmup: share of the steps in which the learning rate rises.
         restarts: steps before which the schedule starts again, ascending, each round with its own share of warm-up:
             the learning rate is rewound (Renda et al. 2020).
     """
@@ -202,14 +195,6 @@ def transfer_run(run: PausedRun, plan: Plan) -> PausedRun:
     Weights, the best so far, the optimizer's state and the average of weights keep the entries of kept channels;
     learning-rate schedule, random state, position in the epoch and everything else don't change. The `PruningSchedule`
     is no longer among the callbacks: give `fit` the others, in the same order.
-
-    Args:
-        run: with the weights of the masked model, in its dense size.
-        plan: masks the model.
-
-    Raises:
-        PlanError: the plan is that of another model, or the shape of a state of the optimizer does not show which
-            entries belong to which channel.
     """
     require_plan(plan)
     state = run.state
@@ -250,11 +235,7 @@ Kept = Mapping[str, tuple[Labels | None, ...]]
 
 
 def _kept_indices(tensors: Mapping[str, Tensor], plan: Plan) -> Kept:
-    """Return the plan's kept indices by every name of a tensor that has several, of which the plan has the first.
-
-    Raises:
-        PlanError: the plan does not have a tensor, or has it in another shape.
-    """
+    """Return the plan's kept indices by every name of a tensor that has several, of which the plan has the first."""
     first: dict[tuple[int, torch.Size], str] = {}
     names = {name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
     shapes = plan.channel_map.shapes

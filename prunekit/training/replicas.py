@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 
 def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
-    """Return a process's part of every training batch, and some whole validation batches.
-
-    Raises:
-        UsageError: a training batch has fewer than two images for each process.
-    """
+    """Return a process's part of every training batch, and some whole validation batches."""
     if size() == 1:
         return train, validation
     smallest = min(train.batch_size, train.images)
@@ -58,10 +54,6 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Gradients are summed over the processes, not averaged: losses are divided by the images
     of all processes, so that gradients are those of a single process.
-
-    Args:
-        model: without hooks, such as those of masks, that a forward pass of two images would disturb.
-        train: the training batches.
     """
     if is_sharded(model) or size() == 1:
         return model
@@ -137,11 +129,7 @@ def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def share_corrupt(*batches: Batches) -> None:
-    """Tell every process which images the others could not read.
-
-    Raises:
-        DataError: they are too many.
-    """
+    """Tell every process which images the others could not read."""
     for corrupt in [each.dataset.corrupt for each in batches if each.dataset.corrupt.limit]:
         for found in gather_values(corrupt.found):
             corrupt.merge(found)

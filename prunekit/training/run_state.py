@@ -108,12 +108,7 @@ class Position:
     rows: tuple[EpochRow, ...] = ()
 
     def next_epoch(self, row: EpochRow, steps: int) -> None:
-        """Move on to the next epoch.
-
-        Args:
-            row: figures of the epoch that is over.
-            steps: steps of an epoch in which none is left out.
-        """
+        """Move on to the next epoch."""
         rows, epoch = (*self.rows, row), self.epoch + 1
         self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, rows=rows)))
 
@@ -157,11 +152,7 @@ class RunState:
     infinite: Collection[str] = ()
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one.
-
-        Raises:
-            ResumeError: the checkpoint is of another run; says what differs, in every process.
-        """
+        """Continue from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             self._begin()
             return
@@ -200,11 +191,7 @@ class RunState:
         return non_finite_tensor(self.model, self.infinite)
 
     def write_if_due(self) -> None:
-        """Write a checkpoint when it is time.
-
-        Raises:
-            NonFiniteError: a weight is NaN or Inf, so that nothing could continue from it.
-        """
+        """Write a checkpoint when it is time."""
         if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.step)):
             if (tensor := self.non_finite_tensor()) is not None:
                 last = self.checkpoints.last or "none yet"

@@ -45,13 +45,7 @@ def in_shards(settings: TrainSettings) -> bool:
 
 
 def require_shardable(settings: TrainSettings, callbacks: Sequence[Callback], *, pauses: bool) -> None:
-    """Raise UsageError if a run needs whole weights in each process.
-
-    Args:
-        settings: of the run.
-        callbacks: of the run.
-        pauses: whether the run may be paused, or continues a paused one.
-    """
+    """Raise UsageError if a run needs whole weights in each process."""
     whole = [type(callback).__name__ for callback in callbacks if isinstance(callback, WHOLE)]
     loggers = [callback for callback in callbacks if isinstance(callback, TensorBoardLogger)]
     whole += ["watched histograms or images" for logger in loggers if logger.reads_weights]
@@ -69,14 +63,6 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
 
     Each large module is gathered while it runs, forward and backward, and the rest together with the whole model.
     Gradients are summed over the processes, as those of replicas are. All begin with the main process's weights.
-
-    Args:
-        model: on `device`, without hooks that a forward pass of two images would disturb.
-        train: the training batches.
-        device: where to train.
-
-    Raises:
-        ModelError: torch cannot shard one of its parameters, such as a scalar.
     """
     share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():

@@ -29,9 +29,6 @@ def set_mode(model: M, training: bool) -> M:
     """Put a model into train or eval mode, and return it.
 
     A module that `torch.export` made cannot change its mode: its operators are those of the mode it was exported in.
-
-    Raises:
-        ModelError: it cannot be put into train mode.
     """
     try:
         model.train(training)
@@ -100,16 +97,7 @@ def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterat
 def gradients_of(
     value: torch.Tensor, tensors: Sequence[torch.Tensor], *, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return what `torch.autograd.grad` does; under reentrant checkpointing by a backward pass that leaves no `.grad`.
-
-    Args:
-        value: one number.
-        tensors: all leaves that it depends on.
-        create_graph: whether the gradients can be differentiated.
-
-    Raises:
-        ModelError: they should be, which reentrant checkpointing does not support.
-    """
+    """Return what `torch.autograd.grad` does; under reentrant checkpointing by a backward pass that leaves no `.grad`."""
     if not is_reentrant(value):
         return torch.autograd.grad(value, tensors, allow_unused=True, create_graph=create_graph)
     if create_graph:
@@ -288,10 +276,6 @@ def release_memory(model: nn.Module, *, collect: bool = True) -> None:
 
     Tensors in cycles wait for Python's collector, and glibc keeps freed memory in pieces: after the trace and the
     statistics of a model of half a gigabyte it holds several.
-
-    Args:
-        model: that is worked on.
-        collect: whether Python's collector runs, too.
     """
     if is_large(model):
         if collect:
@@ -348,11 +332,7 @@ def device_of(model: nn.Module, device: torch.device | str | None = None) -> tor
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `auto`, `cpu`, `cuda`, `cuda:n` or `mps` means for this process.
-
-    Raises:
-        UsageError: the device does not exist on this machine, or several processes would share it.
-    """
+    """Return the device that `auto`, `cpu`, `cuda`, `cuda:n` or `mps` means for this process."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if size() > 1 and name not in ("cpu", "cuda"):

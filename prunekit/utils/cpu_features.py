@@ -21,9 +21,6 @@ INT8 = {
 def int8_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...] | None:
     """Return the instructions for int8 that the CPU has: of VNNI and AMX on x86, of two more on ARM; None if unknown.
 
-    Args:
-        cpuinfo: Linux's description of the processors; other systems have none.
-
     Example:
         >>> from prunekit.utils.cpu_features import int8_instructions
         >>> set(int8_instructions() or ()) <= {"VNNI", "AMX", "dot product", "int8 matrix multiplication"}

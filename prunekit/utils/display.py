@@ -226,13 +226,7 @@ class Displayed(ABC):
 
 
 def text_of(result: Displayed, *, most: int | None = None, all_in: str = "") -> str:
-    """Return a result as commands print it: lines are not broken.
-
-    Args:
-        result: to print.
-        most: the most rows of a table that are shown; None: all.
-        all_in: where the other rows are.
-    """
+    """Return a result as commands print it: lines are not broken."""
     parts = (
         part if isinstance(part, str) else replace(part, most=most or len(part.rows), all_in=all_in)
         for part in result._parts()

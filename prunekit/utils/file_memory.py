@@ -41,10 +41,6 @@ class FileMemory:
         """Return a strided tensor itself while there is memory, then a copy.
 
         On other devices than the CPU, and where there is no room for a file, it is the tensor itself.
-
-        Args:
-            tensor: to keep.
-            shared: whether others may write to it, so that a copy is kept in memory too.
         """
         found = None
         if tensor.device.type == "cpu" and not tensor.requires_grad and not self._fits(tensor.nbytes):
@@ -79,11 +75,7 @@ class FileMemory:
 
 
 def _file(size: int) -> mmap.mmap:
-    """Return a mapped file of zeros, whose room on the disk is reserved where the system can do that.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Return a mapped file of zeros, whose room on the disk is reserved where the system can do that."""
     with tempfile.TemporaryFile() as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

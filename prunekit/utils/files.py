@@ -33,26 +33,14 @@ _OLD = ".old-"
 
 
 def folder_at(path: StrPath) -> Path:
-    """Return the path of a folder that a user named.
-
-    Raises:
-        UsageError: it is not a path.
-    """
+    """Return the path of a folder that a user named."""
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(f"folder: expected a path, such as 'small', got {type(path).__name__}")
     return Path(path)
 
 
 def require_replaceable(folder: Path, names: Set[str]) -> None:
-    """Raise if writing a folder would destroy something else.
-
-    Args:
-        folder: to be written; need not exist.
-        names: of the files in folders of its kind.
-
-    Raises:
-        UsageError: there is a file of this name, or a folder with other contents.
-    """
+    """Raise if writing a folder would destroy something else."""
     if folder.is_dir():
         others = sorted(path.name for path in folder.iterdir() if path.name not in names)
         if others:
@@ -91,10 +79,6 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
     An old folder stays until the new one is complete: the two exchange their names at once. Where the system cannot do
     that, a process that is killed in between leaves the old folder under a hidden name, which the next one to write
     there, or `remove_leftovers`, gives back.
-
-    Args:
-        path: of the folder.
-        durable: whether it is synced to the disk at the end, and survives a loss of power.
     """
     with folder_beside(path) as temporary:
         yield temporary
@@ -210,16 +194,7 @@ def _remove(path: Path) -> None:
 
 
 def require_writable(path: Path, *, folder: bool = False, option: str | None = None) -> None:
-    """Raise if a file, or files in a folder, cannot be written: before there is something to lose.
-
-    Args:
-        path: need not exist.
-        folder: whether it is to be a folder.
-        option: by which another place is chosen, for the message.
-
-    Raises:
-        UsageError: a file is in the way, or the system refuses to write there.
-    """
+    """Raise if a file, or files in a folder, cannot be written: before there is something to lose."""
     whole, by = path.absolute(), "" if option is None else f" with {option}"
     there = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
     if there == whole and not folder:
@@ -235,10 +210,6 @@ def folders_below(folder: Path, root: Path | None = None) -> Iterator[tuple[Path
 
     Each folder is visited once: a link to where it is itself in, or to what `root` holds or is in, is not followed, as
     its files are found where they are.
-
-    Args:
-        folder: where to begin.
-        root: folder that others are looked for in too; None: this one.
     """
     top, seen = (root or folder).resolve(), {folder.resolve()}
     for place, inner, names in os.walk(folder, followlinks=True):
@@ -300,13 +271,7 @@ def _printable(value: Any) -> Any:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
-    """Write rows as a CSV table, whole or not at all: None, NaN and missing values as empty cells.
-
-    Args:
-        path: of the file.
-        rows: values by column.
-        columns: the header of a table without rows.
-    """
+    """Write rows as a CSV table, whole or not at all: None, NaN and missing values as empty cells."""
     names = list(dict.fromkeys(name for row in rows for name in row)) or list(columns)
     cells = [_cells([row.get(name) for row in rows]) for name in names]
     with (
@@ -344,15 +309,7 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_checksum(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise if the values of a JSON file are not those that it was written with; files of older versions have none.
-
-    Args:
-        path: of the file.
-        values: that were read from it.
-
-    Raises:
-        ArtifactError: something in it was changed.
-    """
+    """Raise if the values of a JSON file are not those that it was written with; files of older versions have none."""
     others = {key: value for key, value in values.items() if key != CHECKSUM}
     if CHECKSUM in values and values[CHECKSUM] != _json_digest(others):
         raise ArtifactError(

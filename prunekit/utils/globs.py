@@ -12,16 +12,7 @@ from prunekit.errors import UsageError, nearest
 
 
 def globs(given: Any, key: str, model: nn.Module | None = None) -> tuple[str, ...]:
-    """Return globs over module paths as a tuple, given as one string or several.
-
-    Args:
-        given: one glob, or an iterable of them.
-        key: name of the argument; the message begins with it.
-        model: to look up the path of a module that was given, for the message.
-
-    Raises:
-        UsageError: it is something else, such as modules.
-    """
+    """Return globs over module paths as a tuple, given as one string or several."""
     several = (given,) if isinstance(given, (str, type, nn.Module)) or not isinstance(given, Iterable) else tuple(given)
     for one in several:
         if not isinstance(one, str):
@@ -37,18 +28,7 @@ def globs(given: Any, key: str, model: nn.Module | None = None) -> tuple[str, ..
 def matching(
     pattern: str, paths: Iterable[str], key: str, error: type[UsageError] = UsageError, what: str = "module path"
 ) -> list[str]:
-    """Return the paths that a glob matches; `*` also stands for dots, and every path matches itself.
-
-    Args:
-        pattern: as in `fnmatch`.
-        paths: to search.
-        key: name of the argument; the message begins with it.
-        error: type of the error.
-        what: the kind of the paths, for the message.
-
-    Raises:
-        UsageError: no path matches; the message gives near spellings.
-    """
+    """Return the paths that a glob matches; `*` also stands for dots, and every path matches itself."""
     paths = list(paths)
     found = [path for path in paths if path == pattern or fnmatchcase(path, pattern)]
     if not found:

@@ -185,13 +185,7 @@ def input_specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
 
 
 def zeros_of(specs: Sequence[InputSpec]) -> tuple[Any, ...]:
-    """Return an example of zeros by the specifications of its tensors.
-
-    Raises:
-        AttributeError: torch has no such dtype.
-        TypeError, ValueError, RuntimeError: a shape is none.
-        ValueError: they have more than a billion values, as no example has.
-    """
+    """Return an example of zeros by the specifications of its tensors."""
     if sum(prod(spec.shape) for spec in specs) > MOST_VALUES:
         raise ValueError(f"expected at most {MOST_VALUES:,} values, got shapes {[spec.shape for spec in specs]!r:.99}")
     zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
@@ -232,10 +226,6 @@ def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the inputs of a batch as an example: a list becomes a tuple, any other object is the only argument.
 
     Images (C, H, W) in a list are not arguments unless `forward` requires as many.
-
-    Raises:
-        ModelError: as in `as_example`.
-        DataError: see `from_images`.
     """
     if isinstance(inputs, list) and are_images(model, inputs) and not 1 < len(inputs) == required_count(model):
         return from_images(model, inputs)
@@ -293,11 +283,7 @@ def are_images(model: nn.Module, values: Any) -> bool:
 
 
 def from_images(model: nn.Module, images: Sequence[Tensor], where: str = "images") -> tuple[Any, ...]:
-    """Return images (C, H, W) as the example of a model: a list if it takes one, else stacked.
-
-    Raises:
-        DataError: a model that takes one tensor is given images of several sizes.
-    """
+    """Return images (C, H, W) as the example of a model: a list if it takes one, else stacked."""
     if takes_list(model, images[0]):
         return ([*images],)
     sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
@@ -322,10 +308,6 @@ def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
     """Return the images of a batch or sample whose names are not those of the arguments of `forward`.
 
     Images of ultralytics' loaders are scaled to 0..1, as its trainers do.
-
-    Returns:
-        None if `forward` takes an argument of these names, or requires more than one, or no entry holds images and
-        is called as they are.
     """
     names = {one.name for one in _parameters(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     if not names.isdisjoint(batch) or required_count(model) > 1:
@@ -348,17 +330,7 @@ def required_count(model: nn.Module) -> int:
 
 @contextmanager
 def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn errors of a model's own code into a `ModelError` that describes what the model was given.
-
-    Args:
-        model: that runs inside.
-        given: an example, or samples.
-        called: name of the model in messages; empty: its class.
-        where: returns the place in the model, if it is known.
-
-    Raises:
-        ModelError: the model does not run on it. Errors of prunekit and shortages of memory are raised as they are.
-    """
+    """Turn errors of a model's own code into a `ModelError` that describes what the model was given."""
     try:
         yield
     except PrunekitError:
@@ -519,6 +491,5 @@ def fitting_positions(shape: Sequence[int], counted: Tensor) -> Tensor:
 
     Args:
         shape: of the values.
-        counted: see `counted_positions`.
     """
     return counted if tuple(shape[: counted.dim()]) == counted.shape else counted.flatten(0, -2)

@@ -114,12 +114,7 @@ def has_compiled(code: CodeType) -> bool:
 
 
 def operator_schema(name: str, overload: str) -> Any:
-    """Return the schema of an operator that torch's dispatcher has; None if there is none of this name.
-
-    Args:
-        name: with its namespace, such as `aten::add`.
-        overload: such as `Tensor`; empty or `default`: the one without a name.
-    """
+    """Return the schema of an operator that torch's dispatcher has; None if there is none of this name."""
     overload = "" if overload == "default" else overload
     try:
         if not torch._C._dispatch_has_kernel(f"{name}.{overload}" if overload else name):

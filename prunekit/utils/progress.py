@@ -110,12 +110,7 @@ def remove_bar(bar: Any) -> None:
 
 @contextmanager
 def reporting(progress: bool | None, title: str) -> Iterator[None]:
-    """Show the stages and bars of a call while it runs, and of the calls inside it.
-
-    Args:
-        progress: whether to show them, see `wanted`.
-        title: of the call.
-    """
+    """Show the stages and bars of a call while it runs, and of the calls inside it."""
     if _RUNNING.get() is not None:
         yield
         return
@@ -156,14 +151,7 @@ class StageCounter:
 
 
 def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "batch") -> Iterator[T]:
-    """Yield items one by one, with a bar if the running call shows bars.
-
-    Args:
-        items: to iterate over.
-        what: label of the bar.
-        total: number of items; None: their own length, if they have one.
-        unit: name of an item.
-    """
+    """Yield items one by one, with a bar if the running call shows bars."""
     report = _RUNNING.get()
     if report is None or not report.shown:
         yield from items

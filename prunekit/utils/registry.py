@@ -63,13 +63,8 @@ class Registry(Generic[Item]):
         """Register an object.
 
         Args:
-            name: of the object.
-            item: the object.
             defined: the function or class that it was made of. If the same one is run again (a notebook's cell, a file
                 that was edited), it replaces its former self.
-
-        Raises:
-            ValueError: the name is taken, or has a colon, which marks `file.py:object`.
         """
         if ":" in name:
             raise ValueError(f"{self.kind} {name!r}: a name must not have a colon")
@@ -137,11 +132,7 @@ class Registry(Generic[Item]):
         return f"expected the name of a {self.kind}, or file.py:object, got {name!r}; {near}"
 
     def get(self, name: str) -> Item:
-        """Return the object of a name; for `file.py:object` run the user's file.
-
-        Raises:
-            UsageError: there is none; the message gives near spellings.
-        """
+        """Return the object of a name; for `file.py:object` run the user's file."""
         if name not in self._items:
             self._load(name)
         return self._items[name]
@@ -163,9 +154,6 @@ class Registry(Generic[Item]):
 
         Each job does so once at its beginning; then `get` returns this object, so that an edit does not change a
         running job.
-
-        Raises:
-            UsageError: there is no such file or object, its code raises, or the object is of another kind.
         """
         if is_reference(name):
             self._items[name] = self.accept(name, load_object(name, UsageError))
@@ -217,11 +205,6 @@ def registered_names(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tupl
     """Yield the names of registered objects in settings: key path, name and registry.
 
     The path of a name that is a key of a mapping ends with a `MappingKey`.
-
-    Args:
-        hint: a dataclass of settings, or another annotation.
-        value: of this type, or as plain values.
-        path: of the value.
     """
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:

@@ -28,10 +28,6 @@ def holds_samples(values: Any, samples: int | None = None) -> bool:
     first axis, such as feature maps (B, C, H, W) of several levels. Where the number of samples is known from another
     input, a list of that length holds samples unless the first axes of its tensors have that size too, and a list of
     another length does not.
-
-    Args:
-        values: anything; only lists hold samples.
-        samples: their number, as other inputs have it; None: not known.
     """
     if not isinstance(values, list) or not values or (samples is not None and len(values) != samples):
         return False

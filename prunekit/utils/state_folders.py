@@ -76,11 +76,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def encode_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state as JSON values, and its tensors by name: contiguous copies on the CPU.
-
-    Raises:
-        TypeError: it holds something else; says where.
-    """
+    """Return a state as JSON values, and its tensors by name: contiguous copies on the CPU."""
     tensors: dict[str, Tensor] = {}
     return _encoded(state, "", tensors), tensors
 

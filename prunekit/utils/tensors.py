@@ -173,13 +173,8 @@ def require_same_kind(found: Any, wanted: Iterable[tuple[str, Tensor]], where: s
     """Raise unless tensors of a file can take the place of others: by names, shapes, dtypes, and finite values.
 
     Args:
-        found: by name, from the file.
         wanted: by name, all those whose place they are to take. A value that is not finite in one of them, as in a
             mask of minus infinity, need not be finite in the file.
-        where: the file or the place in it, which begins the message.
-
-    Raises:
-        ArtifactError: one is missing, unknown, of another shape or dtype, or has NaN or Inf in it.
     """
     there = dict(wanted)
     require_parts(found, (), where)

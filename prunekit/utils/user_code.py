@@ -37,10 +37,6 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     Args:
         reference: path of a Python file, a colon, and the name of a function or class without arguments; or
             `python:`, an importable module, a colon, and the name.
-        error: type of the error.
-
-    Raises:
-        UsageError: of the type `error`: no such file, module or name, or the code raises.
     """
     factory = load_object(reference, error)
     if not callable(factory):
@@ -49,11 +45,7 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
 
 
 def call_factory(factory: Callable[[], Any], reference: str, error: type[UsageError]) -> Any:
-    """Call the factory of a reference, and return its result.
-
-    Raises:
-        UsageError: of the type `error`: the factory raises; says where.
-    """
+    """Call the factory of a reference, and return its result."""
     path = Path(reference.rpartition(":")[0])
     try:
         return factory()
@@ -93,13 +85,7 @@ class ForbiddenReference(str):
 
 
 def from_file(text: str, where: str, instead: str = ALLOW) -> str:
-    """Return the name of a registered object as a file gives it; if it refers to code, it is marked and never runs.
-
-    Args:
-        text: that the file gives as a name.
-        where: its place in the file, for messages.
-        instead: how the user names the object, which goes behind "if you trust it," in messages.
-    """
+    """Return the name of a registered object as a file gives it; if it refers to code, it is marked and never runs."""
     if isinstance(text, ForbiddenReference) or not is_reference(text):
         return text
     return ForbiddenReference(text, where, instead)
@@ -114,12 +100,7 @@ def is_reference(text: object) -> bool:
 
 
 def load_object(reference: str, error: type[UsageError]) -> Any:
-    """Run the user's file and return the object of a reference; `run_factory` also calls it.
-
-    Raises:
-        UsageError: of the type `error`: no such file, module or name, the code raises, or a file names it and the user
-            has not allowed that.
-    """
+    """Run the user's file and return the object of a reference; `run_factory` also calls it."""
     _refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
     installed = file.startswith(_INSTALLED)
@@ -131,11 +112,7 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
 
 
 def require_object(reference: str, error: type[UsageError]) -> None:
-    """Raise if the code of a file defines no object of the name; the code is not run.
-
-    Raises:
-        UsageError: of the type `error`: there is no such file or name, or its code cannot be read.
-    """
+    """Raise if the code of a file defines no object of the name; the code is not run."""
     _refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
     if file.startswith(_INSTALLED):

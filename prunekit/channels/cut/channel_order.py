@@ -17,11 +17,6 @@ def with_channel_order(model: nn.Module, channel_map: ChannelMap, source: Labels
 
     Whether it computes the same is not known from the labels alone, as neighbors may matter, for example in a GroupNorm
     or behind a view: compare its outputs with the model's.
-
-    Args:
-        model: in the size that the map is of; only read.
-        channel_map: of the model.
-        source: (n_labels,) for each label the one whose entries it gets: a permutation.
     """
     moved = {}
     for name, tensor in named_tensors(model):

@@ -67,12 +67,7 @@ def _any_free(axes: tuple[Labels | None, ...]) -> bool:
 
 
 def kept_tensors(model: nn.Module, *, numbers: bool = False) -> dict[Place, Tensor]:
-    """Return the tensors that modules hold in attributes that are neither parameters nor buffers.
-
-    Args:
-        model: the model.
-        numbers: whether those of a single number count.
-    """
+    """Return the tensors that modules hold in attributes that are neither parameters nor buffers."""
     own = {id(tensor) for _, tensor in named_tensors(model)}
     found: dict[Place, Tensor] = {}
     for path, module in model.named_modules():
@@ -92,13 +87,7 @@ def drop_remade_(model: nn.Module, state: KeptState) -> None:
 
 
 def cut_state_(model: nn.Module, state: KeptState, keep: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-    """Leave the kept channels of what a model keeps between its calls, in place; others stay as they are.
-
-    Args:
-        model: a copy of a dense model, that is or will be compact.
-        state: of its map.
-        keep: bool (n_labels,).
-    """
+    """Leave the kept channels of what a model keeps between its calls, in place; others stay as they are."""
     drop_remade_(model, state)
     modules = dict(model.named_modules())
     for path, name in {place[:2] for place in state.labels}:

@@ -84,13 +84,6 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
     Wrappers that torch or Accelerate put around a method of an instance, such as autocast, are not copied: the copy has
     the method itself, like a model from a file. Tensors that an earlier forward pass left in other attributes are
     copied without their history.
-
-    Args:
-        model: not changed; parameters stay parameters with their `requires_grad`, buffers stay buffers.
-        tensors: one for each name of `named_tensors(model)`; a missing name keeps a copy of the model's tensor.
-
-    Raises:
-        ModelError: the model holds something that cannot be copied.
     """
     memo: dict[int, Any] = {id(item): item for item in _shared(model)}
     for name, tensor in named_tensors(model):
@@ -150,14 +143,6 @@ def copied(model: nn.Module, device: torch.device | str | None = None, dtype: to
     """Return a copy of a model with tensors of its own, whose hooks act on the copy.
 
     Norms that see kept channels only, as in the masked model of a result, do so in the copy.
-
-    Args:
-        model: not changed.
-        device: of the copy's tensors; the model's by default.
-        dtype: of the copy's floating-point tensors; complex ones stay complex, in that precision or in complex64.
-
-    Raises:
-        ModelError: the model holds something that cannot be copied.
     """
     computed = {name: tensor.detach().clone() for name, tensor in named_tensors(model) if not tensor.is_leaf}
     clone = with_tensors(model, computed)

@@ -27,13 +27,7 @@ def require_model(
     takes about a millisecond.
 
     Args:
-        channel_map: the map.
-        model: the model; not changed.
-        what: what was made for the model, for the message.
         narrow: shapes of the tensors in the compact model of a plan, to recognize that one.
-
-    Raises:
-        PlanError: it is another model; the message names the first tensor or module that does not fit, and what to do.
     """
     shapes = channel_map.shapes
     problem = _misfit(channel_map, model, shapes, what)
@@ -48,11 +42,7 @@ def require_model(
 
 
 def require_compact(channel_map: ChannelMap, model: nn.Module, narrow: Shapes) -> None:
-    """Raise unless a model is the compact one of a plan, whose tensors have the shapes `narrow`.
-
-    Raises:
-        PlanError: it is another model; the message names the first tensor or module that does not fit, and what to do.
-    """
+    """Raise unless a model is the compact one of a plan, whose tensors have the shapes `narrow`."""
     problem = _misfit(channel_map, model, narrow, "the plan")
     if problem and not _misfit(channel_map, model, channel_map.shapes, ""):
         raise PlanError(f"{problem}; the model is in its dense size: give prunekit.compact(model, plan)")

@@ -91,11 +91,6 @@ def keep_narrow_norms(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> 
     """Let the norms of a masked model see kept channels only from now on, wherever it is called; in place.
 
     The model's parameters, buffers and their names stay.
-
-    Args:
-        model: as for `NarrowNorms`, a model of our own making that is handed out.
-        channel_map: its map.
-        keep: bool (n_labels,).
     """
     runs = _narrow_runs(model, channel_map, keep)
     for encoder in _making_nested_tensors(model) if runs else ():

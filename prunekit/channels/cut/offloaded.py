@@ -15,9 +15,6 @@ def with_weights(model: nn.Module) -> nn.Module:
     """Return a copy with the weights that Accelerate offloads, on the CPU; a model without such weights as it is.
 
     Weights on the disk are mapped into memory where Accelerate's files allow it, so that only those in use take any.
-
-    Args:
-        model: not changed; the copy has none of Accelerate's hooks.
     """
     found = dict(_offloaded(model))
     if not found:

@@ -126,11 +126,7 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
-    """Set the size attributes of norms without tensors, in place.
-
-    Raises:
-        KeyError: there is no such norm at a path.
-    """
+    """Set the size attributes of norms without tensors, in place."""
     modules = dict(model.named_modules())
     for path, width in widths.items():
         if path not in modules or not _is_bare(modules[path]):
@@ -164,13 +160,6 @@ def narrow(
     """Return a new model with only the kept entries; the given model is not changed.
 
     Its modules have the same classes, except for attention whose sizes its own class cannot express.
-
-    Args:
-        model: the dense model.
-        kept: from `kept_indices`.
-        widths: from `bare_widths`.
-        attributes: from `attribute_values`.
-        shorter: what is left in place of branches that go.
     """
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}

@@ -202,12 +202,7 @@ class Shortening:
 
     @classmethod
     def from_json(cls, found: Any) -> Shortening:
-        """Return the shortening of JSON values.
-
-        Raises:
-            ValueError: they are none.
-            TypeError: likewise.
-        """
+        """Return the shortening of JSON values."""
         if not isinstance(found, dict):
             raise ValueError("expected an object with replacements and bodies")
         replacements = tuple(map(Replacement.from_json, found["replacements"]))
@@ -237,12 +232,7 @@ def _step(step: Any) -> Step:
 
 
 def shortening(branches: tuple[Branch, ...], bodies: Mapping[str, ModuleBody]) -> Shortening:
-    """Return what is left in place of branches.
-
-    Args:
-        branches: that are gone.
-        bodies: by the path of the module, the whole code of those that lose branches of their own.
-    """
+    """Return what is left in place of branches."""
     gone: dict[str, set[int]] = {}
     for branch in branches:
         if branch.body is not None:

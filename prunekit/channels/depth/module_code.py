@@ -29,11 +29,7 @@ class ModuleCode:
 
 
 def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
-    """Return the code of a module that one call ran, as steps.
-
-    Raises:
-        StaysError: it takes or returns something else than one tensor, or cannot be read from one call.
-    """
+    """Return the code of a module that one call ran, as steps."""
     if not call.plain or not call.inputs or call.inputs[0] is None or len(call.outputs) != 1 or call.place is not None:
         raise StaysError("the module around it takes or returns something else than one tensor")
     if call.path in search.run.asks_mode:
@@ -82,11 +78,7 @@ def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
 
 
 def _require_one_reader(search: RunSearch, call: TracedCall, child: TracedCall) -> None:
-    """Raise if a child that returns what it is given, as dropout does in eval mode, cannot be placed among the steps.
-
-    Raises:
-        StaysError: others read the same, and it is not known whether before or behind the child.
-    """
+    """Raise if a child that returns what it is given, as dropout does in eval mode, cannot be placed among the steps."""
     if not child.plain or not child.inputs or child.inputs[:1] != child.outputs:
         raise StaysError(f"{child.path} returns what it is not given")
     made = child.outputs[0]

@@ -193,14 +193,6 @@ def shorten_(model: nn.Module, wanted: Shortening) -> None:
     """Replace the modules that go, and the code around them, in place; a model that is shorter already stays as it is.
 
     The constants are tensors that the model has.
-
-    Args:
-        model: with all of its modules.
-        wanted: what is left in their place.
-
-    Raises:
-        AttributeError: the model has no such module or tensor.
-        ValueError: a step is none.
     """
     ours = {cls.__name__ for cls in (*REPLACED, ShorterModule)}  # or of their names, in a file that has their source
     if any(type(module).__name__ in ours for module in model.modules()):

@@ -33,12 +33,7 @@ class SizedMethod:
     places: tuple[CodePlace, ...]
 
     def text(self, base: str, names: Mapping[str, str]) -> str:
-        """Return the source of the method as it runs in a subclass: decorators, comments and all, from column 0.
-
-        Args:
-            base: an expression for the class that defines the method, in place of what `super()` and `__class__` mean.
-            names: other names for globals that the method reads.
-        """
+        """Return the source of the method as it runs in a subclass: decorators, comments and all, from column 0."""
         node, source = self._definition()
         exchange = _TextReplacer(node, source, [*self.places], base, self.base.__name__, names)
         made = exchange.visit(copy.deepcopy(node))

@@ -65,12 +65,7 @@ def _with_element(old: Any, position: int | None, value: int | list[int]) -> Any
 
 
 def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set attributes and expressions of a model's modules, in place.
-
-    Raises:
-        KeyError: there is no such module, attribute of integers, or expression.
-        ValueError: a value differs in type or length from the present one, or is larger.
-    """
+    """Set attributes and expressions of a model's modules, in place."""
     modules = dict(model.named_modules())
     for path, named in values.items():
         expressions = {name: value for name, value in named.items() if CodePlace.named(name)}
@@ -105,10 +100,6 @@ def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
     """Set explicit sizes in place of expressions in a module's Python, by giving it another class; in place.
 
     `sizes` are whole numbers, or lists of them, by the names of the places of the expressions.
-
-    Raises:
-        KeyError: the module's class has no such expression at a place.
-        ValueError: a value is no size.
     """
     places = {}
     for name, value in sizes.items():
@@ -182,11 +173,7 @@ def _reduce_class(cls: type) -> tuple[Callable[..., type], tuple[type, list[str]
 
 
 def sized_class(cls: type, names: list[str]) -> type:
-    """Return the class with explicit sizes in the places of these names; called when one is unpickled.
-
-    Raises:
-        ArtifactError: the Python of the class has changed, or cannot be read.
-    """
+    """Return the class with explicit sizes in the places of these names; called when one is unpickled."""
     places = [CodePlace.named(name) for name in names]
     try:
         return _with_sizes(cls, frozenset(place for place in places if place is not None))

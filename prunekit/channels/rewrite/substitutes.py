@@ -66,11 +66,7 @@ def substitutes() -> dict[type[nn.Module], type[SizedAttention]]:
 
 
 def substitute(original: type[nn.Module]) -> Callable[[Class], Class]:
-    """Register the substitute of exactly one class; a subclass of it may compute something else.
-
-    Raises:
-        ValueError: the class has a substitute already.
-    """
+    """Register the substitute of exactly one class; a subclass of it may compute something else."""
 
     def register(ours: Class) -> Class:
         if original in SUBSTITUTES:
@@ -93,12 +89,7 @@ def substitute_all(model: nn.Module) -> set[str]:
 
 
 def substituted_copy(model: nn.Module, own: Callable[[str], bool]) -> nn.Module:
-    """Return a copy in which attention calls its projections as layers, with the tensors of the model or its own.
-
-    Args:
-        model: only read.
-        own: of which tensors, by name, the copy has copies of its own.
-    """
+    """Return a copy in which attention calls its projections as layers, with the tensors of the model or its own."""
     tensors = {name: (tensor.detach(), own(name)) for name, tensor in named_tensors(model)}
     copy = with_tensors(model, {name: one.clone() if copied else one for name, (one, copied) in tensors.items()})
     substitute_all(copy)
@@ -139,12 +130,7 @@ def _original_of(ours: type[SizedAttention]) -> type[nn.Module]:
 
 
 def set_heads(model: nn.Module, heads: Heads) -> None:
-    """Set the number of heads of attention modules with narrow tensors, and substitute them if needed; in place.
-
-    Raises:
-        KeyError: there is no such module at a path.
-        ValueError: the tensors do not fit that many heads.
-    """
+    """Set the number of heads of attention modules with narrow tensors, and substitute them if needed; in place."""
     modules = dict(model.named_modules())
     for path, (name, count) in heads.items():
         module: Any = modules[path]
@@ -272,33 +258,7 @@ def multi_head_attention(
     average_attn_weights: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output and the weights of attention; one step to `torch.fx`, and Python that TorchScript compiles.
-
-    Args:
-        query: as `nn.MultiheadAttention.forward` takes it, like `key`, `value` and all that it takes besides.
-        key: see there.
-        value: see there.
-        sizes: rows of queries, keys and values, over all heads.
-        num_heads: how many of them there are.
-        scale: factor of the scores.
-        packed: weights of queries, keys and values, one after the other; None: those alone that follow.
-        q_weight: of the queries.
-        k_weight: of the keys.
-        v_weight: of the values.
-        in_bias: of all three.
-        bias_k: a learned key that is appended.
-        bias_v: a learned value.
-        add_zero_attn: whether a key and a value of zeros are appended.
-        out_weight: of the output projection.
-        out_bias: of the output projection.
-        batch_first: whether the first axis is the batch.
-        dropout: share of the weights that are dropped.
-        key_padding_mask: see `nn.MultiheadAttention`.
-        need_weights: see there.
-        attn_mask: see there.
-        average_attn_weights: see there.
-        is_causal: see there.
-    """
+    """Return the output and the weights of attention; one step to `torch.fx`, and Python that TorchScript compiles."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     batched, shared = query.dim() == 3, query is key and key is value

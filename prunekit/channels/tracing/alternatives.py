@@ -24,12 +24,6 @@ def alternatives_of(
     """Return the members of lists that did not run, for those that did and are built like them.
 
     Several must have run, all on the same channels and with the same channels as results: then so would the others.
-
-    Args:
-        model: that was traced.
-        ran: paths of the modules that ran.
-        activations: labels of their inputs and outputs, by path, "input" or "output", and call.
-        union: of these labels.
     """
     found: dict[str, tuple[str, ...]] = {}
     for alike in _built_alike(model):

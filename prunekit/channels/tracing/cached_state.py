@@ -129,9 +129,6 @@ def next_position(arguments: Arguments) -> Arguments:
     """Return arguments for one more position of a sequence: its last token again, with its mask one longer.
 
     Only what the decoder reads grows, where the model also has an encoder: arguments named `decoder_...`.
-
-    Raises:
-        ValueError: no argument is a sequence.
     """
     decoder = any(str(name).startswith("decoder_") for name in arguments)
     own = {name: value for name, value in arguments.items() if str(name).startswith("decoder_") == decoder}

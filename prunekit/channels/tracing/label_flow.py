@@ -233,12 +233,7 @@ class LabelFlow:
             self.locks.append(record)
 
     def take_statistics(self, field: Field, reason: str | None) -> None:
-        """Take note that the running module reduces over all of a labeled axis; see `NormFinder` for what follows.
-
-        Args:
-            field: lies on that axis.
-            reason: of the lock if the module turns out to be no norm; None if removed zeros do no harm then.
-        """
+        """Take note that the running module reduces over all of a labeled axis; see `NormFinder` for what follows."""
         if self._interchangeable_here(field.labels):
             return
         taken = self.statistics.setdefault(self.module, [])
@@ -259,14 +254,7 @@ class LabelFlow:
     def on_axis(
         self, tensor: Any, axis: int, reason: str, *, except_spans: Container[Shape] = ()
     ) -> tuple[Labels | None, bool]:
-        """Return the labels along one axis as a vector, with their zero flag; lock fields that mix it with others.
-
-        Args:
-            tensor: the tensor.
-            axis: counted from 0.
-            reason: of the lock.
-            except_spans: spans of fields that the caller follows itself.
-        """
+        """Return the labels along one axis as a vector, with their zero flag; lock fields that mix it with others."""
         return self.vector(self.fields(tensor), axis, reason, except_spans=except_spans)
 
     def vector(
@@ -321,8 +309,6 @@ class LabelFlow:
 
         Args:
             operands: shape and fields of each tensor operand, all with the same number of axes.
-            product: whether the result is zero where one operand is (multiplication), or only where all are.
-            others_zero: False if a number other than zero is added as well.
         """
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
         done: set[Field] = set()
@@ -412,14 +398,7 @@ class LabelFlow:
     def summed(
         self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True
     ) -> list[Field]:
-        """Return the fields of tensors that meet in the joint space of their axes, most of which are then summed over.
-
-        Args:
-            factors: tensors, each with the letters of its axes.
-            out_axes: those of the result; the others are dropped or tied.
-            product: whether they are multiplied, so that a sum is zero where one of them is; otherwise where all are.
-            count: whether each meeting counts as a multiply-accumulate.
-        """
+        """Return the fields of tensors that meet in the joint space of their axes, most of which are then summed over."""
         operands = [((tuple(tensor.shape), self.fields(tensor)), axes) for tensor, axes in factors]
         return self.summed_fields(operands, out_axes, product=product, count=count)
 

@@ -159,15 +159,8 @@ def record_memory(
     path of `nn.MultiheadAttention`, one operator with much inside, is counted as the operators that it replaces.
 
     Args:
-        model: not changed.
         example: see `prunekit.utils.inputs.as_example`. Tensors whose first axis is that of the first tensor count as
             batches, and are taken in the size of `batch`.
-        dtype: "fp32", "bf16" or "fp16", of all floating-point tensors.
-        batch: size of the batch.
-        prepare: called with the copy that runs.
-
-    Raises:
-        ModelError: the model does not run on the example.
     """
     wanted = _BatchSettings(batch, DTYPES[dtype], prepare)
     with seeded(0), torch.no_grad(), without_fast_path(), paused_garbage_collection():
@@ -322,9 +315,6 @@ def memory_table(trace: Trace, batch: int, dtype: str) -> MemoryTable:
     """Return the memory of the forward pass on the first example, with `batch` and `dtype` as for `record_memory`.
 
     It is counted once, and stored with the trace.
-
-    Raises:
-        ModelError: the model does not run with these.
     """
     known: MemoryTable | None = trace.tables.get((batch, dtype))
     if known is None:

@@ -38,13 +38,7 @@ ONE_BY_ONE = 16
 def search_state(
     model: nn.Module, run: Callable[[nn.Module], object], *, meta: bool
 ) -> tuple[set[Place], frozenset[Attribute]]:
-    """Return the tensors that a forward pass writes for the next, and the attributes that it makes where they are None.
-
-    Args:
-        model: the copy of a model that a trace runs; not changed.
-        run: calls a model.
-        meta: whether that runs on meta tensors.
-    """
+    """Return the tensors that a forward pass writes for the next, and the attributes that it makes where they are None."""
     if not kept_tensors(model):
         return set(), frozenset()
     moved = _moved(model, run, meta, training=False)
@@ -92,13 +86,7 @@ def _twin(model: nn.Module, meta: bool) -> nn.Module:
 
 
 def runs_on(model: nn.Module, inputs: tuple[Any, ...], *, meta: bool) -> bool:
-    """Return whether a copy of a model runs on some inputs.
-
-    Args:
-        model: the copy that a trace runs; not changed.
-        inputs: to run on.
-        meta: whether these are meta tensors.
-    """
+    """Return whether a copy of a model runs on some inputs."""
     return _runs(_twin(model, meta), lambda twin: call(twin, inputs), meta)
 
 
@@ -121,15 +109,7 @@ def label_state(
     *,
     meta: bool,
 ) -> KeptState:
-    """Give what earlier passes left for the next one labels that are coupled with what it meets, and drop caches.
-
-    Args:
-        clone: the copy of a model that a trace runs; changed in place.
-        example: the input of the trace.
-        flow: its labels.
-        stand_in: returns the tensor of a trace in place of a model's.
-        meta: whether these are meta tensors.
-    """
+    """Give what earlier passes left for the next one labels that are coupled with what it meets, and drop caches."""
     moved, remade = search_state(clone, lambda model: call(model, example), meta=meta)
     labels: dict[Place, tuple[Labels | None, ...]] = {}
 
@@ -169,26 +149,14 @@ def _axes_of(flow: LabelFlow, tensor: Tensor) -> tuple[Labels | None, ...]:
 def results_aside(
     runs: Sequence[TracedRun], model: nn.Module, examples: Sequence[tuple[Any, ...]]
 ) -> dict[int, frozenset[int]]:
-    """Return, by the number of a run, the operators that lead only to numbers which no later call reads.
-
-    Args:
-        runs: of a trace.
-        model: the copy that ran; not changed.
-        examples: the inputs that it ran on.
-    """
+    """Return, by the number of a run, the operators that lead only to numbers which no later call reads."""
     found = {number: run.aside for number, run in enumerate(runs) if run.aside}
     read = any(_reads_later(model, runs[one].inputs(examples), training=runs[one].training) for one in found)
     return {} if read else found
 
 
 def operators_aside(run: TracedRun, numbers: Iterable[int], others: Iterable[int]) -> frozenset[int]:
-    """Return the operators of a run that lead to numbers kept aside, and to nothing else.
-
-    Args:
-        run: that ended.
-        numbers: of the operators that made single numbers which the model keeps in attributes.
-        others: of those that made all else that it keeps.
-    """
+    """Return the operators of a run that lead to numbers kept aside, and to nothing else."""
     wanted = set(numbers)
     if not wanted:
         return frozenset()

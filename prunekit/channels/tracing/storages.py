@@ -21,14 +21,7 @@ class Storages:
         self._alive: list[torch.Tensor] = []
 
     def note(self, operator: Any, target: Any, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]) -> None:
-        """Record the tensors of an operator that ran.
-
-        Args:
-            operator: its record.
-            target: the tensor that it wrote in place, None if there is none.
-            inputs: the tensors that it read.
-            outs: the tensors that it returned.
-        """
+        """Record the tensors of an operator that ran."""
         # torch hands out a detached alias of a tensor that it creates, and nobody else has the first
         handed_out = operator.name == "aten.detach" and inputs[0] is self._made
         if target is None and not handed_out:
@@ -89,11 +82,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def from_parts(layout: str, shape: Sequence[int], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a sparse tensor of a layout, given by name, made of what `parts_of` returned.
-
-    Raises:
-        ValueError: there is no such layout, or the parts do not make a tensor of that shape.
-    """
+    """Return a sparse tensor of a layout, given by name, made of what `parts_of` returned."""
     known = {str(kind).removeprefix("torch."): kind for kind in (torch.sparse_coo, *_INDICES)}
     if layout not in known:
         raise ValueError(f"expected a layout among {', '.join(known)}, got {layout!r}")

@@ -180,14 +180,7 @@ class Decision:
     outs: list[torch.Tensor]
 
     def follow(self, arguments: Any, outs: Sequence[torch.Tensor], tolerance: float, peak: float) -> None:
-        """Write these results over those of another call that had the same arguments within a tolerance.
-
-        Args:
-            arguments: positional and named arguments of the other call.
-            outs: its results, changed in place.
-            tolerance: the largest relative difference of the arguments.
-            peak: the largest value so far in the run, see `relative_difference`.
-        """
+        """Write these results over those of another call that had the same arguments within a tolerance."""
         if all(map(torch.equal, self.outs, outs)) or _without_tensors(arguments) != self.settings:
             return
         pairs = zip(self.tensors, gather(arguments), strict=True)
@@ -255,9 +248,6 @@ def record_reference(
     """Return the results of the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 
     Operators inside those norms are not recorded. The model is a copy, without what forward makes where it is missing.
-
-    Raises:
-        ModelError: the model does not run.
     """
     narrow = channel_map.narrow(keep)
     gone = channel_map.branches.gone(keep)
@@ -310,9 +300,6 @@ def compare(
     """Run the compact model on the same input and compare every operator's entries with the masked model's.
 
     Modules in `skipping` may compute their results in another way: their own operators are not compared.
-
-    Returns:
-        The largest relative difference, and the first operator beyond `tolerance`, or None.
     """
     if reference.failed is not None:
         return reference.failed.difference, reference.failed

@@ -46,13 +46,7 @@ Attributes = tuple[tuple[str, str, bool], ...]
 def interchangeable_axes(
     model: nn.Module, chart: ChannelMap, examples: Sequence[tuple[Any, ...]]
 ) -> tuple[Interchangeable, ...]:
-    """Return the axes of a traced model that may lose positions together, though labels cannot follow these.
-
-    Args:
-        model: that was traced; not changed.
-        chart: its channel map.
-        examples: inputs, see `prunekit.utils.inputs.as_example`; the first is used.
-    """
+    """Return the axes of a traced model that may lose positions together, though labels cannot follow these."""
     places = _places(model, chart)
     if not places or any(tensor.is_meta for _, tensor in named_tensors(model)):
         return ()

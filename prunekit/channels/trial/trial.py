@@ -94,15 +94,8 @@ def run_trial(
     It ends because each time fewer channels are free, or more sizes are known.
 
     Args:
-        model: the dense model; not changed.
-        channel_map: its map.
-        choose: returns `keep` (bool, (n_labels,)) for a map; called again after each lock.
-        examples: inputs as for the trace.
         plain: whether all modules keep their classes: channels that would need explicit sizes in a class's Python, or
             another class, are locked.
-
-    Raises:
-        PlanError: the models differ where no channel is pruned, or further locks change nothing.
     """
     while True:
         settled = _with_blocks(model, channel_map, choose, examples, plain)

@@ -74,16 +74,7 @@ def untraced_sizes(
     kept: KeptIndices,
     examples: list[tuple[Any, ...]],
 ) -> UntracedSizes:
-    """Return the sizes that methods of a compact model read which its trial did not run.
-
-    Args:
-        model: the dense model.
-        compact: the compact model that passed the trial.
-        channel_map: the map of the plan.
-        keep: the plan.
-        kept: from `kept_indices`.
-        examples: inputs as for the trace.
-    """
+    """Return the sizes that methods of a compact model read which its trial did not run."""
     repeats = tuple(_unread_repeats(model, channel_map, keep))
     search = _UntracedSearch(model, compact, channel_map, keep, kept, examples)
     found = search.result() if search.found else UntracedSizes()

@@ -143,10 +143,6 @@ class BoxedImages:
 
         Args:
             indices: (B,) int64, which images.
-            draw: seed and epoch of random augmentation; None: no augmentation.
-
-        Raises:
-            DataError: more images than allowed are corrupt; names them.
         """
         read = [found for index in self.indices[indices].tolist() if (found := self._try(index, draw)) is not None]
         if not read:
@@ -210,7 +206,6 @@ def checked_boxes(
     Args:
         boxes: (M, 4), left, top, right and bottom.
         sizes: (M, 2), width and height of the image of each.
-        where: name of the data in messages.
 
     Returns:
         The clipped boxes, which of them stay, (M,) bool, and notes on what was changed.

@@ -42,11 +42,7 @@ class BoxAugmentation:
 
     @classmethod
     def of(cls, augment: Augment, gray: float) -> BoxAugmentation:
-        """Return the changes of a named augmentation or of settings.
-
-        Raises:
-            UsageError: the settings have operations that move pixels, and would leave boxes where they were.
-        """
+        """Return the changes of a named augmentation or of settings."""
         settings = augment if isinstance(augment, AugmentSettings) else NAMED[augment]
         for name in ("rand_augment", "trivial_augment"):
             if getattr(settings, name):
@@ -68,9 +64,7 @@ class BoxAugmentation:
         """Return an image of any size and its objects after random colors, crop and flip.
 
         Args:
-            image: in RGB.
             objects: by name, at least `boxes` (n, 4); those without area are outside of the image now.
-            flipped_points: for each keypoint the one that takes its place in a mirrored image; empty: the same.
         """
         if (jitter := self.settings.color_jitter) is not None:
             image = v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)(image)

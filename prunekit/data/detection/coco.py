@@ -56,11 +56,7 @@ class CocoImages(ImageFiles):
     notes: tuple[str, ...]
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
-        """Return an image and its objects.
-
-        Raises:
-            ValueError: the image has another size than the annotations say.
-        """
+        """Return an image and its objects."""
         with Image.open(self.paths[index]) as file:
             found = in_rgb(file)
             wanted = tuple(self.sizes[index].tolist())
@@ -84,7 +80,6 @@ def masks_of(outlines: Sequence[Any], size: tuple[int, int]) -> Tensor:
     Args:
         outlines: of each object polygons, lists of x and y in turn, or run lengths of COCO: `counts`, a list or text,
             and `size`, height and width.
-        size: width and height of the image.
     """
     width, height = size
     found = np.zeros((len(outlines), height, width), dtype=np.uint8)
@@ -126,11 +121,6 @@ def annotation_files(root: Path, suffix: str | None, keypoints: bool) -> dict[st
     Args:
         root: folder with `annotations/instances_train2017.json` and so on, and `train2017/` and so on, perhaps in
             `images/`; or with `train/_annotations.coco.json`, beside its images, and so on.
-        suffix: what follows `train` in the names, such as `2017`; None: what is there.
-        keypoints: whether files with keypoints are wanted, `person_keypoints_train2017.json`.
-
-    Raises:
-        DataError: there are no such files, or several for one part.
     """
     if not root.is_dir():
         raise DataError(f"{root}: expected the folder of a data set in the format of COCO; {GET_COCO}")
@@ -178,14 +168,8 @@ def read_coco(file: AnnotationFile, targets: Sequence[str], category_ids: bool) 
     """Read a file of annotations.
 
     Args:
-        file: of annotations, with the folder of its images.
-        targets: what is read besides boxes: `masks`, `keypoints`.
         category_ids: whether a class's number is that of its category, less one; else categories are numbered in the
             order of their ids.
-
-    Raises:
-        DataError: it has another form, no boxes, a category or image that it does not define, or no masks or keypoints
-            where they are wanted.
     """
     where = str(file.path)
     images, annotations, categories = read_entries(file.path, category_ids=category_ids)

@@ -25,15 +25,7 @@ Entries = list[dict[str, Any]]
 
 
 def read_entries(path: Path, *, category_ids: bool = False) -> tuple[Entries, Entries, Entries]:
-    """Return the images, annotations and categories of a file, the categories by their ids.
-
-    Args:
-        path: of the file.
-        category_ids: whether ids of categories are numbers of classes, from 1.
-
-    Raises:
-        DataError: it has another form; names the entry and its key.
-    """
+    """Return the images, annotations and categories of a file, the categories by their ids."""
     content = read_json(path, EXPECTED, DataError, most=MOST_BYTES, finite=False)
     if isinstance(content, dict) and "images" in content and content.get("annotations") is None:
         raise DataError(f"{shown(path)}: it has images, and no annotations, as COCO's test set; no mAP can be measured")

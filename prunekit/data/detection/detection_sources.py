@@ -48,10 +48,6 @@ def detection_splits(settings: DataSettings) -> Splits:
 
     Where there are no test images, those of validation are the test images, and others for validation are drawn from
     the training images, as for classification.
-
-    Raises:
-        DataError: the data is missing or damaged, or has no boxes.
-        UsageError: settings change nothing, or leave nothing to train on.
     """
     _refuse(settings)
     source = _READERS[settings.source](settings)

@@ -112,9 +112,6 @@ def describe_yolo(root: Path) -> YoloDescription:
     Args:
         root: the file; or a folder with it, or with `images/train` and `images/val` alone, whose classes are then those
             of ultralytics' own file for a folder of this name, if that package is installed.
-
-    Raises:
-        DataError: there is no such file, it has another form, or images are not where it says.
     """
     file = root if root.is_file() else _file_in(root)
     if file is None:
@@ -253,18 +250,7 @@ def label_file(image: Path) -> Path:
 def read_yolo(
     description: YoloDescription, part: str, targets: Sequence[str], corrupt: CorruptImages
 ) -> YoloImages:  # fmt: skip
-    """Read the labels of a part; an image without a file of labels has no objects.
-
-    Args:
-        description: of the data set.
-        part: `train`, `validation` or `test`.
-        targets: what is given besides boxes: `masks`, `keypoints`.
-        corrupt: counts images whose labels cannot be read, which are left out.
-
-    Raises:
-        DataError: there are no boxes, an unknown class, too many corrupt images, or no masks or keypoints where they
-            are wanted.
-    """
+    """Read the labels of a part; an image without a file of labels has no objects."""
     where = f"{description.where} {part}"
     if "keypoints" in targets and description.point_shape is None:
         raise DataError(f"{where}: data.targets asks for keypoints, and {description.where} has no kpt_shape")
@@ -312,12 +298,7 @@ def _some(labels: Labels, boxes: Array, stays: Array) -> Labels:
 
 
 def _labels(file: Path, description: YoloDescription) -> Labels:
-    """Read a file of labels: lines of a class and a box, a polygon, or a box and keypoints.
-
-    Raises:
-        ValueError: a line has another form.
-        DataError: a class is unknown.
-    """
+    """Read a file of labels: lines of a class and a box, a polygon, or a box and keypoints."""
     try:
         content = read_text(file, "labels, as ultralytics has them", DataError) if os.path.isfile(file) else ""
     except DataError as error:

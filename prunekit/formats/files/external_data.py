@@ -14,15 +14,7 @@ from prunekit.errors import ArtifactError
 
 
 def require_own_data(model: Any, path: Path) -> None:
-    """Raise if an ONNX model has external data anywhere but in files of its own folder.
-
-    Args:
-        model: as `onnx.load` returns it without external data.
-        path: of its file.
-
-    Raises:
-        ArtifactError: it has; names the tensor and the path.
-    """
+    """Raise if an ONNX model has external data anywhere but in files of its own folder."""
     for tensor in _tensors(model):
         if tensor.data_location == tensor.EXTERNAL:
             location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
@@ -30,16 +22,7 @@ def require_own_data(model: Any, path: Path) -> None:
 
 
 def require_own_file(path: Path, location: str, what: str) -> None:
-    """Raise unless a location is that of a file in the folder of another one.
-
-    Args:
-        path: of the file that names the location; where it is a link, also the folder that it leads to counts.
-        location: relative to its folder.
-        what: is there, for the message.
-
-    Raises:
-        ArtifactError: it is elsewhere, or there is no such file.
-    """
+    """Raise unless a location is that of a file in the folder of another one."""
     problem = "the model's own folder, and it leads elsewhere"
     if location and "\0" not in location and not Path(location).is_absolute() and ".." not in Path(location).parts:
         found = (path.parent / location).resolve()

@@ -171,22 +171,14 @@ def _product(parts: list[_Size]) -> _Size:
 
 
 def multiplied(left: Any, right: Any) -> Any:
-    """Return the product of two numbers of a program.
-
-    Raises:
-        OverflowError: it is beyond any size.
-    """
+    """Return the product of two numbers of a program."""
     if isinstance(left, int) and isinstance(right, int):
         _require_small(left.bit_length() + right.bit_length())
     return left * right
 
 
 def raised(base: Any, exponent: Any) -> Any:
-    """Return the power of two numbers of a program.
-
-    Raises:
-        OverflowError: it is beyond any size.
-    """
+    """Return the power of two numbers of a program."""
     if isinstance(base, int) and isinstance(exponent, int):
         _require_small(base.bit_length() * abs(exponent))
     return base**exponent

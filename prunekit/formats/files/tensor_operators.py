@@ -63,11 +63,7 @@ NOT_PURE = re.compile(
 
 
 def why_refused(target: str) -> str:
-    """Return why a program may not call an operator; empty if it may.
-
-    Args:
-        target: as programs have it, such as `torch.ops.aten.relu.default`.
-    """
+    """Return why a program may not call an operator; empty if it may."""
     match = OPERATOR.fullmatch(target)
     if match is None:
         return "it is no operator"

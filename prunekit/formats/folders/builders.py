@@ -70,13 +70,8 @@ def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = Non
     """Yield builders of the dense model that a model may come from, the likeliest first.
 
     Args:
-        model: dense or compact.
         build: name, zoo and arguments, as a model folder has them, or the zoo `own` with `file.py:factory` as the name;
             None if nobody knows.
-        dense: the dense model, or a function that builds it.
-
-    Raises:
-        ModelError: the user's code fails.
     """
     if build is not None:
         yield from _of_zoo(build)

@@ -48,12 +48,7 @@ class Bundle:
         return name
 
     def bind(self, name: str, statement: Callable[[str], str]) -> str:
-        """Add an import, and return the name that it binds: another one if the name means something else already.
-
-        Args:
-            name: wanted.
-            statement: returns the import that binds a name.
-        """
+        """Add an import, and return the name that it binds: another one if the name means something else already."""
         plain, number = name, 1
         while self._taken_otherwise(name, statement(name)):
             number += 1
@@ -72,13 +67,7 @@ class Bundle:
         self.definitions[name] = text.rstrip() + "\n"
 
     def include(self, module: str, name: str, edit: Callable[[ast.stmt, str], str] | None = None) -> str:
-        """Include what a module of prunekit binds to a name, with all that it uses, and return the name.
-
-        Args:
-            module: full name.
-            name: of a function, a class, a constant, or something that is imported there.
-            edit: returns the text of a statement of the module, in place of `text_of`.
-        """
+        """Include what a module of prunekit binds to a name, with all that it uses, and return the name."""
         statement = _statements(module)[name]
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             return self._include_imported(statement, name, edit)
@@ -106,11 +95,7 @@ class Bundle:
         return name
 
     def class_in_library(self, cls: type) -> str:
-        """Import the module of a class by its whole name, and return an expression for the class.
-
-        Raises:
-            LookupError: no importable module has it.
-        """
+        """Import the module of a class by its whole name, and return an expression for the class."""
         return f"{self.module(importable_module(cls))}.{cls.__qualname__}"
 
     def text(self) -> str:
@@ -129,11 +114,7 @@ class Bundle:
 
 
 def importable_module(thing: Any) -> str:
-    """Return the name of the module that a class or function is imported from, where prunekit is not installed.
-
-    Raises:
-        LookupError: it is defined inside a function, in `__main__` or a notebook, or is not under its name there.
-    """
+    """Return the name of the module that a class or function is imported from, where prunekit is not installed."""
     name = getattr(thing, "__module__", None) or ""
     where = f"{name}.{getattr(thing, '__qualname__', thing)}"
     found: Any = import_module(name) if name else None

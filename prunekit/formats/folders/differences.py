@@ -65,11 +65,7 @@ class Differences:
 
 
 def differences(dense: nn.Module, model: nn.Module) -> Differences:
-    """Return the differences of a model from a dense one, by module path; neither is changed.
-
-    Raises:
-        DiffersError: it has modules, classes, tensors, hooks or methods that the dense one has not.
-    """
+    """Return the differences of a model from a dense one, by module path; neither is changed."""
     found = Differences(shorter=shortening_of(model))
     foreign = {*foreign_methods(model)} - {*foreign_methods(dense)}
     if foreign:

@@ -64,13 +64,6 @@ def library_loading(
 
     Configurations are tried: each must make tensors of the model's shapes, and the library must then really load the
     weights with it, offline, and compute the same.
-
-    Args:
-        model: in eval mode.
-        example: arguments of `forward`.
-        interface: whose classes and preprocessing the configuration gets.
-        build: name, zoo and arguments of the dense model, where they are known.
-        weights: file of its tensors.
     """
     found = next((builder for builder in builders(model, build) if builder.package in ("timm", "transformers")), None)
     if found is None:

@@ -55,11 +55,7 @@ def _collection(value: Any) -> str | None:
 
 
 def call_of(function: str, *positional: Any, **named: Any) -> str:
-    """Return the source of a call with plain values.
-
-    Raises:
-        ValueError: a value is not plain.
-    """
+    """Return the source of a call with plain values."""
     parts = [literal(value) for value in positional]
     for key, value in named.items():
         text = literal(value)
@@ -104,14 +100,7 @@ def lines_of(mapping: Mapping[str, str], name: str) -> str:
 
 
 def wrapped(code: str, indent: int = 0, before: int = 0, width: int = 110) -> str:
-    """Return an expression over several lines where one is too long: each argument or entry on its own.
-
-    Args:
-        code: of the expression.
-        indent: of the line that it begins in.
-        before: characters that it has in front of it.
-        width: of the longest line.
-    """
+    """Return an expression over several lines where one is too long: each argument or entry on its own."""
     if indent + before + len(code) <= width:
         return code
     node = ast.parse(code, mode="eval").body

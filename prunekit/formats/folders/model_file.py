@@ -77,11 +77,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def text_of_file(contents: FileContents) -> str:
-    """Return the text of the file.
-
-    Raises:
-        RunError: a class that the model needs cannot be imported where prunekit is not installed.
-    """
+    """Return the text of the file."""
     bundle = Bundle()
     for name in ("load", "build", "change", "preprocess", "main", "model", "HERE", "TIES", "FROZEN"):
         bundle.take_name(name)

@@ -20,15 +20,8 @@ _MACHINE = ("python", "platform", "cpu", "torch", "torchvision", "prunekit")
 def run_facts(folder: Path) -> dict[str, Any]:
     """Return what is known of the run that a model is from; nothing if there is no run.
 
-    Args:
-        folder: of the model, inside the folder of its run; or that of the run.
-
     Returns:
         Under `run`: `figures` of each model (scores in percent with their interval, MACs, parameters, bytes), `model`,
-        the one in the folder, rows of `latency` and `speedup`, `budgets`, the names of the dense model and of the data.
-
-    Raises:
-        ArtifactError: the files of the run are damaged.
     """
     home = next((place for place in (folder, folder.absolute().parent) if (place / "metrics.json").is_file()), None)
     if home is None:

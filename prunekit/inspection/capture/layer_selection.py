@@ -43,16 +43,7 @@ class SelectedLayers:
 
 
 def select_layers(model: nn.Module, layers: Layers, key: str) -> SelectedLayers:
-    """Return the layers of a model that globs, classes or channel groups select.
-
-    Args:
-        model: the model.
-        layers: see `Layers`.
-        key: the setting that they are for, with which messages begin.
-
-    Raises:
-        UsageError: one of them matches nothing; the message gives near spellings.
-    """
+    """Return the layers of a model that globs, classes or channel groups select."""
     modules = {path: module for path, module in _named(model).items() if type(module) not in NEVER_RUN}
     hidden = _hidden(model)
     single = isinstance(layers, (str, type, ChannelGroup)) or not isinstance(layers, Iterable)

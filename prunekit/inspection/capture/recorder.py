@@ -145,12 +145,7 @@ class Capture(Displayed, LayerHooks):
         return len(self._entries)
 
     def __getitem__(self, path: str) -> list[Captured]:
-        """Return all tensors of one layer.
-
-        Raises:
-            KeyError: nothing of the layer was captured.
-            UsageError: the key is no path of a module.
-        """
+        """Return all tensors of one layer."""
         if not isinstance(path, str):
             raise UsageError(f"record[...]: expected the path of a module, such as 'layer1.0', got {path!r}")
         found = [entry for entry in self._entries if entry.path == path]
@@ -272,11 +267,7 @@ class Captured:
 
 
 def reducer_of(given: Named | Reducer | None) -> ByChannel:
-    """Return the reducer of a name, or a function as one; None returns the tensor itself.
-
-    Raises:
-        UsageError: there is no reducer of that name.
-    """
+    """Return the reducer of a name, or a function as one; None returns the tensor itself."""
     if given is None:
         return lambda values, axis: values
     if callable(given):

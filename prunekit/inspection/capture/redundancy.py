@@ -50,14 +50,6 @@ def redundant_channels(
 
     Two are alike if the correlation of their outputs, or the cosine of their weights, is at least `threshold` in size.
     A channel that is like several others is listed once, with the closest of those that are not listed themselves.
-
-    Args:
-        model: the model.
-        correlations: see `CorrelationCollector`.
-        threshold: 0..1.
-
-    Raises:
-        UsageError: the threshold is not between 0 and 1.
     """
     if not 0 < threshold <= 1:
         raise UsageError(f"threshold: expected a size of correlations, above 0 and up to 1, got {threshold}")
@@ -189,11 +181,7 @@ class CorrelationCollector(LayerHooks):
         )
 
     def correlations(self) -> list[ChannelCorrelations]:
-        """Return the correlations of each layer that ran, in order of execution.
-
-        Raises:
-            UsageError: the model has not run inside the `with`.
-        """
+        """Return the correlations of each layer that ran, in order of execution."""
         self.require_passes()
         return list(self._found.values())
 

@@ -69,14 +69,7 @@ class TensorStore:
         return int(psutil.virtual_memory().available)
 
     def keep(self, value: Any, source: Tensor, name: Callable[[], str], too_much: Callable[[int], Exception]) -> Any:
-        """Copy the tensors of a reducer's result, so that writing to `source` does not change them.
-
-        Args:
-            value: tensors, nested or not, and anything else.
-            source: the tensor that it was computed from.
-            name: name of a file, without its number.
-            too_much: returns the error to raise if so many more bytes exceed the limit.
-        """
+        """Copy the tensors of a reducer's result, so that writing to `source` does not change them."""
         needed = sum(tensor.numel() * tensor.element_size() for tensor in gather(value))
         if self.bytes + needed > self.limit:
             raise too_much(needed)

@@ -37,14 +37,6 @@ def largest_eigenvalue(loss: Callable[[], Tensor], weights: Sequence[Tensor], en
     iterates from converging to a negative eigenvalue of larger size. Products are central differences of gradients
     (LeCun et al. 1993, "Automatic learning rate maximization by on-line estimation of the Hessian's eigenvectors"),
     because many operators have no second derivative, and that of depthwise convolutions takes minutes.
-
-    Args:
-        loss: computes the loss with its graph; deterministic.
-        weights: the arguments of the loss; changed, and restored.
-        enough: iteration ends once the eigenvalue is known to be larger than this.
-
-    Returns:
-        None if the curvature is not a finite number.
     """
     found, shift, base = None, 0.0, [weight.detach().clone() for weight in weights]
     try:

@@ -154,12 +154,7 @@ class Pool:
 
 
 def batches_of(pairs: Iterable[InputsAndTargets], where: str, task: Task | None = None) -> list[LabeledBatch]:
-    """Return batches of inputs and targets.
-
-    Raises:
-        DataError: targets are no tensor of one label for each input, and no task says that they are something else; or
-            only some batches have targets.
-    """
+    """Return batches of inputs and targets."""
     found: list[LabeledBatch] = []
     for number, (inputs, labels) in enumerate(pairs, 1):
         if labels is not None and task is None and not isinstance(labels, Tensor):

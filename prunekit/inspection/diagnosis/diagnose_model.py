@@ -106,11 +106,7 @@ def diagnose(
 
 
 def require_kinds(ignore: Sequence[str]) -> None:
-    """Raise unless every name is a kind of fault.
-
-    Raises:
-        UsageError: one is no kind; the message has the nearest.
-    """
+    """Raise unless every name is a kind of fault."""
     for kind in ignore:
         if kind not in CHECKS:
             raise UsageError(f"ignore: there is no check {kind!r}; {nearest(kind, CHECKS)}")

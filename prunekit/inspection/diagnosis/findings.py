@@ -140,11 +140,7 @@ CHECKS: dict[str, FaultCheck] = {}
 
 
 def check(kind: str, needs: Need) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a function as the check of a kind of fault.
-
-    Raises:
-        ValueError: there is already a check of that kind.
-    """
+    """Register a function as the check of a kind of fault."""
 
     def register(function: CheckFunction) -> CheckFunction:
         if kind in CHECKS:

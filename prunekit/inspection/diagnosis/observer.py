@@ -85,10 +85,6 @@ def observe(
     `samples` is what they are called.
 
     Parameters, buffers, gradients, modes and the random state are afterwards what they were, even after an error.
-
-    Raises:
-        ModelError: the model is compiled.
-        PrunekitError: a hook raises, such as on nested tensors.
     """
     refuse_compiled(model, "diagnose")
     data, observer = DataRecorder(pool), Observer(model, training)

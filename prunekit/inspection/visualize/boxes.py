@@ -25,14 +25,7 @@ Boxes = Mapping[str, Tensor]
 
 
 def with_boxes(image: Tensor, found: Boxes, classes: Sequence[str], least: float = CONFIDENCE) -> Pixels:
-    """Return an image with its boxes, each with the name of its class and its score in percent.
-
-    Args:
-        image: (3, H, W) of values 0..1.
-        found: the boxes.
-        classes: name of each label; of others the number is shown.
-        least: boxes of a lower score are left out.
-    """
+    """Return an image with its boxes, each with the name of its class and its score in percent."""
     factor = max(1, round(SIDE / max(image.shape[-2:])))
     pixels = (image.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8)
     shown = Image.fromarray(pixels.permute(1, 2, 0).numpy().repeat(factor, 0).repeat(factor, 1))
@@ -72,12 +65,5 @@ def _write(pen: ImageDraw.ImageDraw, size: tuple[int, int], box: Sequence[float]
 def boxes_side_by_side(
     image: Tensor, sides: Mapping[str, Boxes], classes: Sequence[str], heading: tuple[str, str]
 ) -> Pixels:
-    """Return the picture of an image, (H, W, 3): a panel for its true boxes, and one for those of each model.
-
-    Args:
-        image: (3, H, W) of values 0..1.
-        sides: the boxes by the names of the panels, in their order.
-        classes: name of each label.
-        heading: two lines above the panels.
-    """
+    """Return the picture of an image, (H, W, 3): a panel for its true boxes, and one for those of each model."""
     return page([(name, with_boxes(image, found, classes)) for name, found in sides.items()], heading)

@@ -274,11 +274,7 @@ def class_map(method: str, layer: str | None, values: Tensor, scores: ClassScore
 
 
 def require_images(images: Tensor) -> None:
-    """Raise unless a tensor is a batch of images.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Raise unless a tensor is a batch of images."""
     if images.ndim != 4 or not len(images):
         raise UsageError(f"images: expected one or more, (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
 
@@ -293,11 +289,7 @@ class ClassScores:
 
 
 def class_scores(output: Any) -> ClassScores:
-    """Return the scores of classes in the output of a model.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """Return the scores of classes in the output of a model."""
     scores = logits(output["out"] if isinstance(output, Mapping) and "out" in output else output)
     if scores.ndim not in (2, 4):
         raise ModelError(
@@ -312,11 +304,7 @@ def class_scores(output: Any) -> ClassScores:
 
 
 def class_indices(scores: Tensor, target: ClassIndex) -> Tensor:
-    """Return the class of each image, (B,) int64, on the device of the scores (B, classes).
-
-    Raises:
-        UsageError: there is no such class, or not one class for each image.
-    """
+    """Return the class of each image, (B,) int64, on the device of the scores (B, classes)."""
     if target is None:
         return scores.detach().argmax(1)
     images, classes = scores.shape
@@ -331,11 +319,7 @@ def class_indices(scores: Tensor, target: ClassIndex) -> Tensor:
 
 
 def correlation(first: Tensor, second: Tensor) -> list[float | None]:
-    """Return the Pearson correlation of two maps (B, h, w) for each image; None if one is constant.
-
-    Raises:
-        UsageError: the maps have different shapes.
-    """
+    """Return the Pearson correlation of two maps (B, h, w) for each image; None if one is constant."""
     if first.shape != second.shape or first.ndim != 3:
         raise UsageError(
             f"expected two maps of one shape (B, h, w), got {tuple(first.shape)} and {tuple(second.shape)}"

@@ -62,16 +62,6 @@ def activation_distributions(
     """Return histograms of the outputs of layers in eval mode, over all calls, by path in order of execution.
 
     The model runs twice over the batches: once for the ranges, once to count.
-
-    Args:
-        model: the model, which is not changed.
-        batches: batches that can be iterated twice; see `run_passes`.
-        layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
-        device: device of the batches; None: that of the model's parameters.
-        bins: number of bins of each histogram.
-
-    Raises:
-        UsageError: a glob matches nothing.
     """
     chosen = list(weights_with_channels(model)) if layers is None else layers
     ranges: dict[str, tuple[float, float]] = {}

@@ -80,16 +80,8 @@ def feature_maps(
     """Run models on an image and return the outputs of layers, in the order in which the first model runs them.
 
     Args:
-        models: models by name, in eval mode; `pruned` is pruned from another, whose module paths it has.
-        image: (1, C, H, W).
         layers: layers of the first model, see `prunekit.capture`; None: its children, as far as they can be shown, and
             those in lists and dictionaries of modules.
-        kept: which channels are kept.
-        view: how outputs are shown; None: in the view that fits.
-
-    Raises:
-        UsageError: a glob matches nothing, no layer that it matches runs, or an output cannot be shown.
-        ModelError: a model does not run on the image.
     """
     first = next(iter(models.values()))
     wanted = list(_children(first)) if layers is None else layers
@@ -155,11 +147,6 @@ def aligned(
 
     Args:
         sides: name of a model -> (N, ...).
-        mask: which rows the pruned model keeps; None if unknown.
-        what: what rows are, for the note.
-
-    Returns:
-        The sides, with NaN for pruned rows; the mask, None if it does not fit; and a note why.
     """
     if PRUNED not in sides:
         return sides, None, ""
@@ -197,13 +184,7 @@ def view_of(values: Tensor, image: Sequence[int], layer: str, view: View | None 
     """Return an output in the view that fits.
 
     Args:
-        values: the output of a layer for one image.
         image: shape (1, C, H, W) of the model's input.
-        layer: path of the layer, for messages.
-        view: the view that is required; None: any.
-
-    Raises:
-        UsageError: the output cannot be shown, or not in this view; the message says which view fits.
     """
     found = _fitting(values, image)
     if found is None:

@@ -44,13 +44,7 @@ def first_filters(
     """Return the filters of the first layer that reads the image, a convolution or a linear layer.
 
     Args:
-        models: models by name; `pruned` is pruned from another, whose module paths it has.
         image: shape (C, H, W) of the models' input.
-        layer: path of another layer; None: the first in the order of the model.
-        kept: which filters are kept.
-
-    Raises:
-        UsageError: there is no such layer, or its weights are no images.
     """
     first = next(iter(models.values()))
     modules = dict(first.named_modules())
@@ -94,11 +88,6 @@ def draw_filters(filters: LayerFilters, title: str = "", most: int | None = 256)
 
     All have one scale with zero as mid-gray, which ends at the 99.5th percentile of the absolute weights, as a few
     large ones would leave all others gray. Filters of more than 3 input channels are shown as the mean over these.
-
-    Args:
-        filters: see `first_filters`.
-        title: text after the layer's name.
-        most: limit of filters, which are evenly spread; None: all.
     """
     scale = _scale(torch.cat([values.flatten() for values in map(_colors, filters.sides.values())]).abs())
     panels = []

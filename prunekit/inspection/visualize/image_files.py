@@ -91,11 +91,7 @@ class Preprocessing:
 
 
 def read_image(path: StrPath, transform: Transform) -> Tensor:
-    """Read an image file, rotated by its EXIF data, as a model's input, (C, H, W).
-
-    Raises:
-        DataError: the file does not exist, cannot be opened, is no image, or is truncated.
-    """
+    """Read an image file, rotated by its EXIF data, as a model's input, (C, H, W)."""
     path = Path(path)
     try:
         with Image.open(path) as file:
@@ -130,14 +126,7 @@ def write_png(path: StrPath, pixels: Pixels) -> Path:
 
 
 def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -> Path:
-    """Write panels side by side as a PNG file, atomically; three of them can be read on a phone.
-
-    Args:
-        path: path of the file.
-        panels: the panels.
-        title: text above all panels.
-        scale: meaning of the ends of the colors.
-    """
+    """Write panels side by side as a PNG file, atomically; three of them can be read on a phone."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable

@@ -45,13 +45,7 @@ class GridSettings:
 
 
 def draw(features: LayerFeatures, settings: GridSettings = GridSettings(), title: str = "") -> Pixels:
-    """Return the picture of a layer, (H, W, 3): a panel for each model.
-
-    Args:
-        features: the output of the layer.
-        settings: settings of the grid.
-        title: text after the layer's name.
-    """
+    """Return the picture of a layer, (H, W, 3): a panel for each model."""
     chosen = spread(features.channels, settings.most)
     if features.view == "bars":
         return _bars(features, _heading(features, len(chosen), settings, title))

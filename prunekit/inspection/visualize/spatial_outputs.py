@@ -60,9 +60,6 @@ def layout_of(shape: Sequence[int], image: Sequence[int]) -> Layout | None:
     Args:
         shape: shape of the output.
         image: shape (B, C, H, W) of the model's input.
-
-    Returns:
-        None if the output has no places: a vector for each image, a single place, windows, a clip, or text.
     """
     if shape[:1] != image[:1]:
         return None
@@ -215,11 +212,7 @@ class SpatialActivations(HookOwner):
             self.last_linear = LinearCall(module, arguments[0].detach(), result.detach())
 
     def found(self) -> SpatialCall:
-        """Return the last call.
-
-        Raises:
-            ModelError: the layer did not run, or no output is an image.
-        """
+        """Return the last call."""
         if self.calls:
             return self.calls[-1]
         if self._layer is None:
@@ -233,17 +226,7 @@ class SpatialActivations(HookOwner):
         )
 
     def backward(self, score: Tensor) -> SpatialCall:
-        """Run the backward pass of a score to the calls, without changing gradients of parameters.
-
-        Args:
-            score: one number.
-
-        Returns:
-            The last call that the gradient reaches; for tokens, the last with a gradient at any patch.
-
-        Raises:
-            ModelError: the gradient reaches no call.
-        """
+        """Run the backward pass of a score to the calls, without changing gradients of parameters."""
         call = self.found()
         stops = [one.stop for one in self.calls if one.stop is not None]
         if stops and is_reentrant(score):

@@ -85,11 +85,7 @@ def _is_pruned(yolo: Any) -> bool:
 
 
 def _require_attached(yolo: Any, resumed: Any) -> None:
-    """Raise where a training that pruned would be resumed without pruning.
-
-    Raises:
-        UsageError: there is a state of pruning beside the checkpoint, and nothing reads it.
-    """
+    """Raise where a training that pruned would be resumed without pruning."""
     path = yolo.ckpt_path if resumed is True else resumed
     attached = any(
         hasattr(getattr(callback, "__self__", None), PRUNES)

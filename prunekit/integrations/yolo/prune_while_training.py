@@ -207,11 +207,7 @@ class PruneWhileTraining:
         trainer.save_model = _SavesBestUnderFinalPlan(trainer, self.pruner)
 
     def _resume(self, trainer: Any, pruner: Pruner) -> None:
-        """Go on from the state beside the checkpoint.
-
-        Raises:
-            ArtifactError: it is missing, or of another epoch than the checkpoint.
-        """
+        """Go on from the state beside the checkpoint."""
         file = Path(trainer.wdir) / STATE
         if not file.exists():
             raise ArtifactError(

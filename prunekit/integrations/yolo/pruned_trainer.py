@@ -87,9 +87,6 @@ def _fit_classes(model: Any, data: dict[str, Any]) -> None:
     """Give an open vocabulary the classes of the data; require of other heads that they have them.
 
     A classifier's head is changed by its trainer.
-
-    Raises:
-        ModelError: the numbers of classes differ.
     """
     head = model.model[-1]
     own, theirs = getattr(head, "nc", None), data["nc"]

@@ -30,11 +30,7 @@ PRESETS = ("image", "sequence")
 
 
 def with_data(target: InputModel, data: DataSettings | None, own: Own, task: str | None) -> InputModel:
-    """Return a model with its data, whose samples files are checked and scored on; as it is without any.
-
-    Raises:
-        DataError: the data is missing or unreadable.
-    """
+    """Return a model with its data, whose samples files are checked and scored on; as it is without any."""
     if target.splits is not None or (data is None and own.data is None):
         return target
     splits = splits_of(target, data, own, "check the export on", task)
@@ -111,19 +107,7 @@ def described_interface(
     dynamic: Sequence[str] = (),
     batch: int | None = None,
 ) -> ModelInterface:
-    """Return the interface of an export: what is known of the model, with axes as they are asked for.
-
-    Args:
-        model: in eval mode on the CPU.
-        example: at least two samples, unless the batch is fixed.
-        target: the same model with its data.
-        dynamic: axes of any size besides the batch: `image`, `sequence`, or `INPUT:AXIS`.
-        batch: the only batch size; None: any.
-
-    Raises:
-        ModelError: the model does not run on the example.
-        UsageError: an axis of any size is not one of the inputs.
-    """
+    """Return the interface of an export: what is known of the model, with axes as they are asked for."""
     try:
         found = interface_of(model, example)
     except Exception as error:  # a model's own code may raise anything
@@ -164,11 +148,7 @@ def runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
 
 
 def dynamic_inputs(inputs: Sequence[TensorSpec], asked: Iterable[str]) -> Iterator[TensorSpec]:
-    """Yield the inputs with names for the axes that may have any size.
-
-    Raises:
-        UsageError: an axis is not one of the inputs.
-    """
+    """Yield the inputs with names for the axes that may have any size."""
     axes: dict[tuple[str, int], str] = {}
     for text in asked:
         if text == "image":

@@ -197,11 +197,7 @@ class ExportRequest:
 
 
 def require_exportable(request: ExportRequest, name: str) -> Path:
-    """Return the path of an export, and raise for what is wrong with the request before anything is computed.
-
-    Raises:
-        UsageError: there is no such format, a package is missing, the path exists, or cannot be written to.
-    """
+    """Return the path of an export, and raise for what is wrong with the request before anything is computed."""
     kind = FORMATS.get(request.to)
     if missing := kind.unusable():
         raise UsageError(f"export to {kind.name} {missing}")
@@ -237,18 +233,6 @@ def export_float(
     """Export a model, check the file against it, and measure it.
 
     The file is written aside, and gets its name once its outputs agree with the model's.
-
-    Args:
-        target: the model, with its data if there is any.
-        request: what to export to.
-        folder: the model folder that it is from.
-        facts: further facts, such as the `dense` model, or figures of the run for a model card.
-        log: gets a line for each step.
-
-    Raises:
-        UsageError: the format, the path or an axis does not fit; nothing was written.
-        ModelError: the model does not run on its input.
-        RunError: the format cannot hold the model, or its file computes something else; nothing was written.
     """
     path, kind = require_exportable(request, target.name), FORMATS.get(request.to)
     model = one_copy(target.model)

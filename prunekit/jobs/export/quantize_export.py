@@ -68,11 +68,7 @@ def unquantizable(name: str) -> str:
 
 
 def require_quantizable(request: ExportRequest) -> None:
-    """Raise if a request asks for int8 in a format that has none, or that needs a package for it.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Raise if a request asks for int8 in a format that has none, or that needs a package for it."""
     if request.quantize is not None and (problem := unquantizable(request.to)):
         raise UsageError(problem)
 
@@ -102,11 +98,7 @@ def export_target(
 
 
 def require_calibration(target: InputModel) -> None:
-    """Raise if there is no data to take the ranges of activations from.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Raise if there is no data to take the ranges of activations from."""
     splits = target.splits
     if splits is not None and splits.train is splits.test:
         raise UsageError(
@@ -135,17 +127,6 @@ def quantize_export(
 
     Ranges come from training samples. The limit of `settings.max_drop` is kept on validation samples; the score that is
     reported is on the test samples, which nothing has seen before.
-
-    Args:
-        target: the model with its data.
-        exported: the file in float.
-        request: that it was exported by.
-        dense: the dense model, to time the file against in the same format; None: it is not.
-        log: gets a line for each step.
-
-    Raises:
-        UsageError: there is no data to calibrate on.
-        RunError: int8 costs more than allowed; names the layers.
     """
     kind, path, settings = FORMATS.get(exported.format), int8_path(exported.path), request.quantize
     assert settings is not None

@@ -43,14 +43,8 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     says; under scope `uniform` the widths do not depend on them.
 
     Args:
-        job: the settings.
-        log: gets a line for each stage; the first says if something will be timed.
-        own: the user's own code, where the job's model or data is their own.
         measure: whether anything may be timed. If not, a profile from the cache is used; without one, a speedup is
             predicted from multiply-accumulates.
-
-    Raises:
-        UsageError: data, model or budget do not fit; or milliseconds are asked for that nothing predicts.
     """
     timely = job.prune.budget.measured
     if timely and measure:
@@ -112,11 +106,7 @@ def _predicted(search: PlanSearch, deploy: DeploySettings) -> PlanSearch:
 
 
 def by_macs(settings: PruneSettings) -> PruneSettings:
-    """Return settings with a budget of multiply-accumulates in place of a speedup, as if time fell with them.
-
-    Raises:
-        UsageError: a budget is in milliseconds, which MACs cannot predict.
-    """
+    """Return settings with a budget of multiply-accumulates in place of a speedup, as if time fell with them."""
     budget = settings.budget
     for name, value in budget.given.items():
         facts = facts_of(name)

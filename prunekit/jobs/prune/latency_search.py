@@ -63,24 +63,11 @@ class LatencySearch:
 
     @property
     def aim(self) -> PruneSettings:
-        """The settings for the next plan.
-
-        Raises:
-            PlanError: no plan is predicted to be faster than the dense model.
-        """
+        """The settings for the next plan."""
         return self._target.aim(self._share)
 
     def measure(self, plan: Plan, compact: nn.Module) -> None:
-        """Measure a plan, twice if it is near the goal, and aim the next one.
-
-        Args:
-            plan: made for `aim`.
-            compact: the compact model.
-
-        Raises:
-            PlanError: the budgets are out of reach; names the best that was measured.
-            RunError: the target cannot run the model.
-        """
+        """Measure a plan, twice if it is near the goal, and aim the next one."""
         target, number = self._target, self._number_of(plan)
         for again in (False, True):
             if sum(one.plan == number for one in self.attempts) > 1:
@@ -142,17 +129,7 @@ def time_binds(plan: Plan) -> bool:
 
 
 def time_compact(target: LatencyTarget, compact: nn.Module, limit_s: float, log: Log) -> Timing:
-    """Measure a compact model during the search, deployed as the target says.
-
-    Args:
-        target: the budgets of time.
-        compact: the model.
-        limit_s: as for `time_pair`.
-        log: gets a line before each process.
-
-    Raises:
-        RunError: the target cannot run it.
-    """
+    """Measure a compact model during the search, deployed as the target says."""
     rounds = rounds_of(target.table.dense_ms)
     ready_made = target.transform(compact)
     settings, most = target.settings, current_effort().most_processes
@@ -160,17 +137,7 @@ def time_compact(target: LatencyTarget, compact: nn.Module, limit_s: float, log:
 
 
 def time_delivered(target: LatencyTarget, first: Timing, model: nn.Module, log: Log) -> Timing:
-    """Measure the final model, with the most processes, as its figure counts.
-
-    Args:
-        target: the budgets of time.
-        first: of the first plan, which tells the time of the dense model.
-        model: compact and deployed.
-        log: gets a line before each process.
-
-    Raises:
-        RunError: the target cannot run it.
-    """
+    """Measure the final model, with the most processes, as its figure counts."""
     rounds = rounds_of(first.ms * first.speedup)
     settings, most = target.settings, current_effort().last_processes
     limit_s = FINAL_SHARE * settings.target.limit_s
@@ -198,19 +165,6 @@ def time_pair(
 
     The time of a model differs by some percent from process to process, more than its interval in each: addresses in
     memory are random, and other load changes. The less the processes agree, the more of them measure.
-
-    Args:
-        model: the dense one.
-        compact: the other.
-        inputs: that both are timed on.
-        settings: target and budgets.
-        rounds: in each process.
-        most: the largest number of processes.
-        limit_s: seconds after which no process begins, but for the first one; what is not settled by then is unstable.
-        log: gets a line before each process.
-
-    Raises:
-        RunError: it cannot be measured there.
     """
     effort, over = current_effort(), perf_counter() + limit_s
     wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}

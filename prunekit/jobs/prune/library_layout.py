@@ -64,11 +64,7 @@ class LibraryModel:
 
     @classmethod
     def of(cls, model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> LibraryModel:
-        """Return the model of transformers in a model.
-
-        Raises:
-            UsageError: there is none, or its own configuration does not build it.
-        """
+        """Return the model of transformers in a model."""
         found = library_model(model)
         if found is None:
             raise UsageError(
@@ -111,13 +107,7 @@ def with_library_layout(library: LibraryModel, channel_map: ChannelMap) -> Chann
 
 
 def with_known_layout(library: LibraryModel, channel_map: ChannelMap, layouts: Sequence[EqualWidths]) -> ChannelMap:
-    """Return the map with the last of the layouts, or another one if a trial has locked what that needs.
-
-    Args:
-        library: the model.
-        channel_map: with a layout.
-        layouts: that were found meanwhile.
-    """
+    """Return the map with the last of the layouts, or another one if a trial has locked what that needs."""
     if layouts:
         channel_map = with_equal_widths(channel_map, layouts[-1])
     holds = channel_map.traced.equal_widths.holds_for(channel_map.families.keys())
@@ -297,9 +287,6 @@ def with_config_multiples(library: LibraryModel, channel_map: ChannelMap, keep: 
 
     A width may have to be a multiple of another, as the hidden size of the number of heads, which is known once a plan
     has chosen both. Where no multiple of one family helps, one stays whole.
-
-    Raises:
-        PlanError: neither helps.
     """
     layout = _LayoutSearch(library, channel_map)
     if layout.says(keep):
@@ -423,16 +410,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def sayable_plan(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
-    """Return a plan of which some configuration makes the shapes; its map has what that took.
-
-    Args:
-        library: the model.
-        channel_map: with a layout.
-        make: returns a plan for a map.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """Return a plan of which some configuration makes the shapes; its map has what that took."""
     plan = make(channel_map)
     while (other := with_config_multiples(library, plan.channel_map, plan.keep)) is not None:
         plan = make(other)
@@ -440,16 +418,7 @@ def sayable_plan(library: LibraryModel, channel_map: ChannelMap, make: Callable[
 
 
 def plan_in_layout(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
-    """Return a plan whose widths a configuration says, with its entries, for a map that a trial has settled.
-
-    Args:
-        library: the model that is pruned, with the weights that it has now.
-        channel_map: with a layout.
-        make: returns a plan for a map.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """Return a plan whose widths a configuration says, with its entries, for a map that a trial has settled."""
     while True:
         plan = sayable_plan(library, channel_map, make)
         note, layout = library_changes(library, compact(library.model, plan), plan)
@@ -459,15 +428,7 @@ def plan_in_layout(library: LibraryModel, channel_map: ChannelMap, make: Callabl
 
 
 def library_changes(library: LibraryModel, small: nn.Module, plan: Plan) -> tuple[dict[str, Any] | None, EqualWidths]:
-    """Return what the configuration of a compact model has to say, or a layout in which more stays whole.
-
-    Returns:
-        `module`, the path of the model of transformers, and `config`, by dotted path the entry of the dense and that of
-        the compact model; None if what its class builds computes something else. And the layout to plan by then.
-
-    Raises:
-        PlanError: it computes something else, and nothing that the plan makes narrower is left to keep whole.
-    """
+    """Return what the configuration of a compact model has to say, or a layout in which more stays whole."""
     search, chart, equal = library.search, plan.channel_map, plan.channel_map.traced.equal_widths
     calls = _Calls.of(_in_precision(small, library.examples), library.path, library.examples)
     wanted, reason = shapes_of(calls.inner), ""

@@ -100,11 +100,7 @@ def check_calibration(
     loss: Loss | None,
     task: Task | str | None,
 ) -> bool:
-    """Return whether calibration batches need targets.
-
-    Raises:
-        UsageError: the criterion needs something that isn't given, or something is given that it doesn't need.
-    """
+    """Return whether calibration batches need targets."""
     if problems := [f"{'.'.join(path)}: {text}" for path, text in prune_contradictions(asdict(settings))]:
         raise UsageError("; ".join(problems))
     assert settings.schedule is not None

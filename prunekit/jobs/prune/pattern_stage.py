@@ -32,18 +32,7 @@ from prunekit.utils.inputs import inputs_as_example
 def zeros_by_size(
     model: nn.Module, plan: Plan, example: tuple[Any, ...], settings: PatternSettings
 ) -> tuple[Plan, PatternLayers]:
-    """Return a plan with masks of the smallest weights, and which layers have zeros.
-
-    Args:
-        model: the dense one; only read.
-        plan: which channels are kept.
-        example: inputs, see `prunekit.utils.inputs.as_example`.
-        settings: of the pattern; with scope `error` by LAMP (Lee et al. 2021), which needs no data.
-
-    Raises:
-        PlanError: the pattern doesn't fit the model, see `pattern_layers`.
-        NonFiniteError: weights are NaN or Inf.
-    """
+    """Return a plan with masks of the smallest weights, and which layers have zeros."""
     layers = _layers(model, plan, example, settings)
     tensors, weights = dict(model.named_parameters()), list[StageWeights]()
     for layer in layers.layers:
@@ -80,12 +69,6 @@ def with_best_order(
     """Return the model with its channels in an order in which N:M keeps more, and a sentence on that.
 
     The order of a group is taken only if the model computes the same with it in float64.
-
-    Args:
-        model: the dense one; only read.
-        plan: which channels are kept.
-        example: inputs, see `prunekit.utils.inputs.as_example`.
-        settings: of the pattern.
     """
     if settings.kept_of is None or not settings.permute:
         return model, ""

@@ -67,12 +67,7 @@ class Request:
         require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
 
     def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
-        """Read the samples, trace, collect what the criterion needs, and plan within the budgets.
-
-        Args:
-            repair: settings of the repair that follows, with the limit of memory for statistics.
-            channel_map: of the model, if it was traced already.
-        """
+        """Read the samples, trace, collect what the criterion needs, and plan within the budgets."""
         collected = self._collected()
         if collected is not None:
             self.samples = collected.samples
@@ -106,11 +101,7 @@ class Request:
         return planned
 
     def _collected(self) -> Collected | None:
-        """Return the evidence of `collect`, if that is the calibration.
-
-        Raises:
-            UsageError: it is of another model, or of other weights, or an argument would need another trace.
-        """
+        """Return the evidence of `collect`, if that is the calibration."""
         if not isinstance(self.calibration, Collected):
             return None
         self.calibration.require_unchanged(self.model)
@@ -174,11 +165,7 @@ class Request:
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
-    """Raise if a model in half precision cannot run on its device, which tracing it does not need.
-
-    Raises:
-        ModelError: an operator is missing in half precision.
-    """
+    """Raise if a model in half precision cannot run on its device, which tracing it does not need."""
     kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
     if kind is None:
         return

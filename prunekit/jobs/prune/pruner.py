@@ -512,11 +512,7 @@ class Pruner(Displayed):
 
 
 def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
-    """Return the optimizer inside a wrapper.
-
-    Raises:
-        UsageError: it is none, or of other parameters than the model's.
-    """
+    """Return the optimizer inside a wrapper."""
     inner = optimizer_of(model, optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     theirs = [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -536,11 +532,7 @@ def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
 
 
 def _average_masks(average: Any, model: nn.Module, plan: Plan) -> WeightMasks:
-    """Return masks of an average of weights.
-
-    Raises:
-        UsageError: it is none of this model: no module, the model itself, or one with other tensors.
-    """
+    """Return masks of an average of weights."""
     expected = "average: expected a module of the model's structure with weights of its own, such as an AveragedModel"
     if not isinstance(average, nn.Module):
         raise UsageError(f"{expected}; got {type(average).__name__}")

@@ -47,21 +47,13 @@ def main_has(value: object) -> bool:
 
 
 def share_model(model: nn.Module, what: str) -> None:
-    """Give every process the main one's weights and buffers, once the main one has them.
-
-    Raises:
-        RunError: the models differ in more than their values.
-    """
+    """Give every process the main one's weights and buffers, once the main one has them."""
     wait_for_all()
     share_tensors(named_tensors(model), what)
 
 
 def share_plan(plan: Plan | None) -> Plan:
-    """Return the main process's plan in every process; the others need not give one.
-
-    Raises:
-        RunError: the plan did not arrive unchanged.
-    """
+    """Return the main process's plan in every process; the others need not give one."""
 
     @computed_by_main
     def without_trace() -> Plan:
@@ -77,16 +69,7 @@ def share_plan(plan: Plan | None) -> Plan:
 
 
 def share_stage(make: Callable[[], Plan], before: Plan) -> Plan:
-    """Return the plan that the main process makes for a stage of a schedule, in every process.
-
-    Args:
-        make: called in the main process alone.
-        before: the plan in force, of the same channel map.
-
-    Raises:
-        Whatever `make` raises, as `from_main` does.
-        RunError: the plan did not arrive unchanged.
-    """
+    """Return the plan that the main process makes for a stage of a schedule, in every process."""
     if size() == 1:
         return make()
     made = main_process_only(make)()
@@ -103,9 +86,5 @@ def share_stage(make: Callable[[], Plan], before: Plan) -> Plan:
 
 
 def require_same_plan(plan: Plan, when: str) -> None:
-    """Raise unless every process has the same plan, by its hash.
-
-    Raises:
-        RunError: the plans differ; names the processes.
-    """
+    """Raise unless every process has the same plan, by its hash."""
     require_equal(plan.digest, f"the plan {when}")

@@ -106,15 +106,6 @@ def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> La
     On the CPU, where the system kills a process that takes too much, they are tried in a process of their own whose
     memory is watched. Each is chosen by the line through two that were measured, until one fits that is within 3 % of
     one that does not, or of the free memory. A tenth of the free memory is left to others; a container's limit counts.
-
-    Args:
-        job: the settings.
-        log: gets a line for each batch.
-        own: the user's own code.
-
-    Raises:
-        UsageError: data or model do not fit, there are several processes, or the device tells nothing of its memory.
-        RunError: not even the smallest batch fits.
     """
     if size() > 1:
         raise UsageError(f"--find-batch-size: expected a single process, got {size()}; start without torchrun")
@@ -248,11 +239,7 @@ class Rehearsal:
         return len(self._prepared.splits.train)
 
     def train(self, batch: int) -> None:
-        """Make two steps of each training in turn.
-
-        Raises:
-            MemoryShortageError: a batch of this size does not fit.
-        """
+        """Make two steps of each training in turn."""
         job, prepared = self._prepared.job, self._prepared
         for name, section in self._sections.items():
             settings = replace(section, epochs=1, accumulate=min(section.accumulate, 2), warmup=0.0)

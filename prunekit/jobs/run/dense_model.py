@@ -77,10 +77,6 @@ def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
     """Read the data and build the dense model, and raise for whatever is wrong with either.
 
     Several processes do this in turn, so that each file is downloaded once; all end with the same data and model.
-
-    Raises:
-        UsageError: data, model or budget do not fit.
-        RunError: the processes do not have the same images or model.
     """
     with in_turn():
         prepared = _prepared(job, own)
@@ -153,16 +149,7 @@ def train_baseline(
     watch: Sequence[Callback] = (),
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> Baseline:
-    """Return the dense model with its weights: as given, from the cache, or trained now and cached.
-
-    Args:
-        prepared: the job with its data and dense model.
-        log: gets a line for what is done.
-        progress: whether to show bars on stderr.
-        checkpoints: from which the training is resumed; None: it is not.
-        watch: callbacks that record the training.
-        on_epoch: called after each epoch that is trained now.
-    """
+    """Return the dense model with its weights: as given, from the cache, or trained now and cached."""
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)

@@ -18,11 +18,7 @@ def figures_of(target: InputModel) -> dict[str, Any]:
 
 
 def require_module(target: InputModel, purpose: str) -> None:
-    """Raise if a model is an exported file, which has no modules that could be looked into.
-
-    Raises:
-        UsageError: it is; says what to give instead.
-    """
+    """Raise if a model is an exported file, which has no modules that could be looked into."""
     if isinstance(target.model, ExportedModel):
         raise UsageError(
             f"{target.name}: a file of {target.model.form} has no modules to {purpose}: give the model folder that it "
@@ -31,12 +27,7 @@ def require_module(target: InputModel, purpose: str) -> None:
 
 
 def inspect_exported(model: ExportedModel) -> dict[str, Any]:
-    """Return what an exported file says of itself.
-
-    Returns:
-        `model`, `format`, `files` (bytes by name), `bytes`, and the interface: `inputs`, `outputs`, `task`, `classes`
-        and `preprocessing`.
-    """
+    """Return what an exported file says of itself."""
     sizes = {file.name: file.stat().st_size for file in model.files}
     known = {"model": str(model.path), "format": model.form, "files": sizes, "bytes": sum(sizes.values())}
     return known | model.interface.as_dict()

@@ -129,12 +129,7 @@ class Prepared:
 
 
 def job_splits(data: DataSettings, own: Own, task: str = "image_classification") -> Splits:
-    """Return the data of the user's factory, if one is given, or else the images of the settings.
-
-    Raises:
-        DataError: it is missing, unreadable, or labels or samples do not fit.
-        UsageError: there is no such task.
-    """
+    """Return the data of the user's factory, if one is given, or else the images of the settings."""
     return load_splits(data, task) if own.data is None else load_own(own.data, data, get_task(task))
 
 
@@ -157,11 +152,7 @@ def bound_splits(splits: Splits, dense: nn.Module) -> Splits:
 
 
 def job_model(job: JobSettings, own: Own, splits: Splits) -> nn.Module:
-    """Return the dense model for the data, with the weights of the settings, or else random ones from the job's seed.
-
-    Raises:
-        ModelError: it cannot be built, or the weights do not fit.
-    """
+    """Return the dense model for the data, with the weights of the settings, or else random ones from the job's seed."""
     with seeded(job.seed):
         if own.model is None:
             settings = with_head(job.model, job.task)
@@ -184,11 +175,7 @@ def dense_of(job: JobSettings, own: Own) -> nn.Module:
 
 
 def job_optimizer(own: Own) -> MakeOptimizer | None:
-    """Return the optimizer class, or function that is called as one, of the user's factory; None without a factory.
-
-    Raises:
-        UsageError: the factory is missing or raises, or its result cannot be called.
-    """
+    """Return the optimizer class, or function that is called as one, of the user's factory; None without a factory."""
     if own.optimizer is None:
         return None
     make = run_factory(own.optimizer, UsageError)
@@ -231,12 +218,7 @@ def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
 
 
 def require_sources(job: JobSettings, own: Own) -> None:
-    """Raise if data or weights are missing, before anything is read or built.
-
-    Raises:
-        UsageError: the user's code is given and the job does not ask for it, or the other way round.
-        DataError: files are missing; names all of them.
-    """
+    """Raise if data or weights are missing, before anything is read or built."""
     pairs = (
         ("model.zoo", job.model.zoo, own.model, "--model", job.model.name),
         ("data.source", job.data.source, own.data, "--data", None),
@@ -289,11 +271,7 @@ def _require_source_of_task(job: JobSettings, own: Own) -> None:
 
 
 def require_optimizer(job: JobSettings, own: Own) -> None:
-    """Raise if a section asks for the user's own optimizer, and none is given.
-
-    Raises:
-        UsageError: none is given.
-    """
+    """Raise if a section asks for the user's own optimizer, and none is given."""
     for name, settings in training_sections(job).items():
         if settings.optimizer == "own" and own.optimizer is None:
             raise UsageError(
@@ -307,11 +285,7 @@ def code_of_job(job: JobSettings) -> list[tuple[str, Registry[Any]]]:
 
 
 def renew_code(job: JobSettings) -> None:
-    """Read the files again in which a job names code of the user's own.
-
-    Raises:
-        UsageError: a file is missing or raises, has no such object, or a value is invalid for a budget that it defines.
-    """
+    """Read the files again in which a job names code of the user's own."""
     for name, registry in code_of_job(job):
         if not isinstance(name, ForbiddenReference):
             registry.reload(name)

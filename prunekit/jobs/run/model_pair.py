@@ -35,16 +35,7 @@ from prunekit.utils.inputs import described
 
 
 def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
-    """Build the dense model that a folder's model was pruned from, with random weights.
-
-    Args:
-        folder: a model folder.
-        factory: `file.py:factory`, the user's own code, if the model is not from a zoo.
-
-    Raises:
-        ArtifactError: it is no model folder, or its manifest is damaged.
-        ModelError: the model is not from a zoo, and there is no factory; or building fails.
-    """
+    """Build the dense model that a folder's model was pruned from, with random weights."""
     manifest = read_manifest(folder)
     with seeded(0):
         if (known := from_build(manifest.get("build"))) is not None:
@@ -106,22 +97,12 @@ class ModelPair:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """The conversion of an image file into an input and back.
-
-        Raises:
-            UsageError: the models take no images.
-        """
+        """The conversion of an image file into an input and back."""
         feed = image_transform_of(self.data or DataSettings(source="imagefolder"))
         return Preprocessing(self.sample_shape, feed.mean, feed.std)
 
     def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:
-        """Return an input (1, C, H, W) and its name, from an image file or a test image of the recipe.
-
-        Raises:
-            DataError: the image cannot be read, or the data is missing.
-            UsageError: there is neither a file nor a recipe with images, or no such test image; or the models take
-                something else.
-        """
+        """Return an input (1, C, H, W) and its name, from an image file or a test image of the recipe."""
         if image is not None:
             return read_image(image, self.preprocessing)[None], image.name
         if self.data is None and self.own_data is None:
@@ -142,15 +123,7 @@ class ModelPair:
         return inputs, f"test image {index}"
 
     def layers(self, paths: Sequence[str], groups: Sequence[str]) -> Layers | None:
-        """Return the layers that globs select; None without globs.
-
-        Args:
-            paths: globs over module paths.
-            groups: globs over names of channel groups, of the plan if there is one.
-
-        Raises:
-            PlanError: a glob matches no group.
-        """
+        """Return the layers that globs select; None without globs."""
         if not groups:
             return list(paths) or None
         if self.plan is not None:
@@ -160,22 +133,13 @@ class ModelPair:
         return [*paths, *chosen_groups(chart, groups)]
 
     def kept(self, path: str, call: int) -> Mask | None:
-        """Return which channels of the dense output of a module are kept, (channels,); None if unknown.
-
-        Args:
-            path: of the module.
-            call: the number of its call in a forward pass.
-        """
+        """Return which channels of the dense output of a module are kept, (channels,); None if unknown."""
         labels = None if self.plan is None else self.plan.channel_map.activations.get((path, "output", call))
         return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
 
 
 def require_class_scores(job: JobSettings | None, purpose: str) -> None:
-    """Raise unless the task of a job, if there is one, gives class scores.
-
-    Raises:
-        UsageError: it does not; names tasks that do, and what is drawn for others.
-    """
+    """Raise unless the task of a job, if there is one, gives class scores."""
     task = None if job is None else get_task(job.task)
     if job is not None and task is not None and task.logits is None:
         raise UsageError(
@@ -198,11 +162,7 @@ def is_pruned(folder: Path) -> bool:
 
 
 def model_folder(folder: Path) -> Path:
-    """Return the model folder of a path: the path itself, or the folder `model` of a run.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the model folder of a path: the path itself, or the folder `model` of a run."""
     if (folder / MANIFEST).is_file():
         return folder
     if not (folder / "model" / MANIFEST).is_file():
@@ -219,18 +179,7 @@ def recipe_of_run(folder: Path) -> Path | None:
 def load_model_pair(
     folder: Path, data: DataSettings | None = None, *, factory: str | None = None, own_data: str | None = None
 ) -> ModelPair:
-    """Load the pruned model of a folder, and the dense one if its run has kept the weights.
-
-    Args:
-        folder: of a run, or of a model; a model's run is the folder around it.
-        data: of the run.
-        factory: `file.py:factory`, the user's own code, if the dense model is not from a zoo.
-        own_data: `file.py:factory` of the images, if they are the user's own.
-
-    Raises:
-        ArtifactError: a file is damaged, or does not belong to the model.
-        ModelError: there is no model, or it is unknown how the dense model is built.
-    """
+    """Load the pruned model of a folder, and the dense one if its run has kept the weights."""
     folder, given = model_folder(folder), folder
     pruned = resolve(folder, factory=factory)
     run, manifest = folder.resolve().parent, read_manifest(folder)

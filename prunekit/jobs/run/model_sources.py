@@ -116,17 +116,9 @@ def resolve(
             CIFAR ResNet, or settings with the zoo that a name is from; None: what `factory` builds.
         factory: `file.py:factory`, the user's own code, which is run. For a job whose model is the user's own it builds
             that; for a model folder it builds the dense model, if that is not from a zoo.
-        weights: of a model from a zoo or the user: a file, or a zoo's name such as `IMAGENET1K_V1`.
         input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required if nothing else tells it.
-        seed: of random weights.
-        data: `file.py:factory`, the user's own data of a job.
         beside: models that it is compared with; the first of one image tells the shape of what `factory` builds, if
             nothing else does.
-        allow_code: whether an exported file may be loaded though it could run code.
-
-    Raises:
-        UsageError: the arguments do not fit each other.
-        ModelError: there is no such model, or it cannot be built.
     """
     if target is None and factory is None:
         raise UsageError(
@@ -154,13 +146,7 @@ def exported_target(path: Path, shape: tuple[int, ...] | None = None, *, allow_c
     """Return the model in an exported file.
 
     Args:
-        path: of the file.
         shape: of one input without the batch, for a file of one input with axes of any size.
-        allow_code: whether it may be loaded though it could run code.
-
-    Raises:
-        UsageError: what its format needs is not installed.
-        ArtifactError: it is missing or damaged.
     """
     model = open_exported(path, allow_code=allow_code)
     specs = model.interface.inputs
@@ -171,11 +157,7 @@ def exported_target(path: Path, shape: tuple[int, ...] | None = None, *, allow_c
 
 
 def trained_model(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> InputModel:
-    """Return a job's dense model with its weights: as given, from the cache, or trained now.
-
-    Raises:
-        PrunekitError: as for the first stage of `finetune`.
-    """
+    """Return a job's dense model with its weights: as given, from the cache, or trained now."""
     prepared = prepare(job, own)
     model = train_baseline(prepared, log=log, progress=progress).model
     splits = prepared.splits
@@ -190,18 +172,7 @@ def interface_of_splits(splits: Splits) -> ModelInterface:
 
 
 def splits_of(target: InputModel, data: DataSettings | None, own: Own, purpose: str, task: str | None = None) -> Splits:
-    """Return the data of a model: that of its job, of the settings, or the user's own, fed as the model says.
-
-    Args:
-        target: the model.
-        data: settings of the data; None without a recipe.
-        own: the user's own code, or the path of labeled images.
-        purpose: of the images, for messages.
-        task: of the user's own data; None: the model's.
-
-    Raises:
-        UsageError: there are none, or the model does not say how it is fed.
-    """
+    """Return the data of a model: that of its job, of the settings, or the user's own, fed as the model says."""
     if target.splits is not None:
         return target.splits
     known = target.interface
@@ -225,11 +196,7 @@ def splits_of(target: InputModel, data: DataSettings | None, own: Own, purpose: 
 
 
 def preprocessing_of(target: InputModel) -> Preprocessing:
-    """Return the way from an image to a model's input.
-
-    Raises:
-        UsageError: the model does not say.
-    """
+    """Return the way from an image to a model's input."""
     found = None if target.interface is None else target.interface.preprocessing
     if found is None:
         raise UsageError(
@@ -245,11 +212,7 @@ def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
 
 
 def probe(target: InputModel) -> Any:
-    """Run a model once on its example, in eval mode, and return its output.
-
-    Raises:
-        ModelError: the model does not run on its input.
-    """
+    """Run a model once on its example, in eval mode, and return its output."""
     try:
         with training_mode(target.model, False), torch.no_grad():
             return call(target.model, target.example_inputs())
@@ -305,13 +268,7 @@ def folder_model(
     """Return the model of a folder.
 
     Args:
-        folder: a model folder.
-        dense: the dense model, or a function that builds it, if it is not from a zoo.
         shape: of one input without the batch; None: what the manifest says.
-
-    Raises:
-        ArtifactError: it is damaged, or does not belong to the dense model.
-        ModelError: it is no model folder, or the dense model is missing.
     """
     require_model_folder(folder)
     manifest = read_manifest(folder)

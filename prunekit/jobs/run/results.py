@@ -104,17 +104,7 @@ def measure(
     attempt: Attempts,
     final: LatencyResult | None = None,
 ) -> Measurements:
-    """Measure scores on the test data, which nothing has seen before, and sizes and latency.
-
-    Args:
-        prepared: the job.
-        run: with the compact model in its folder.
-        dense: with its weights.
-        control: the dense model after as much training as the pruned one had; None if that had none.
-        deployed: the deployed model, loaded from its folder; None if the job deploys nothing.
-        attempt: makes every measurement but that of the scores, without which there is nothing to report.
-        final: the measured result of a budget of time, which replaces the speedup on the target.
-    """
+    """Measure scores on the test data, which nothing has seen before, and sizes and latency."""
     log = attempt.log
     pruned = prepared.load_model(run.path / "model", dense)
     task, example = prepared.splits.task, prepared.example_inputs

@@ -122,9 +122,6 @@ def run_recipe(job: JobSettings, own: Own) -> str:
     """Return the text of the recipe in a run's folder: the resolved job, below a comment with the options it needs.
 
     These name the user's own model, data and optimizer, which are not settings.
-
-    Raises:
-        UsageError: as for `dump`.
     """
     named = {each.name: getattr(own, each.name) for each in fields(own)}
     options = [

@@ -118,18 +118,6 @@ def run_folder(
     """Make `output/name/<time>/`, and mark it finished, failed or interrupted when the block ends.
 
     Of several processes the main one does this; the others write into temporary folders, and their logs are dropped.
-
-    Args:
-        output: folder of all runs.
-        name: of the job.
-        log: gets each line of the folder's log.
-        resolved: text of the recipe, written into the folder.
-        finish: called with the folder when the block has ended without an error, before the run counts as finished.
-        again: folder of the run that is resumed; None makes a new one.
-
-    Raises:
-        RunError: the folder cannot be made.
-        ResumeError: a folder in the one that is resumed is a link, through which files elsewhere would be written.
     """
     now = datetime.now(UTC)
     if not is_main():

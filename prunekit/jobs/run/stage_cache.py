@@ -76,15 +76,7 @@ def cache_plan(run: RunFolder, planned: Planned) -> None:
 
 @main_process_only
 def cached_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
-    """Return the plan of the run that is resumed, in the main process; None if it had no plan yet.
-
-    Args:
-        run: the folder.
-        dense: with its weights.
-
-    Raises:
-        ResumeError: the plan in the folder is not the one that the run made.
-    """
+    """Return the plan of the run that is resumed, in the main process; None if it had no plan yet."""
     return _cached(run, "plan", partial(_plan_of, run, dense))
 
 
@@ -119,12 +111,7 @@ def cache_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) 
 
 
 def cached_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairReport | None] | None:
-    """Return the repaired model of the run that is resumed, and its report; None if it was not repaired yet.
-
-    Args:
-        run: the folder.
-        dense: on the CPU; not changed.
-    """
+    """Return the repaired model of the run that is resumed, and its report; None if it was not repaired yet."""
     return _cached(run, "repair", partial(_repair_of, run, dense))
 
 

@@ -22,13 +22,7 @@ TOLERANCE = 0.01
 
 
 def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> ActivationThresholds | None:
-    """Return the thresholds of the recipe, or those that meet its target on calibration images; None without masks.
-
-    Args:
-        prepared: the job.
-        compact: the model without its pruned channels, which must not count as zeros.
-        log: gets a line for each layer that misses the target.
-    """
+    """Return the thresholds of the recipe, or those that meet its target on calibration images; None without masks."""
     settings = prepared.job.activations
     if settings is None:
         return None
@@ -103,11 +97,7 @@ def measure_masks(
 
 
 def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
-    """Return what is more than a point off its target on the test images: layers, or the overall share of zeros.
-
-    Args:
-        measured: what `measure_masks` returned; None without masks.
-    """
+    """Return what is more than a point off its target on the test images: layers, or the overall share of zeros."""
     if measured is None:
         return []
     overall, target = measured.get("overall"), measured["target"]

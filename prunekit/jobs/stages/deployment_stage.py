@@ -61,11 +61,7 @@ class Deployed:
 
 
 def require_deployable(prepared: Prepared) -> None:
-    """Raise if a deployment would do nothing, before hours of work.
-
-    Raises:
-        UsageError: no BatchNorm can be folded, no kernel can have its channels last, or the model does not run so.
-    """
+    """Raise if a deployment would do nothing, before hours of work."""
     problems = list(_idle(prepared))
     if problems:
         raise UsageError("; ".join(problems))
@@ -91,18 +87,7 @@ def _idle(prepared: Prepared) -> Iterator[str]:
 
 
 def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:
-    """Transform the compact model of a run into the folder `deployed`; None if the job deploys nothing.
-
-    Args:
-        prepared: the job.
-        run: with the compact model in its folder.
-        dense: the model that was pruned, needed if it is not from a zoo; not changed.
-        plan: of the compact model.
-
-    Raises:
-        VerificationError: the transformed model, or the one loaded from its folder, computes something else: by more
-            than 1e-9 in float64, and by more than rounding if weights were changed.
-    """
+    """Transform the compact model of a run into the folder `deployed`; None if the job deploys nothing."""
     wanted = prepared.job.deploy
     if not wanted.wanted:
         return None

@@ -25,16 +25,7 @@ LOOKED_AT = 24
 
 
 def write_detections(prepared: Prepared, models: Mapping[str, nn.Module], run: Path) -> list[str]:
-    """Draw the boxes of a few test images, and those that each model finds in them, a PNG file for each image.
-
-    Args:
-        prepared: the job; of another task nothing is drawn.
-        models: by the names of their panels; they run on the CPU.
-        run: folder of the run, in which `detections/` is made with the pictures and `detections.json`.
-
-    Returns:
-        The names of the files.
-    """
+    """Draw the boxes of a few test images, and those that each model finds in them, a PNG file for each image."""
     splits = prepared.splits
     if splits.task is not DETECTION:
         return []

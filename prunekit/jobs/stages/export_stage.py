@@ -26,11 +26,7 @@ NAME = "model"
 
 
 def require_formats(prepared: Prepared) -> None:
-    """Raise if a format of the job's exports cannot be written here, before hours of work.
-
-    Raises:
-        UsageError: a package, or a compiler, is missing.
-    """
+    """Raise if a format of the job's exports cannot be written here, before hours of work."""
     unusable = {name: FORMATS.get(name).unusable() for name in prepared.job.export}
     problems = [f"export {name!r} {reason}" for name, reason in unusable.items() if reason]
     if prepared.job.quantize is not None:
@@ -48,16 +44,7 @@ def export_models(
     attempt: Attempts,
     dense: nn.Module,
 ) -> list[dict[str, Any]]:
-    """Export a job's finished model to every format of the recipe, and return a row of figures for each file.
-
-    Args:
-        prepared: the job.
-        run: with the model, and the metrics for model cards, in its folder.
-        folder: of the model, in the run's.
-        model: loaded from there.
-        attempt: makes every export: one that fails costs a shortfall, and not the run.
-        dense: the dense model, which int8 files are timed against.
-    """
+    """Export a job's finished model to every format of the recipe, and return a row of figures for each file."""
     splits = prepared.splits
     target = InputModel(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
     rows, facts = [], {DENSE: dense}

@@ -32,11 +32,7 @@ COLUMNS = ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"
 
 
 def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
-    """Return the timeline of a job's schedule, None without one, before anything is written.
-
-    Raises:
-        UsageError: the schedule does not fit the rest of the job, or nothing is trained.
-    """
+    """Return the timeline of a job's schedule, None without one, before anything is written."""
     job = prepared.job
     settings = job.prune.schedule
     if settings is None:

@@ -79,11 +79,7 @@ class MemoryNeed:
 
 
 def require_memory(model: nn.Module, channel_map: ChannelMap, repair: RepairSettings | None) -> str | None:
-    """Return a sentence on the memory that pruning a large model on the CPU takes; None for other models.
-
-    Raises:
-        UsageError: much less memory is free.
-    """
+    """Return a sentence on the memory that pruning a large model on the CPU takes; None for other models."""
     if not is_large(model) or device_of(model).type != "cpu":
         return None
     need, free = MemoryNeed.of(model, channel_map, repair), int(psutil.virtual_memory().available)

@@ -33,18 +33,7 @@ RESOURCE = "weights"
 def schedule_planner(
     settings: PruneSettings, channels: StagePlanner, model: nn.Module, example: tuple[Any, ...], plan: Plan
 ) -> StagePlanner | PatternPlanner:
-    """Return the planner of a schedule: that of its channels, or one with the pattern of zeros in what they leave.
-
-    Args:
-        settings: with a schedule.
-        channels: plans the channels.
-        model: dense.
-        example: that it runs on.
-        plan: of the channels at the end, tried before the training.
-
-    Raises:
-        PlanError: the pattern does not fit that plan; see `pattern_layers`.
-    """
+    """Return the planner of a schedule: that of its channels, or one with the pattern of zeros in what they leave."""
     if settings.pattern is None:
         return channels
     with training_mode(model, False), torch.no_grad():
@@ -108,11 +97,7 @@ class WeightGradients(StepHook):
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ArtifactError: it is of another model.
-        """
+        """Restore what `state_dict` returned."""
         parameters = dict(self._model.named_parameters())
         for key, found in (("moved", self.moved), ("last", self.last)):
             found.clear()

@@ -33,10 +33,6 @@ def repair_model(
 
     The main process repairs once in a run, and shares the weights. Without repair, BatchNorm statistics are collected
     again if training follows, which would change them anyway.
-
-    Raises:
-        DataError: fewer than 8 calibration images.
-        NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
     model, report = _repaired_once(prepared, dense, plan, run, training) or (copied(dense), None)
     share_model(model, "the masked model")
@@ -83,11 +79,6 @@ def zero_weights(
 
     The main process chooses them once in a run, and shares weights and masks. Kept weights are fitted to the dense
     model if the job has a `repair`.
-
-    Raises:
-        DataError: fewer than 8 calibration images.
-        NonFiniteError: a layer computes NaN or Inf; names the layer.
-        PlanError: the pattern doesn't fit the model.
     """
     model, report, made = _zeros_once(prepared, dense, plan, run, training) or (copied(dense), None, None)
     share_model(model, "the masked model")

@@ -41,17 +41,7 @@ FEWEST = 8
 
 
 def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
-    """Return the inputs of a model as one tensor, or as a tuple if it takes several, or a list of samples.
-
-    Args:
-        model: which the inputs are for.
-        data: as for `prunekit.prune`.
-        count: how many samples are taken from batches or a data set; of tensors that hold all samples, all are.
-        task: unpacks batches that come in another form; itself or its name.
-
-    Raises:
-        DataError: fewer than 8 samples, or no tensors.
-    """
+    """Return the inputs of a model as one tensor, or as a tuple if it takes several, or a list of samples."""
     found: list[tuple[Any, ...]] = []
     whole = holds_all(model, data)
     for inputs, _ in ModelBatches(model, data, task, count=count):
@@ -166,14 +156,6 @@ def share_check(
     """Return the check of how like layers share a cut, where `elimination` decides that and samples are too few.
 
     Else it is None. See `patch_statistics`.
-
-    Args:
-        model: the dense one.
-        images: as `patches` were collected of.
-        channel_map: of the model.
-        patches: of all samples.
-        prune: criterion, scope, and whose output channels are kept.
-        repair: settings of the repair that follows.
     """
     if prune.criterion != "elimination" or not prune.groups_compete:
         return None

@@ -62,14 +62,6 @@ def write_summary(
 
     With `watch.images` also the filters of the dense (step 0) and the compact model (step 1), and the share of each
     weight that was removed. What an earlier attempt left there is replaced.
-
-    Args:
-        run: the folder.
-        job: the settings.
-        chart: of the dense model, from its trace.
-        plan: of the compact model.
-        models: the dense and the compact one.
-        metrics: of the run.
     """
     if job.watch is None or not job.watch.tensorboard:
         return
@@ -136,13 +128,6 @@ def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:
     modules; edges are tensors. Each node holds the shapes of its results, the shapes of its module's parameters before
     and after the plan (`64x3x7x7 -> 40x3x7x7`), and the module's multiply-accumulates before and after. Operators that
     read nothing but parameters, such as the transposition of a weight, are left out.
-
-    Args:
-        chart: from a trace, not from a file.
-        plan: of the same model; may be from a file.
-
-    Raises:
-        ValueError: the map was read from a file.
     """
     from tensorboard.compat.proto.graph_pb2 import GraphDef
     from tensorboard.compat.proto.versions_pb2 import VersionDef

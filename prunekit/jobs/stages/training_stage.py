@@ -61,13 +61,7 @@ OnEpoch = Callable[[dict[str, Any]], object]
 
 
 def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
-    """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in another process.
-
-    Args:
-        on_epoch: of the caller.
-        name: of the training.
-        settings: of the training.
-    """
+    """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in another process."""
     if on_epoch is None or settings is None or not is_main():
         return None
 
@@ -141,20 +135,7 @@ class Trainings:
         until: Callable[[], bool] | None = None,
         begin: PausedRun | None = None,
     ) -> nn.Module:
-        """Train a model in place; it is on the CPU afterwards.
-
-        Args:
-            name: of the training, in tables, logs and file names.
-            model: trained in place.
-            settings: of the training.
-            callbacks: entered before those that the settings ask for.
-            masks: see `CallbackInputs`, as for the next three.
-            chart: of the model.
-            removed: the plan whose channels are regularized.
-            cut: the plan of a compact model.
-            until: see `fit`. A training that is paused there is in `paused`.
-            begin: a paused training that continues.
-        """
+        """Train a model in place; it is on the CPU afterwards."""
         inputs = CallbackInputs(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = build_callbacks(settings, inputs)
         plan = cut or (masks() if removed is None else removed)
@@ -233,12 +214,7 @@ class Finetuning:
         self._job, self._log = prepared.job, run.log
 
     def tune(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Any] | None]:
-        """Train the masked model in place, and return it on the CPU, with figures of `prune.compact_early`.
-
-        Args:
-            model: in its dense size.
-            plan: of the masks; of a schedule, the plan that was tried before it.
-        """
+        """Train the masked model in place, and return it on the CPU, with figures of `prune.compact_early`."""
         schedule, early = self._schedule, self._job.prune.compact_early
         model = model.to(self._prepared.device)
         first = plan if schedule is None else schedule.start
@@ -279,14 +255,7 @@ class Finetuning:
     def _train_compact(
         self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: PausedRun | None
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Train the compact model in place of the masked one, and copy its weights back.
-
-        Args:
-            model: masked, on the CPU.
-            plan: final.
-            thresholds: of the activation masks.
-            left: the training so far; None: it has not begun.
-        """
+        """Train the compact model in place of the masked one, and copy its weights back."""
         small = compact(model, plan)
         found = self._proof(model, small, plan)
         at = 0.0 if left is None else left.state["position"]["step"] / self._steps()

@@ -113,16 +113,7 @@ def break_down(
     rounds: int,
     device: torch.device,
 ) -> Breakdown:
-    """Time two models in eval mode, without gradients; in each round both as they are and both by operator.
-
-    Args:
-        dense: on the device, in eval mode.
-        pruned: likewise.
-        inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
-        batch: number of samples in it.
-        rounds: at least 5.
-        device: where they run.
-    """
+    """Time two models in eval mode, without gradients; in each round both as they are and both by operator."""
     calls = [record_calls(model, inputs) for model in (dense, pruned)]
     floor = measure_floor(device)
     clocks = [OperatorTimer(model, inputs, device, floor.clock_ms) for model in (dense, pruned)]
@@ -188,14 +179,7 @@ def operator_rows(
     macs_ratio: float,
     pruned_ms: float,
 ) -> tuple[OperatorRow, ...]:
-    """Return a row for each operator of either model, the pruned model's slowest first.
-
-    Args:
-        dense: figures of the dense model.
-        pruned: figures of the pruned model.
-        macs_ratio: of the whole models, dense over pruned.
-        pruned_ms: time of the pruned model, in operators and between them.
-    """
+    """Return a row for each operator of either model, the pruned model's slowest first."""
     keys = dict.fromkeys((*pruned, *dense))
     rows = [_row(key, dense.get(key), pruned.get(key), macs_ratio, pruned_ms) for key in keys]
     return tuple(sorted(rows, key=lambda row: (row.pruned is None, -(row.pruned or row.dense or _NOTHING).ms)))

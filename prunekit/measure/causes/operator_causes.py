@@ -33,11 +33,7 @@ def layout_conversions(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause |
 
 
 def memory_format(channels_last: PairedTiming | None) -> Cause | None:
-    """Return the time that channels last would save.
-
-    Args:
-        channels_last: the pruned model as it is, and with weights and images in that format; None if it has none.
-    """
+    """Return the time that channels last would save."""
     if channels_last is None or channels_last.saved_ms < LEAST * channels_last.now_ms:
         return None
     return Cause(
@@ -57,15 +53,7 @@ FAR = 0.25
 def memory_bound(
     rows: Iterable[OperatorRow], copy_ms: Callable[[float], float], floor_ms: float, pruned_ms: float, batch: int
 ) -> Cause | None:
-    """Return the time of operators that move bytes at the speed of a copy, and multiply far slower than the best layer.
-
-    Args:
-        rows: of all operators.
-        copy_ms: returns the time of a copy that moves so many bytes, reads and writes together.
-        floor_ms: time of an operator that does nothing; times near it say nothing about memory.
-        pruned_ms: of the pruned model.
-        batch: number of samples.
-    """
+    """Return the time of operators that move bytes at the speed of a copy, and multiply far slower than the best layer."""
     rows = tuple(rows)
     best = max((_rate(row.pruned) for row in rows if row.pruned is not None), default=0.0)
 
@@ -112,8 +100,6 @@ def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: PairedT
     """Return the time of BatchNorms that could be folded into the layer before them.
 
     Args:
-        rows: of all operators.
-        pruned_ms: of the pruned model.
         folded: the pruned model as it is, and with its norms folded; None if that was not done: then all of their time
             counts.
     """

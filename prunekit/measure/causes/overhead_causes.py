@@ -49,12 +49,7 @@ def _starts(found: Breakdown, *, pruned: bool) -> float:
 
 
 def too_many_threads(contention: Contention, fewer: Mapping[int, PairedTiming]) -> Cause | None:
-    """Return the time that fewer threads would save.
-
-    Args:
-        contention: of the pruned model with its threads.
-        fewer: the pruned model with its threads, and with another count, by that count.
-    """
+    """Return the time that fewer threads would save."""
     better = {count: found for count, found in fewer.items() if found.saved_ms >= LEAST * found.now_ms}
     if not better:
         return None
@@ -74,15 +69,7 @@ def too_many_threads(contention: Contention, fewer: Mapping[int, PairedTiming]) 
 
 
 def small_batch(now: Estimate, pruned_ms: float, larger: PairedTiming, batch: int, larger_batch: int) -> Cause | None:
-    """Return the time that the speedup at a larger batch would save.
-
-    Args:
-        now: speedup at `batch`.
-        pruned_ms: of the pruned model at `batch`.
-        larger: the dense and the pruned model at `larger_batch`; the gain is the speedup.
-        batch: number of samples.
-        larger_batch: number of samples in the larger batch.
-    """
+    """Return the time that the speedup at a larger batch would save."""
     saved = pruned_ms * (1 - now.median / larger.gain.median)
     if larger.gain.low <= now.high or saved < LEAST * pruned_ms:
         return None
@@ -106,15 +93,7 @@ def masks_attached(
     zeros_ms: float,
     pruned_ms: float,
 ) -> Cause | None:
-    """Return the time of masks and of channels that are zero, in a model that is not compact.
-
-    Args:
-        hooks: number of prunekit's and torch's masks on the model.
-        zero_channels: by module path, the number of output channels whose weights are all 0, and of all.
-        bare: the model as it is, and a copy without these hooks; None if there are none.
-        zeros_ms: time that layers would save without the channels that are 0.
-        pruned_ms: of the model.
-    """
+    """Return the time of masks and of channels that are zero, in a model that is not compact."""
     saved = 0.0 if bare is None else bare.saved_ms
     if not hooks and zeros_ms < LEAST * pruned_ms:
         return None
@@ -143,11 +122,6 @@ def subnormal_numbers(
     """Return the time of subnormal numbers: weights or activations below the smallest number of full precision.
 
     It is a cause of 0 ms if they make no difference here, as other processors are slowed by them many times over.
-
-    Args:
-        weights: their number by module path.
-        activations: likewise.
-        flushed: the model as it is, and with such numbers taken as 0 by the CPU; None if that cannot be set.
     """
     found = sorted(weights, key=lambda path: -weights[path]), sorted(activations, key=lambda path: -activations[path])
     if flushed is None or not (weights or activations):

@@ -14,13 +14,7 @@ USED = 0.1
 
 
 def unused_zeros(zeros: ModelZeros, layer_ms: Mapping[str, float], filled: PairedTiming) -> Cause | None:
-    """Return the time in which layers multiply by zeros; None if there are few, or if they are skipped.
-
-    Args:
-        zeros: of the pruned model.
-        layer_ms: milliseconds of each layer in a forward pass of the pruned model, by the path of its module.
-        filled: a copy with random numbers in place of the zeros, and the pruned model: what it saves is the gain.
-    """
+    """Return the time in which layers multiply by zeros; None if there are few, or if they are skipped."""
     if zeros.single_share < SOME or filled.saved_ms >= USED * filled.now_ms:
         return None
     by_module = {name.rpartition(".")[0]: one for name, one in zeros.layers.items()}

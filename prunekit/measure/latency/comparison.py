@@ -124,11 +124,7 @@ def prepared_latency(
     *,
     log: Log = lambda text: None,
 ) -> Iterator[MeasuredAgain]:
-    """Prepare models to be measured several times: they are copied, exported and run in eager only once.
-
-    Yields:
-        A function that measures with the given number of rounds, in new processes each time; see `measure_latency`.
-    """
+    """Prepare models to be measured several times: they are copied, exported and run in eager only once."""
     taken = inputs_of(inputs)
     chosen, notes = choose_settings(settings, devices)
     for name, model in models.items():
@@ -173,9 +169,6 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
 
     Runtimes, devices, dtypes and memory formats are combined wherever a runtime can run the combination. Threads apply
     to the CPU; other devices are timed with the first thread count alone.
-
-    Raises:
-        UsageError: a runtime is not installed, or a runtime, device, dtype or memory format is in no setting.
     """
     for name in settings.runtimes:
         if missing := RUNTIMES.get(name).missing():

@@ -129,11 +129,7 @@ def _allowed() -> Collection[int]:
 
 
 def clock_mhz(device: str = "cpu") -> float | None:
-    """Return the current clock of the CPU (mean over all cores) or of a GPU; None if unknown.
-
-    Args:
-        device: "cpu", "cuda" or "cuda:n"; unknown for others.
-    """
+    """Return the current clock of the CPU (mean over all cores) or of a GPU; None if unknown."""
     if device.startswith("cuda"):
         return _gpu_clock_mhz(device)
     with suppress(NotImplementedError, OSError, RuntimeError):

@@ -46,12 +46,7 @@ def failure_lines(failures: Iterable[Row]) -> list[str]:
 
 
 def machine_text(machine: Row, latency: Iterable[Row] = ()) -> str:
-    """Return the machine that was measured on, its clocks and load, in a line; empty if unknown.
-
-    Args:
-        machine: as from `describe_machine`, with `clock_mhz_after`.
-        latency: rows, for the clocks of devices other than the CPU.
-    """
+    """Return the machine that was measured on, its clocks and load, in a line; empty if unknown."""
     if not machine:
         return ""
     clocks = [f"{machine[key]:.0f}" for key in ("clock_mhz", "clock_mhz_after") if machine[key] is not None]

@@ -258,7 +258,6 @@ def doubts(values: Times, contention: Contention | None) -> list[str]:
 
     Args:
         values: (N,) times or ratios, in the order in which they were taken.
-        contention: for the CPU; None on other devices.
     """
     void = oversubscribed(contention)
     found = [void] if void else [_wide(values), _drift(values)]  # a void measurement needs no other reason

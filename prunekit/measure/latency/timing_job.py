@@ -98,18 +98,7 @@ Outcome = SettingTimes | SettingFailure
 
 
 def run_job_apart(job: TimingJob, folder: Path) -> tuple[list[Outcome], str]:
-    """Run a job in a process of its own; in this one if its models cannot be pickled, or the effort says so.
-
-    Args:
-        job: what to time.
-        folder: exists, and is the caller's own; files between the processes are written there.
-
-    Returns:
-        An outcome for each setting, and a note; the note is empty if it was in a process of its own as wanted.
-
-    Raises:
-        RunError: the process cannot be started.
-    """
+    """Run a job in a process of its own; in this one if its models cannot be pickled, or the effort says so."""
     if not current_effort().own_process:
         return list(run_job(job, own_process=False)), ""
     runtime = job.settings[0].runtime
@@ -196,15 +185,7 @@ def check_float_file(
 def check_outputs(
     name: str, session: Session, setting: Setting, expected: list[Tensor], tolerance: float | None = None
 ) -> None:
-    """Raise a VerificationError if a session's outputs are not those of the model in eager float32.
-
-    Args:
-        name: of the model.
-        session: of it.
-        setting: that it is in.
-        expected: tensors that the model returns in eager float32.
-        tolerance: largest relative difference; None: by the dtype, for int8 `INT8_ERROR`.
-    """
+    """Raise a VerificationError if a session's outputs are not those of the model in eager float32."""
     found = output_tensors(session.tensors(session.run()))
     if setting.dtype == INT8:
         _check_int8_outputs(name, expected, found)

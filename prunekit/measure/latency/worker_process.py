@@ -54,11 +54,7 @@ class WorkerProcess:
         self.process.communicate()
 
     def ask(self, request: Any) -> Any:
-        """Return what the handler returns for a request.
-
-        Raises:
-            WorkerDied: the process ended instead; with the last line of its errors.
-        """
+        """Return what the handler returns for a request."""
         _write(self.folder / "request", request)
         assert self.process.stdin is not None
         assert self.process.stdout is not None

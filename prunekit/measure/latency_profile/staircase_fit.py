@@ -54,11 +54,6 @@ def fit_latency_table(
     coefficients of its own. Modules that do the same at different widths share their coefficients. Every network's
     times are scaled by the time of the dense one beside it, so that changes of the clock do not matter. Errors are
     weighted as shares of each network's whole time; outliers count less.
-
-    Args:
-        channel_map: of the dense model, traced.
-        samples: timed networks, at least as many as a module has products of widths; the more, the better.
-        setting: recorded in the table.
     """
     dense_ms = float(np.median([sample.times.dense_ms for sample in samples]))
     scale = np.array([dense_ms / sample.times.dense_ms for sample in samples])
@@ -292,10 +287,6 @@ def fit_tree(
 
     Args:
         design: (points, columns), weighted.
-        wanted: (points,), weighted.
-        widths: those that may be cut, (points,) each.
-        networks: (points,), the index of the network of each point.
-        depth: largest number of cuts within each other.
     """
     whole = LeafFit(non_negative_fit(design, wanted))
     cut = _best_cut(design, wanted, widths) if depth else None

@@ -30,11 +30,7 @@ def runtime_of(model: ExportedModel, asked: str) -> str:
 
 
 def require_timable(name: str, model: ExportedModel, settings: Sequence[Setting]) -> None:
-    """Raise if a file cannot be timed in all settings.
-
-    Raises:
-        UsageError: its runtime cannot do what is asked, or its batch is another; says what can be asked instead.
-    """
+    """Raise if a file cannot be timed in all settings."""
     able = READ_BY.get(model.form, ())
     for setting in settings:
         if setting.runtime != DEFAULT and setting.runtime not in able:
@@ -70,11 +66,7 @@ def exported_source(model: ExportedModel) -> Source:
 
 
 def open_file(path: str, form: str, sample: Sample, setting: Setting, *, allow_code: bool = False) -> Session:
-    """Return a session of a file in the runtime that is asked for, or in its own.
-
-    Raises:
-        ArtifactError: the file is damaged, or could run code and may not.
-    """
+    """Return a session of a file in the runtime that is asked for, or in its own."""
     exported = FORMATS.get(form)
     own = OWN.get(form, form) if setting.runtime == DEFAULT else setting.runtime
     if own == "onnxruntime":

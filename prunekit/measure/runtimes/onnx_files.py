@@ -21,15 +21,6 @@ def onnx_source(model: nn.Module, inputs: Inputs, keys: Iterable[FileKey], folde
     """Export a model to files for each batch and dtype, in a folder that is created if need be.
 
     Quantized files are calibrated on the sample that they are timed on: times do not depend on the ranges.
-
-    Args:
-        model: in float32.
-        inputs: of the model.
-        keys: of the files; the one in float32 that a quantized file is made from is written too.
-        folder: for the files, of this model alone; those that are there already are not made again.
-
-    Raises:
-        RunError: the exporter cannot follow the model, or it cannot be quantized.
     """
     folder.mkdir(exist_ok=True)
     wanted = set(keys)

@@ -108,10 +108,6 @@ def undisturbed_means(means: Times, count: int) -> Times:
 
     Args:
         means: (forwards, operators), each over all forwards so far.
-        count: number of the last forwards to take the mean of.
-
-    Returns:
-        (operators,) means over the last forwards.
     """
     total = len(means)
     sums = np.vstack([np.zeros_like(means[:1]), (means + ROUNDING_US) * np.arange(1, total + 1)[:, None]])

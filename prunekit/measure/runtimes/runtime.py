@@ -157,11 +157,7 @@ def register_runtime(
 
 
 def accept(reference: str, found: Any) -> Runtime:
-    """Return the runtime for an object that `file.py:object` refers to: registered there, or made of a function.
-
-    Raises:
-        UsageError: it is neither a runtime nor a function.
-    """
+    """Return the runtime for an object that `file.py:object` refers to: registered there, or made of a function."""
     if isinstance(found, Runtime):
         return found
     registered = next((each for each in RUNTIMES.imported if each.open is found), None)

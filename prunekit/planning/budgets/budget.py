@@ -36,12 +36,7 @@ class Countable:
     latency: LatencyTable | None = None
 
     def terms(self, name: str) -> list[Term]:
-        """Return the terms that another budget counts; multiply one with `Term.times`.
-
-        Raises:
-            UsageError: there is no such budget.
-            PlanError: it is one of time and there is no latency table, or it is the largest of several sums.
-        """
+        """Return the terms that another budget counts; multiply one with `Term.times`."""
         budget = BUDGETS.get(name)
         sums = budget.sums(self)
         if budget.facts.peak:
@@ -60,12 +55,7 @@ class Budget:
     terms: Terms
 
     def sums(self, countable: Countable) -> list[list[Term]]:
-        """Return the sums of terms that are counted, the largest of which is limited; mostly one.
-
-        Raises:
-            PlanError: it is a budget of time, and there is no latency table.
-            UsageError: the function returns something else than terms.
-        """
+        """Return the sums of terms that are counted, the largest of which is limited; mostly one."""
         name = self.facts.name
         if self.facts.measured and countable.latency is None:
             raise PlanError(f"budget {name}: expected a latency table of the target; `prunekit.profile` measures one")
@@ -148,11 +138,7 @@ def register_budget(
 
 
 def accept(reference: str, found: Any) -> Budget:
-    """Return the budget that `file.py:object` names: one that the file registers, or a function, as a share.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Return the budget that `file.py:object` names: one that the file registers, or a function, as a share."""
     registered = next((each for each in BUDGETS.imported if each.terms is found), None)
     if registered is not None:
         return replace(registered, facts=replace(registered.facts, name=reference))

@@ -85,12 +85,7 @@ class Budgets:
 def budgets_of(
     channel_map: ChannelMap, parts: list[GroupPart], settings: PruneSettings, latency: LatencyTable | None = None
 ) -> Budgets:
-    """Return the budgets of a job as functions of the parts' counts; those of time by the target's `latency`.
-
-    Raises:
-        PlanError: a budget of time is given without the table.
-        UsageError: a figure is out of range, or a budget's function returns something else than terms.
-    """
+    """Return the budgets of a job as functions of the parts' counts; those of time by the target's `latency`."""
     settings.budget.require_sound()
     asked = settings.budget.given
     budgets = [BUDGETS.get(name) for name in asked]

@@ -81,12 +81,7 @@ def size_mb(countable: Countable) -> list[Term]:
     found_as="a forward pass takes {:.4f} MB",
 )
 def memory_mb(countable: Countable) -> list[list[Term]]:
-    """Count the bytes alive at each moment of a forward pass that may be its peak.
-
-    Raises:
-        ModelError: the model does not run on that batch and dtype.
-        PlanError: the map was read from a file, or the target runs quantized files.
-    """
+    """Count the bytes alive at each moment of a forward pass that may be its peak."""
     chart, target = countable.channel_map, countable.target
     if chart.source is None:
         raise PlanError("budget memory_mb: expected a map of a traced model, got one read from a file; trace it again")

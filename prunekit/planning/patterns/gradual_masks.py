@@ -42,11 +42,7 @@ class StageWeights:
     gradient: Tensor | None = None
 
     def require_finite(self) -> None:
-        """Raise if a score is not finite.
-
-        Raises:
-            NonFiniteError: names the parameter.
-        """
+        """Raise if a score is not finite."""
         for what, values in (("weights", self.size), ("scores", self.score), ("gradients", self.gradient)):
             if values is not None and not is_finite(values):
                 raise NonFiniteError(f"{self.layer.weight}: {what} are NaN or Inf, so none can be chosen; train slower")
@@ -79,16 +75,6 @@ def masks_at_stage(
     Masked weights stay masked, unless they may return: by their scores, or by the gradients of the loss, which take the
     places of `share_moved` of the kept weights, the smallest ones. Where channels have gone since the last stage,
     shares and groups are those of what is left, and a few masked weights may be among the kept ones.
-
-    Args:
-        layers: those that get zeros, and those that stay dense.
-        weights: of the layers that get zeros, in their order.
-        settings: of the pattern.
-        kind: of the schedule.
-        stage: of the schedule.
-
-    Raises:
-        NonFiniteError: weights, scores or gradients are not finite.
     """
     pattern = Pattern.of(settings)
     for one in weights:

@@ -28,12 +28,6 @@ def group_orders(
     """Return for channel groups, by name, which label each of their kept labels gives its place to, (n_labels,) each.
 
     Channels change places only within their group, where every layer that reads some of the group reads nothing else.
-
-    Args:
-        layers: that have the pattern.
-        weights: by name.
-        plan: which channels are kept.
-        kept_of: N and M.
     """
     found = {}
     for group in plan.channel_map.groups:

@@ -76,7 +76,6 @@ class Pattern:
 
         Args:
             scores: (o, i, t) of the weights; finite.
-            zeros: 0..1, rounded to whole units.
         """
         if self.kept_of is not None:
             return self._best_of_each_group(scores)

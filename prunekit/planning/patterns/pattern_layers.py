@@ -105,11 +105,7 @@ class PatternLayers(NamedTuple):
         return tuple(f"pattern: {listed(names, NAMED)} dense: {reason}" for reason, names in reasons.items())
 
     def require_zeros(self, settings: PatternSettings) -> None:
-        """Raise if a budget cannot be reached, because layers that stay dense hold too many weights.
-
-        Raises:
-            PlanError: names the largest of them, and the most that is possible.
-        """
+        """Raise if a budget cannot be reached, because layers that stay dense hold too many weights."""
         if settings.kept_of is not None:
             return
         fixed = sum(round((layer.zeros or 0) * layer.size) for layer in self.layers if layer.zeros is not None)
@@ -138,15 +134,8 @@ def pattern_layers(
     """Return the layers that get zeros, and those that stay dense with the reason.
 
     Args:
-        graph: of the model's layers.
-        plan: which channels are left of them.
-        settings: of the pattern.
         unfinished: whether more channels will go, so that layers which the pattern doesn't fit yet stay dense, and the
             budget need not be within reach.
-
-    Raises:
-        PlanError: a glob matches no layer, the pattern doesn't fit the width of some layers (names them, and what
-            would do), no layer is left, or the budget cannot be reached.
     """
     pattern, calls = Pattern.of(settings), calls_by_weight(graph.layers)
     paths = {weight: weight.rpartition(".")[0] for weight in calls}

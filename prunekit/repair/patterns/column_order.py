@@ -26,10 +26,7 @@ def column_by_column(
     Args:
         gram: (d, d) positive definite, float64; a constant column may be last, and stays.
         weight: (o, d), input after input, the taps of each together.
-        scale: (o,) by which errors of an output count.
-        pattern: of the zeros.
         shape: outputs, inputs and taps.
-        zeros: share of zeros in each block; N:M has its own.
     """
     outputs, inputs, taps = shape
     order, unit = _order(pattern, inputs, taps)

@@ -18,13 +18,7 @@ TOLERANCE = 1e-8
 
 
 def with_ridge(gram: Tensor, ridge: float, *, biased: bool) -> Tensor:
-    """Return Gram matrices (..., d, d) with a share of the mean diagonal added, more where they cannot be factored.
-
-    Args:
-        gram: of one group or several.
-        ridge: the share; the constant column, the last where there is a bias, has none.
-        biased: whether there is one.
-    """
+    """Return Gram matrices (..., d, d) with a share of the mean diagonal added, more where they cannot be factored."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     mean = diagonal[..., : diagonal.shape[-1] - biased].mean(-1, keepdim=True)
     pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()

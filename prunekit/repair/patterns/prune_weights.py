@@ -57,20 +57,8 @@ def prune_weights(
     fitted to the dense model's outputs, as a repair does.
 
     Args:
-        dense: the dense model; only read.
-        plan: which channels are kept.
-        images: calibration images without labels, as for `repair`.
-        pattern: where zeros may lie, how many there are, and by what they are chosen.
-        settings: of the fits.
         fitted: whether kept weights are fitted to the dense outputs; if not, methods `obs` and `sparsegpt` fit them to
             what the layer itself computes, and others leave them.
-        log: gets a line on what stays dense, and on the memory.
-        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
-
-    Raises:
-        DataError: see `require_images`.
-        NonFiniteError: a layer of the dense model computes NaN or Inf on them; the message names the layer.
-        PlanError: the plan is that of another model, or the pattern doesn't fit it, see `pattern_layers`.
     """
     settings = replace(settings or RepairSettings(), fit="patch")
     require_plan(plan, dense)

@@ -54,10 +54,7 @@ def removal_order(
         inverse: (d, d) or (o, d, d) inverse of the Gram matrix of the columns, for each output if they differ; a
             constant column may be last, and stays.
         weight: (o, d) fitted weights, input after input, the taps of each together.
-        scale: (o,) by which errors of an output count.
-        pattern: of the zeros.
         shape: outputs, inputs and taps.
-        at_once: one of so many remaining units is removed at a time.
     """
     outputs, inputs, taps = shape
     columns = pattern_columns(pattern, inputs, taps).to(weight.device)  # (units, columns of each)

@@ -57,14 +57,6 @@ def shares_by_error(
     The costs are those of removing the weights of each output in the order of an optimal brain surgeon, on what the
     dense model reads; at the end of the layer's chain, each output over its variance, times the measured gain of the
     layer where scope is `error`.
-
-    Args:
-        dense: in eval mode; only read.
-        layers: of the model.
-        plan: which channels are left.
-        inputs: calibration images.
-        settings: of the pattern.
-        repair: ridge, and the limit of memory.
     """
     free = [layer for layer in layers.layers if layer.zeros is None]
     if len(free) < 2:

@@ -72,14 +72,8 @@ def canvas(
     """Yield a figure of the page's width and its panels in a flat array.
 
     Args:
-        columns: number of panels side by side.
-        rows: number of rows of panels.
-        height: height of the figure in inches.
-        name: name of the figure, unique in its page.
         grid: positions of the panels, as for `Figure.subplots_adjust`; None: they are fitted around their labels, which
             takes as long as drawing.
-        used: number of panels that are drawn in, the others stay blank; None: all.
-        width: width of the figure in inches.
     """
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{name} {width}"}):
@@ -91,13 +85,7 @@ def canvas(
 
 
 def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
-    """Return a figure as an element of the page.
-
-    Args:
-        figure: the figure.
-        label: text for those who cannot see it.
-        lit: whether it has a white background in the dark too, because its colors are those of a scale.
-    """
+    """Return a figure as an element of the page."""
     text = _text(figure)
     view_box = re.findall(r'viewBox="[-0-9. ]+"', text.split(">", 1)[0])[0]
     opening = HEAD + Markup(' class="lit"' if lit else "")
@@ -121,15 +109,7 @@ def _body(text: str) -> str:
 
 
 def stacked(figure: Figure, label: str, used: int, *, size: str = "", lit: bool = False) -> Markup:
-    """Return the panels of a figure, whose grid has one size of panel, and its legend before them.
-
-    Args:
-        figure: drawn with panels in rows of two, of three if their size is "middle", or of four if it is "small".
-        label: text for those who cannot see it.
-        used: number of panels that are shown, from the first.
-        size: of the panels; two small ones fit beside each other on a phone, and one of the others.
-        lit: as for `svg`.
-    """
+    """Return the panels of a figure, whose grid has one size of panel, and its legend before them."""
     groups, rest = _split(svg_body(figure))
     panels: list[Any] = figure.axes[:used]
     legends: list[Any] = figure.legends
@@ -181,10 +161,6 @@ def _split(body: str) -> tuple[dict[str, str], Markup]:
 
 
 def wide_and_narrow(draw: Callable[[float], Any]) -> Markup:
-    """Return a figure twice, for wide screens and for phones; the page shows one of them.
-
-    Args:
-        draw: from the width in inches to a figure.
-    """
+    """Return a figure twice, for wide screens and for phones; the page shows one of them."""
     wide, narrow = draw(WIDTH), draw(NARROW)
     return Markup('<div class="roomy">{}</div><div class="tight">{}</div>').format(wide, narrow)

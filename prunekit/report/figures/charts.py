@@ -75,11 +75,7 @@ def _widths(layers: pd.DataFrame, width: float) -> Markup:
 
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return histograms of importance scores by channel group, for kept and removed channels.
-
-    Returns:
-        The figure, how many groups it shows, and how many there are.
-    """
+    """Return histograms of importance scores by channel group, for kept and removed channels."""
     names = list(scores["group"].drop_duplicates())
     chosen = evenly(names, MAX_GROUPS)
     columns = 4
@@ -115,11 +111,7 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
 
 
 def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return the modules that have the channels of each group: a row for each group, a column for each module.
-
-    Returns:
-        The figure, how many groups it shows (those on the most modules), and how many there are.
-    """
+    """Return the modules that have the channels of each group: a row for each group, a column for each module."""
     names = list(slots["group"].drop_duplicates())
     spread = slots.groupby("group")["module"].nunique()
     chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
@@ -145,13 +137,7 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
 
 
 def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
-    """Return loss and validation score by epoch, with a color for each training run.
-
-    Args:
-        history: epochs of all training runs, with the score in the column of `validation_` and its name.
-        labels: labels of scores by name.
-        unit: of the score.
-    """
+    """Return loss and validation score by epoch, with a color for each training run."""
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
     if not found:
         raise ArtifactError("history.csv: expected a column validation_top1, or of another score; the file is damaged")
@@ -225,10 +211,6 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
     """Return the share of each resource over epochs, planned and actual, and the channels of each change.
 
     Where a pattern alone is pruned, it is the single weights of each change.
-
-    Args:
-        changes: rows of `schedule.csv`.
-        summary: the schedule in `metrics.json`; None for a run that has not finished, whose curve is not drawn.
     """
     line = None if summary is None else _timeline(summary)
     with canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):

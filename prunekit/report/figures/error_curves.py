@@ -46,15 +46,7 @@ def most_sensitive(rows: pd.DataFrame) -> list[str]:
 
 
 def heatmap(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
-    """Return the error of every group at seven shares of its channels, in percent of the variance.
-
-    Args:
-        rows: rows of `sensitivity.csv`, in the order of the model.
-        kept: number of channels that a plan keeps of each group, which is marked.
-
-    Returns:
-        The figure, how many groups it shows (the most sensitive ones), and how many there are.
-    """
+    """Return the error of every group at seven shares of its channels, in percent of the variance."""
     names, shown = list(rows["group"].drop_duplicates()), ways(rows)
     chosen = sorted(most_sensitive(rows)[:MAX_ROWS], key=names.index)
     by_group = {name: frame.set_index("kept") for name, frame in rows[rows["group"].isin(chosen)].groupby("group")}
@@ -125,11 +117,7 @@ def _mark(axes: Any, shares: Sequence[float]) -> None:
 
 
 def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
-    """Return error against the share of channels kept, of the most and the least sensitive groups; see `heatmap`.
-
-    Returns:
-        The figure, how many groups it shows, and how many there are.
-    """
+    """Return error against the share of channels kept, of the most and the least sensitive groups; see `heatmap`."""
     ranked, shown = most_sensitive(rows), ways(rows)
     few = len(ranked) <= MAX_LINES
     chosen = ranked if few else [*ranked[: MAX_LINES - LEAST], *ranked[-LEAST:]]

@@ -50,13 +50,7 @@ def flow_height(rows: pd.DataFrame) -> float:
 
 
 def draw_flow(figure: Figure, rows: pd.DataFrame, *, narrow: bool = False) -> None:
-    """Draw two panels that share the layers: percentiles at the beginning and the end, and the median over time.
-
-    Args:
-        figure: empty.
-        rows: `COLUMNS`, of one training run. Gradients that are all zero are left blank.
-        narrow: whether the panels are below each other.
-    """
+    """Draw two panels that share the layers: percentiles at the beginning and the end, and the median over time."""
     layers = shown_layers(rows)
     rows = rows[rows["layer"].isin(layers)]
     left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))

@@ -40,13 +40,6 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
     """Render a page that compares runs of `finetune` and `prune`, with links to their reports.
 
     Reports that are missing are written.
-
-    Returns:
-        What is on the page: `runs`, `latency`, `recipes` (what differs) and `notes`.
-
-    Raises:
-        UsageError: a run has not finished or is of another kind, or the page cannot be written.
-        ArtifactError: a folder is not there, or a file in it is damaged.
     """
     try:
         return _write(folders, page)
@@ -87,11 +80,7 @@ def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
 
 
 def _require_finished(found: Sequence[ComparedRun]) -> None:
-    """Raise unless all runs have finished.
-
-    Raises:
-        UsageError: some have not; the message has a line for each.
-    """
+    """Raise unless all runs have finished."""
     wrong = []
     for side in found:
         state, folder = side.run.status.get("state", "unknown"), side.run.folder

@@ -21,12 +21,7 @@ OTHERS = "all other modules"
 
 
 def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Render `explain.html` into a folder, which is created, and return its path.
-
-    Args:
-        folder: the folder of the page.
-        result: a `prunekit.jobs.explain.Explanation` as JSON, with the names of its `dense` and `pruned` models.
-    """
+    """Render `explain.html` into a folder, which is created, and return its path."""
     return write(folder / "explain.html", "explain.html", **explained(result))
 
 

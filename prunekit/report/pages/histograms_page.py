@@ -28,15 +28,7 @@ MOST_ROWS = 200
 
 
 def write_histograms(folder: Path, run: Path | None = None) -> Path:
-    """Render `histograms.html` into a folder that `prunekit.jobs.pictures.write_statistics` has written.
-
-    Args:
-        folder: the folder, with its result in `histograms.json`.
-        run: folder of a run whose scores are shown too, if it has any.
-
-    Raises:
-        ArtifactError: a file is missing or damaged.
-    """
+    """Render `histograms.html` into a folder that `prunekit.jobs.pictures.write_statistics` has written."""
     facts = read_json(folder / FACTS)
     try:
         rows = pd.read_csv(folder / "histograms.csv", dtype={"layer": str}, keep_default_na=False)
@@ -56,14 +48,7 @@ def write_histograms(folder: Path, run: Path | None = None) -> Path:
 
 
 def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return a panel for each layer, with the histogram of each model as the share of its values.
-
-    Args:
-        rows: model, kind, layer, low, high, count; of one kind.
-
-    Returns:
-        The figure, how many layers it shows, and how many there are.
-    """
+    """Return a panel for each layer, with the histogram of each model as the share of its values."""
     names, kind = list(rows["layer"].drop_duplicates()), str(rows["kind"].iloc[0])
     chosen = figures.evenly(names, MAX_GROUPS)
     columns = 4
@@ -99,19 +84,7 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
 
 
 def histogram_counts(folder: Path, start: Path) -> dict[str, Any] | None:
-    """Return how many channels of each model are dead and redundant, by `histograms.json` in a folder.
-
-    Args:
-        folder: folder of the page of histograms.
-        start: folder of the page that links to it.
-
-    Returns:
-        `images`, `threshold`, `page` (from `start`) and `rows`: `model`, `channels`, `dead`, `redundant`; None if there
-        is no such file, or no page.
-
-    Raises:
-        ArtifactError: the file is damaged.
-    """
+    """Return how many channels of each model are dead and redundant, by `histograms.json` in a folder."""
     keys = {"images", "threshold", "channels", "findings"}
     facts = read_facts(folder / FACTS, keys, "channels and findings") if (folder / PAGE).is_file() else None
     if facts is None:

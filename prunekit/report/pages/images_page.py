@@ -21,20 +21,12 @@ LARGEST_DETECTIONS = 2_500_000
 
 
 def write_features(folder: Path) -> Path:
-    """Render `features.html` into a folder that `prunekit.jobs.pictures.write_features` has written.
-
-    Raises:
-        ArtifactError: a file is missing or damaged.
-    """
+    """Render `features.html` into a folder that `prunekit.jobs.pictures.write_features` has written."""
     return write(folder / "features.html", "features.html", features=features_data(folder))
 
 
 def features_data(folder: Path) -> dict[str, Any] | None:
-    """Return `features.json` of a folder, with the pictures as data; None if there is none.
-
-    Raises:
-        ArtifactError: the file, or one of the pictures, is damaged or missing.
-    """
+    """Return `features.json` of a folder, with the pictures as data; None if there is none."""
     facts = read_facts(folder / FACTS, {"layers"}, "`layers`")
     if facts is None:
         return None
@@ -47,22 +39,14 @@ def features_data(folder: Path) -> dict[str, Any] | None:
 
 
 def filters_data(folder: Path) -> dict[str, Any] | None:
-    """Return `filters.json` of a folder, with the picture as data; None if there is none.
-
-    Raises:
-        ArtifactError: the file, or the picture, is damaged or missing.
-    """
+    """Return `filters.json` of a folder, with the picture as data; None if there is none."""
     keys = {"layer", "models", "filters", "shape", "kept"}
     facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
     return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
 
 
 def detections_data(folder: Path) -> dict[str, Any] | None:
-    """Return `detections.json` of a folder, with the pictures as data; None if there is none.
-
-    Raises:
-        ArtifactError: the file, or one of the pictures, is damaged or missing.
-    """
+    """Return `detections.json` of a folder, with the pictures as data; None if there is none."""
     facts = read_facts(folder / "detections.json", {"images", "models"}, "images and models")
     if facts is None:
         return None
@@ -76,11 +60,7 @@ def detections_data(folder: Path) -> dict[str, Any] | None:
 
 
 def maps_data(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON files of a folder of maps, each with its picture as data, the newest first.
-
-    Raises:
-        ArtifactError: a file, or one of the pictures, is damaged or missing.
-    """
+    """Yield the JSON files of a folder of maps, each with its picture as data, the newest first."""
     left = LARGEST_MAPS
     for path in sorted(folder.glob("*.json"), key=lambda file: (-file.stat().st_mtime_ns, file.name)):
         facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
@@ -91,11 +71,7 @@ def maps_data(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_facts(path: Path, keys: set[str], expected: str) -> dict[str, Any] | None:
-    """Read a JSON object that has the keys; None if there is no such file.
-
-    Raises:
-        ArtifactError: it is something else, or damaged.
-    """
+    """Read a JSON object that has the keys; None if there is no such file."""
     if not path.is_file():
         return None
     facts = read_json(path)
@@ -105,11 +81,7 @@ def read_facts(path: Path, keys: set[str], expected: str) -> dict[str, Any] | No
 
 
 def read_picture(path: Path) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        ArtifactError: it cannot be read.
-    """
+    """Return the bytes of a file."""
     try:
         return path.read_bytes()
     except OSError as error:

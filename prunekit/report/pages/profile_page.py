@@ -63,11 +63,7 @@ def _tiles(facts: Mapping[str, Any]) -> list[Tile]:
 
 
 def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
-    """Return the milliseconds of the costliest layers against one width, measured and fitted.
-
-    Returns:
-        The figure, how many panels it has, and how many there would be of all layers.
-    """
+    """Return the milliseconds of the costliest layers against one width, measured and fitted."""
     ranked = together(found)
     chosen, total = ranked[:MAX_PANELS], sum(layer["measured"][0]["ms"] for layer in found)
     rows = math.ceil(len(chosen) / COLUMNS)
@@ -116,11 +112,7 @@ def _legend(figure: Any) -> list[Any]:
 
 
 def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return predicted against measured milliseconds of networks, and the error against the MACs that are left.
-
-    Args:
-        networks: rows of `networks.csv`, the dense one first.
-    """
+    """Return predicted against measured milliseconds of networks, and the error against the MACs that are left."""
     kinds = ["dense", *("held out" if row["held_out"] else "fitted to" for row in networks[1:])]
     with canvas(2, 1, 3.6, "predictions") as (figure, (whole, errors)):
         for kind, (marker, color, size) in KINDS.items():

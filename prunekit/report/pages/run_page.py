@@ -162,12 +162,7 @@ def missing(run_folder: StrPath) -> list[str]:
 
 
 def gaps(run: Run, name: str = "metrics.json") -> Iterator[str]:
-    """Yield a sentence for each file of a run that is damaged, and for figures that are missing.
-
-    Args:
-        run: a run that was read without its damaged files.
-        name: name of the file with its figures.
-    """
+    """Yield a sentence for each file of a run that is damaged, and for figures that are missing."""
     yield from (f"{reason}; what it held is missing here" for file, reason in run.damaged.items() if file != name)
     found = {"metrics.json": run.metrics, "sensitivity.json": run.analysis, "profile.json": run.profile}[name]
     lacking = [key for key in MEASURED[name] if not found.get(key)]
@@ -221,12 +216,7 @@ class Again:
 
 
 def again(run: Run, job: str | None = None) -> Again | None:
-    """Return the command that runs the recipe of a run again; None if it has no recipe.
-
-    Args:
-        run: the run.
-        job: name of the command; None: as its metrics say.
-    """
+    """Return the command that runs the recipe of a run again; None if it has no recipe."""
     if run.recipe is None:
         return None
     job = job or ("prune" if run.metrics.get("fine_tuned") is False else "finetune")

@@ -101,11 +101,7 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
 
 
 def accept(reference: str, found: Any) -> Section:
-    """Return the section that `file.py:object` names: a class that it registers, or one with `read` and `html`.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Return the section that `file.py:object` names: a class that it registers, or one with `read` and `html`."""
     if isinstance(found, Section):
         return found
     registered = next((each for each in SECTIONS.imported if type(each.content) is found), None)
@@ -121,10 +117,6 @@ def accept(reference: str, found: Any) -> Section:
 
 
 def ordered(named: Iterable[str] = ()) -> Sequence[Section]:
-    """Return all known sections and those that are named, in the order of the page.
-
-    Raises:
-        UsageError: there is no section of a name.
-    """
+    """Return all known sections and those that are named, in the order of the page."""
     found = {id(one): one for one in map(SECTIONS.get, [*SECTIONS.names, *named])}
     return sorted(found.values(), key=lambda one: one.order)

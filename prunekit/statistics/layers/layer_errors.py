@@ -51,13 +51,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
     detector selects, the model runs with one layer changed after the other.
 
     Args:
-        model: the dense model; only read.
-        stats: of that model.
         inputs: (B, ...), as `inputs_as_example` takes them.
-        read: the outputs of the model that are read.
-
-    Returns:
-        The statistics with `output_gain` filled in: 1 for a layer where it cannot be measured.
     """
     copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
     with training_mode(copy, False), torch.no_grad():
@@ -230,11 +224,7 @@ class _Slopes(CallInterceptor):
         parameter.grad = None
 
     def of(self, total: Tensor, *, again: bool) -> list[float]:
-        """Return the slope along each change; `again`: whether others of the same forward pass follow.
-
-        Raises:
-            UserWarning: a gradient ends at an operator that has none, so that slopes lack what goes through it.
-        """
+        """Return the slope along each change; `again`: whether others of the same forward pass follow."""
         self._slopes = [0.0] * len(self._slopes)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", NO_GRADIENT, UserWarning)
@@ -273,12 +263,6 @@ def _gains_by_gradients(
     """Return the gain of each layer, None where it is none; None altogether if gradients don't reach all of them.
 
     Samples run one at a time, so that outputs as wide as a vocabulary take little memory.
-
-    Args:
-        model: whose parameters require no gradients afterwards.
-        stats: with its layers.
-        judge: that compares outputs.
-        inputs: samples.
     """
     if judge.weights or not stats.layers:
         return None
@@ -383,13 +367,8 @@ def without_channels(
     """Return the change of a layer that takes input channels away and fits the others to its outputs, by least squares.
 
     Args:
-        moments: of what the layer reads.
         weight: (o, C, ...), see `LayerCall.matrix`.
         kept: (C,) bool, False for channels that go; of each group.
-        biased: whether there is a bias that can change.
-
-    Returns:
-        The change of the weight, in its dtype; that of the bias, and the outputs' squared errors, (o,) float64 each.
     """
     changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
     for some in map(Tensor.double, [weight] if len(moments.grams) > 1 else in_parts(weight, 4 * AT_ONCE)):

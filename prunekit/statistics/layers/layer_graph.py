@@ -367,14 +367,7 @@ class LayerGraph(NamedTuple):
 def find_layer_graph(
     model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = (), *, stacks: bool = False
 ) -> LayerGraph:
-    """Run a model in eval mode, and find its layers and the functions that read its parameters.
-
-    Args:
-        model: runs on `inputs`.
-        inputs: a few samples: the first argument, or all positional ones.
-        norms: paths of modules whose inner calls do not count: those of a channel map.
-        stacks: whether products with matrices of a stack are layers.
-    """
+    """Run a model in eval mode, and find its layers and the functions that read its parameters."""
     finder = LayerFinder(model, norms, stacks=stacks)
     with same_attributes(model), finder.intercepting():
         output = call(model, inputs if isinstance(inputs, tuple) else (inputs,))

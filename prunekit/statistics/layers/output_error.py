@@ -47,13 +47,7 @@ class OutputComparison:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
-        """Return the comparison of a model.
-
-        Args:
-            model: the dense one, in eval mode.
-            inputs: at least three samples, if there are so many.
-            read: its outputs that are read.
-        """
+        """Return the comparison of a model."""
         finder = LayerFinder(model, ())
         few, more = (_returned(model, select_samples(inputs, slice(count)), finder, read) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
@@ -88,11 +82,6 @@ class OutputComparison:
 
         If only layers are compared, what the model does behind them, such as selecting boxes, is run only the first
         time that there are inputs of these shapes.
-
-        Args:
-            model: the dense one, or one pruned from it.
-            inputs: that it is run on.
-            counted: which positions of the samples are not padding, see `counted_positions`; None: all.
         """
         most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
         return self._run(model, inputs, counted, most)[1]

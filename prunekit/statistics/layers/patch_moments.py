@@ -270,13 +270,7 @@ class _Collector(LayerFinder):
         return [sample_rows(len(among), count, seed, among).to(device) for among in of]
 
     def _reading_key(self, layer: LayerCall, place: int, width: int) -> Hashable:
-        """Return a key that is the same for layers that read the same positions of one tensor; None if there is none.
-
-        Args:
-            layer: as it was found first.
-            place: of the call among those of this pass.
-            width: input channels of a group.
-        """
+        """Return a key that is the same for layers that read the same positions of one tensor; None if there is none."""
         read, known = self.chains[place].layer.read, _way_of_reading(layer, width)
         return None if read is None or known is None else (read, known, self._columns[layer.use])
 
@@ -442,20 +436,6 @@ def collect_patches(
     Memory: `gram_bytes(channels * taps)` for each layer and group, 8 * 4609^2 = 170 MB for 512 channels and a 3 x 3
     kernel, and for each matrix of a stack, such as those of experts. Where all would take more than `memory_bytes`, the
     largest have only the centers of their patches, 8 * 513^2 = 2 MB each, and one for a stack, until the rest fits.
-
-    Args:
-        model: the dense model.
-        batches: tensors, or tuples and lists whose first entry is the model's input, or a tuple of all its inputs.
-        norms: paths of modules whose inner calls do not count: those of a channel map.
-        inputs: weights and their input axes, of the layers to collect; None: all.
-        rows: positions sampled of each layer over `images` images.
-        images: how many there will be; decides the share of each batch in `rows`.
-        memory_bytes: limit for all Gram matrices together.
-        log: gets a line on the memory that they take before they are collected.
-
-    Raises:
-        UsageError: there are no batches.
-        NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
     """
     collector: _Collector | None = None
     with training_mode(model, False):
@@ -532,12 +512,7 @@ def shortfalls(patches: PatchStats) -> list[str]:
 
 
 def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
-    """Return the moments with a larger diagonal where positions are too few, so that `ridge` is raised `RAISED` times.
-
-    Args:
-        patches: of all layers.
-        ridge: share of the mean diagonal that will be added later; the constant column has none.
-    """
+    """Return the moments with a larger diagonal where positions are too few, so that `ridge` is raised `RAISED` times."""
     known: dict[int, Tensor] = {}
     layers = []
     for moments in patches.layers:

@@ -53,7 +53,6 @@ class PatchGeometry:
 
         Args:
             positions: shape of its rows: (B, T, ...) of tokens or of a convolution along them.
-            counted: see `counted_positions`.
         """
         if counted is None or len(self.kernel) > 1:
             return None
@@ -87,13 +86,7 @@ class PatchGeometry:
         return len(inputs) * prod(self.spatial(inputs)) if self.kernel else inputs.numel() // inputs.shape[-1]
 
     def places(self, rows: Tensor, spatial: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return the positions of the input that each row reads, (N, taps), as rows of it; and whether they exist.
-
-        Args:
-            rows: of the output.
-            spatial: spatial sizes of the output.
-            sizes: spatial sizes of the input; padding is given some position of it.
-        """
+        """Return the positions of the input that each row reads, (N, taps), as rows of it; and whether they exist."""
         found = (rows // prod(spatial))[:, None].expand(-1, self.taps)
         there = torch.ones_like(found, dtype=torch.bool)
         if not self.kernel:

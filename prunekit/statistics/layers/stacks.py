@@ -146,8 +146,6 @@ def _row_numbers(numbers: Tensor, inputs: Tensor, offsets: Any) -> Tensor | None
     """Return the number of the matrix that each row of an output is made with, -1 for rows that none makes.
 
     Args:
-        numbers: of the matrices.
-        inputs: (..., rows, channels).
         offsets: where the rows of each matrix end, of a product of (rows, channels) with a stack; None of others.
     """
     if offsets is None and not numbers.dim():

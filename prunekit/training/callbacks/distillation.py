@@ -180,9 +180,7 @@ def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: 
     weighted by their images, is that of a single process.
 
     Args:
-        student: one tensor for each layer.
         teacher: the same, in the same shapes.
-        images: in this process's share.
     """
     pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
     sizes = [wanted.square().sum() for _, wanted in pairs]

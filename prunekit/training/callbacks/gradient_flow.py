@@ -143,10 +143,6 @@ def flow_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def gradient_percentiles(weights: Sequence[nn.Parameter], scale: float = 1.0) -> Tensor:
     """Return 10th, 50th and 90th percentile of each weight's absolute gradient, and its share of zeros.
 
-    Args:
-        weights: after a backward pass; one without a gradient counts as all zeros.
-        scale: what the loss was multiplied by.
-
     Returns:
         (weights, 4) float64, on the CPU.
     """

@@ -257,9 +257,6 @@ class LabelNorms:
         """Add `factors[label] * entry` to each parameter's gradient, for each label that the entry carries.
 
         A parameter that the loss did not reach has no gradient and gets none.
-
-        Args:
-            factors: (n_labels,), 0 for locked labels.
         """
         for carrier in self._carriers:
             parameter, sums = carrier.parameter, torch.zeros((), device=carrier.parameter.device)

@@ -53,21 +53,11 @@ class Planner:
 
         They are then left as they are until the optimizer's step, before which the planner has to mask them
         (`ChangingMasks.mask_gradients`).
-
-        Args:
-            step: how many were made.
-            stage: the next.
         """
         return False
 
     def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
-        """Return the plan of a stage; in several processes all call this, and must get the same plan.
-
-        Args:
-            model: under the masks of the plan before.
-            stage: the stage to plan.
-            before: the plan before.
-        """
+        """Return the plan of a stage; in several processes all call this, and must get the same plan."""
         raise NotImplementedError
 
     def shares(self, stage: Stage, plan: Plan) -> Mapping[str, tuple[float, float]]:
@@ -224,11 +214,7 @@ class ScheduledMasks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the plan of a state; `on_change` is not called for the changes before it.
-
-        Raises:
-            ArtifactError: the state is of another model or schedule.
-        """
+        """Continue with the plan of a state; `on_change` is not called for the changes before it."""
         keep = state["keep"].cpu().numpy()
         if keep.shape != self.plan.keep.shape or not state["done"] <= len(self.stages):
             raise ArtifactError("state of a pruning schedule: it belongs to another model or schedule; train again")

@@ -85,11 +85,7 @@ def needs_plan(settings: TrainSettings) -> bool:
 
 
 def task_loss(task: Task, settings: TrainSettings) -> Loss:
-    """Return the loss of training.
-
-    Raises:
-        UsageError: the settings ask for something that the task does not support.
-    """
+    """Return the loss of training."""
     if (settings.mixup or settings.cutmix) and task is not IMAGE_CLASSIFICATION:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
     if settings.distill is not None and task.logits is None:
