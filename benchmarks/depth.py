@@ -36,14 +36,14 @@ from torch.nn import functional as F
 from prunekit.channels.depth.branch import Branch
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
 from prunekit.measure.effort import Effort
 from prunekit.models.cifar import DEPTHS
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 OURS = {"blocks-and-widths": True, "widths": False}
 ALONE = ("block-influence", "greedy")

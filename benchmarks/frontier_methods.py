@@ -17,7 +17,7 @@ from prunekit.errors import PlanError
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 METHODS = "time-elimination,macs-elimination,time-l2,macs-l2,tp-l2"
 SHARES, HALVINGS = 16, 8

@@ -32,11 +32,11 @@ from latency_networks import Case, built, log, names, profiled, where
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.jobs.bench import devices
-from prunekit.jobs.profile import as_latency, in_blocks, layer_setting
 from prunekit.measure.effort import Effort
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.planning.plan import Plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.pruning.profiling import as_latency, in_blocks, layer_setting
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 KEYS = ("model", "plan", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size")
 COLUMNS = (

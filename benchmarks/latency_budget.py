@@ -39,9 +39,9 @@ from latency_networks import Case, add_target, built, log, names, numbers, profi
 
 from prunekit.deploy.subnormals import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
 from prunekit.measure.effort import Effort
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 MODELS = "resnet34,resnet50,mobilenet_v2,efficientnet_b0,vit_b_16"
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size", "weights", "asked")

@@ -17,14 +17,13 @@ from torch import nn
 import prunekit
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
-from prunekit.jobs.profile import profile
-from prunekit.jobs.prune.latency_target import LatencyTarget
-from prunekit.jobs.prune.plan_search import PlanSearch
-from prunekit.jobs.prune.profile_result import Profile
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
 from prunekit.measure.runtimes.session import inputs_like
-from prunekit.settings.prune import PruneSettings, Target
+from prunekit.pruning.latency_target import LatencyTarget
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.pruning.profiling import Profile, profile
+from prunekit.settings.pruning import PruneSettings, Target
 from prunekit.utils.context import seeded
 
 TOOLS = ("onnxruntime", "openvino", "onnx", "torch-pruning")

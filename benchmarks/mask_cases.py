@@ -30,7 +30,7 @@ from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.latency.timing import alternate, warm_up
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 Hooks = Callable[[nn.Module, SGD], AbstractContextManager[Any]]
 OFTEN, RARELY = 0.01, 1.0

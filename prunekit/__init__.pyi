@@ -27,14 +27,6 @@ from prunekit.jobs.explain import explain as explain
 from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.predict import Prediction as Prediction
 from prunekit.jobs.predict import predict as predict
-from prunekit.jobs.profile import profile as profile
-from prunekit.jobs.prune.collected import Collected as Collected
-from prunekit.jobs.prune.collected import collect as collect
-from prunekit.jobs.prune.one_shot import plan as plan
-from prunekit.jobs.prune.one_shot import prune as prune
-from prunekit.jobs.prune.profile_result import Profile as Profile
-from prunekit.jobs.prune.pruned import Pruned as Pruned
-from prunekit.jobs.prune.pruner import Pruner as Pruner
 from prunekit.jobs.run.interface import interface as interface
 from prunekit.jobs.run.job_inputs import Own as Own
 from prunekit.jobs.run.results import RunResult as RunResult
@@ -65,6 +57,14 @@ from prunekit.planning.budgets.budget import register_budget as register_budget
 from prunekit.planning.costs import Term as Term
 from prunekit.planning.plan import Plan as Plan
 from prunekit.planning.plan import load_plan as load_plan
+from prunekit.pruning.collected import Collected as Collected
+from prunekit.pruning.collected import collect as collect
+from prunekit.pruning.profiling import Profile as Profile
+from prunekit.pruning.profiling import profile as profile
+from prunekit.pruning.prune import plan as plan
+from prunekit.pruning.prune import prune as prune
+from prunekit.pruning.pruned import Pruned as Pruned
+from prunekit.pruning.pruner import Pruner as Pruner
 from prunekit.recipe_jobs import export as export
 from prunekit.recipe_jobs import finetune as finetune
 from prunekit.repair.repair_report import RepairReport as RepairReport
@@ -93,16 +93,16 @@ from prunekit.settings.inputs import (
 )
 from prunekit.settings.job import JobSettings as JobSettings
 from prunekit.settings.pattern import PatternSettings as PatternSettings
-from prunekit.settings.prune import (
+from prunekit.settings.pruning import (
     BudgetSettings as BudgetSettings,
 )
-from prunekit.settings.prune import (
+from prunekit.settings.pruning import (
     PruneSettings as PruneSettings,
 )
-from prunekit.settings.prune import (
+from prunekit.settings.pruning import (
     ScheduleSettings as ScheduleSettings,
 )
-from prunekit.settings.prune import (
+from prunekit.settings.pruning import (
     Target as Target,
 )
 from prunekit.settings.train import (

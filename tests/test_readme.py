@@ -22,7 +22,7 @@ from prunekit.jobs.run import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import Target
+from prunekit.settings.pruning import Target
 from prunekit.training.callbacks.distillation import feature_paths
 
 ROOT = Path(__file__).parent.parent

@@ -21,10 +21,6 @@ from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
 from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
 from prunekit.jobs.bench import Benchmark, bench
 from prunekit.jobs.explain import Explanation
-from prunekit.jobs.prune.latency_target import LatencyResult, LatencyTarget, Timing
-from prunekit.jobs.prune.plan_search import PlanSearch
-from prunekit.jobs.prune.profile_result import NetworkPrediction, Profile
-from prunekit.jobs.prune.pruned import Pruned
 from prunekit.jobs.sensitivity import Sensitivity
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
@@ -34,9 +30,13 @@ from prunekit.measure.verification import Verification
 from prunekit.planning.latency_table import LayerLatency
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve
+from prunekit.pruning.latency_target import LatencyResult, LatencyTarget, Timing
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.pruning.profiling import NetworkPrediction, Profile
+from prunekit.pruning.pruned import Pruned
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
 from prunekit.report.pages.model_summary import summary
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import LayerStats, StatsKey
 from prunekit.training.callbacks.gradient_flow import GradientFlow

@@ -19,7 +19,7 @@ from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings, dump
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.settings.validation import Checked
 
@@ -100,7 +100,7 @@ def test_a_recipe_says_all_of_it_with_its_places_all_the_same(tmp_path: Path) ->
 
 def test_checking_settings_needs_no_torch() -> None:
     code = (
-        "import sys; from prunekit.settings.prune import PruneSettings\n"
+        "import sys; from prunekit.settings.pruning import PruneSettings\n"
         "from prunekit.errors import UsageError\n"
         "try: PruneSettings(criterion='zzz')\n"
         "except UsageError: print('torch' in sys.modules)"

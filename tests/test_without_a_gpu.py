@@ -20,14 +20,14 @@ from torch.nn import functional as F
 import prunekit as pk
 from prunekit.criteria.scoring import score
 from prunekit.data.sources import Splits, load_splits
-from prunekit.jobs.prune.dry_run import dry_run
-from prunekit.jobs.stages.sample_statistics import share_check
+from prunekit.jobs.dry_run import dry_run
 from prunekit.measure.accuracy import evaluate
 from prunekit.planning.solver import make_plan
+from prunekit.pruning.sample_statistics import share_check
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.tasks.task import get_task
 from prunekit.training.loop import fit

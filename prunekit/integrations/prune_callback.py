@@ -11,9 +11,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.prune.pruner import Pruner
 from prunekit.planning.plan import Plan
-from prunekit.settings.prune import ScheduleSettings
+from prunekit.pruning.pruner import Pruner
+from prunekit.settings.pruning import ScheduleSettings
 
 MADE_HERE = ("model", "optimizer", "average")
 """Arguments of `Pruner` that a callback takes from its trainer."""

@@ -33,8 +33,8 @@ from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked  # noqa: E402
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left  # noqa: E402
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
-from prunekit.jobs.prune.one_shot import prune  # noqa: E402
-from prunekit.settings.prune import Target  # noqa: E402
+from prunekit.pruning.prune import prune  # noqa: E402
+from prunekit.settings.pruning import Target  # noqa: E402
 from prunekit.utils.context import device_of  # noqa: E402
 
 keep_structure()

@@ -16,12 +16,12 @@ from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import gather_on_main, is_main, rank, size
 from prunekit.errors import ArtifactError
-from prunekit.jobs.prune.plan_search import CriterionInputs
 from prunekit.jobs.run.agreement import main_has, main_process_only
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
-from prunekit.jobs.stages.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
+from prunekit.pruning.plan_search import CriterionInputs
+from prunekit.pruning.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import Collectors, StatsCollector, peek_samples
 from prunekit.statistics.channel_stats import ChannelStats

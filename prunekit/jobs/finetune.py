@@ -23,8 +23,6 @@ from prunekit.deploy.subnormals import without_subnormals
 from prunekit.distributed.process_group import from_main, one_for_all, wait_for_all
 from prunekit.jobs.bench import devices
 from prunekit.jobs.calibrate import criterion_inputs
-from prunekit.jobs.prune.latency_target import LatencyResult
-from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.jobs.run import results
 from prunekit.jobs.run.agreement import computed_by_main, main_has, main_process_only, require_same_plan, share_plan
 from prunekit.jobs.run.dense_model import prepare, save_weights, train_baseline
@@ -45,6 +43,8 @@ from prunekit.jobs.stages.training_stage import Finetuning, OnEpoch, Trainings, 
 from prunekit.masks.masked_model import sparsity
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan
+from prunekit.pruning.latency_target import LatencyResult
+from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings

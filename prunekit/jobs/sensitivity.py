@@ -29,7 +29,6 @@ from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
 from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
-from prunekit.jobs.stages.sample_statistics import joined_samples, patch_statistics
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.modes.public_call import public_call
 from prunekit.planning.feasibility import nothing_free_error
@@ -40,6 +39,7 @@ from prunekit.planning.sensitivity_curves import (
     keep_in_group,
     rank_correlation,
 )
+from prunekit.pruning.sample_statistics import joined_samples, patch_statistics
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.task import Loss, Task, described_task, pair

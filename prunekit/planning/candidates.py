@@ -14,7 +14,7 @@ from prunekit.channels.constraints import Removal
 from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
-from prunekit.settings.prune import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 from prunekit.utils.globs import globs, matching
 
 Scores = NDArray[np.float64]

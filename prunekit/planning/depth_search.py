@@ -20,7 +20,7 @@ from prunekit.planning.budgets.limits import Budgets
 from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, labels_matching
 from prunekit.planning.costs import Numbers
 from prunekit.planning.width_search import BISECTIONS, CHEAPEST, DEAREST, KeptScores, at_price, blends
-from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.settings.pruning import PruneSettings, facts_of
 
 TRIED = 3
 """For how many of the best sets of blocks all widths are solved again."""

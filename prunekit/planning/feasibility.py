@@ -20,7 +20,7 @@ from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Score
 from prunekit.planning.costs import Numbers
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
 from prunekit.planning.latency_table import LatencyTable
-from prunekit.settings.prune import BudgetSettings, PruneSettings, budget_names, facts_of
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, budget_names, facts_of
 from prunekit.utils.display import listed
 
 LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "layout", "plain_classes")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.known_names import BUDGETS, CRITERIA
 from prunekit.settings.pattern import UNSTRUCTURED, PatternSettings
-from prunekit.settings.prune import (
+from prunekit.settings.pruning import (
     BudgetSettings,
     Depth,
     Layout,

@@ -31,7 +31,7 @@ from prunekit.modes.public_call import public_call
 from prunekit.planning.stored_plan import FORMAT, PACKED_FORMAT, from_files
 from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import read_json
-from prunekit.settings.prune import facts_from
+from prunekit.settings.pruning import facts_from
 from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, require_checksum, sha256, with_checksum, write_text
 

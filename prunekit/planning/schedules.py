@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 
 from prunekit.errors import UsageError, nearest
-from prunekit.settings.prune import (
+from prunekit.settings.pruning import (
     BudgetSettings,
     PruneSettings,
     ScheduleKind,

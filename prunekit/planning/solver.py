@@ -32,7 +32,7 @@ from prunekit.planning.feasibility import (
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
-from prunekit.settings.prune import PruneSettings, Scope
+from prunekit.settings.pruning import PruneSettings, Scope
 from prunekit.utils.files import json_values
 
 ROUNDS = 3

@@ -13,7 +13,7 @@ from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.pattern import pattern_problems
-from prunekit.settings.prune import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
+from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
 
 Finding = tuple[KeyPath, str]

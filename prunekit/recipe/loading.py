@@ -20,7 +20,7 @@ from prunekit.recipe.keys import allows, choices, describe, hint_at, key_path, k
 from prunekit.recipe.overrides import Overrides, apply_override, as_texts
 from prunekit.recipe.yaml_positions import Document, KeyPath, Origin, Problem, parse
 from prunekit.settings.job import JobSettings, dump
-from prunekit.settings.prune import facts_without_code, other_budgets
+from prunekit.settings.pruning import facts_without_code, other_budgets
 from prunekit.utils.files import StrPath
 from prunekit.utils.registry import MappingKey, registered_names, replaced_at
 from prunekit.utils.user_code import ForbiddenReference, from_file, is_reference

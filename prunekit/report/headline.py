@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prunekit.measure.latency.row_text import unstable_mark
-from prunekit.settings.prune import facts_from
+from prunekit.settings.pruning import facts_from
 from prunekit.utils import display as numbers
 from prunekit.utils.display import Table
 

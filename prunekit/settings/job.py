@@ -19,7 +19,7 @@ from prunekit.known_names import TASKS, FormatName
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings, QuantizeSettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
-from prunekit.settings.prune import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, TrainSettings, WatchSettings
 from prunekit.settings.validation import Checked
 from prunekit.utils.registry import Registered

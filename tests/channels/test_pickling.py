@@ -23,9 +23,9 @@ from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.errors import ArtifactError
 from prunekit.hooks.hook import HookWarning
-from prunekit.jobs.prune.one_shot import prune
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
+from prunekit.pruning.prune import prune
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 

@@ -17,12 +17,12 @@ from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
-from prunekit.jobs.prune.one_shot import prune
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.costs import cost_model, entries
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.pruning.prune import prune
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 WIDTH, KEYS, GROUP, DEPTH = 12, 3, 4, 4
 EXAMPLE = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)),)

@@ -20,7 +20,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 CLASSES = 7
 FAMILIES = (

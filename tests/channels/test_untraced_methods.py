@@ -14,10 +14,10 @@ from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import TrialResult, run_trial, with_untraced_sizes
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
-from prunekit.jobs.prune.one_shot import prune
-from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.planning.plan import Plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.pruning.prune import prune
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 

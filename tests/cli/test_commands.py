@@ -23,7 +23,6 @@ from prunekit.jobs import calibrate
 from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
 from prunekit.jobs.calibrate import CalibrationResult
-from prunekit.jobs.prune import dry_run as dry_run_module
 from prunekit.jobs.run import batch_size
 from prunekit.jobs.run import model_sources as targets
 from prunekit.jobs.run.batch_size import LargestBatch, TriedBatch
@@ -32,6 +31,7 @@ from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.run_folder import Finish, write_report
 from prunekit.measure.latency import timing_job
+from prunekit.pruning import dry_run as dry_run_module
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings, dump
 from prunekit.statistics.channel_stats import ChannelStats

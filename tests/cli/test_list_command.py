@@ -12,7 +12,7 @@ from prunekit.cli.commands.list import AUGMENTATIONS, KINDS, SCOPES
 from prunekit.criteria.criterion import get_criterion
 from prunekit.known_names import CRITERIA
 from prunekit.settings.inputs import NamedAugment
-from prunekit.settings.prune import Scope
+from prunekit.settings.pruning import Scope
 
 
 def test_criteria_are_listed_with_what_they_need() -> None:

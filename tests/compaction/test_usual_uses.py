@@ -30,7 +30,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.compaction.model_folder import load, save
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
-from prunekit.jobs.prune.one_shot import prune
+from prunekit.pruning.prune import prune
 from prunekit.utils.context import seeded
 
 

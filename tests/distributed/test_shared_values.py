@@ -15,7 +15,7 @@ import torch
 import prunekit as pk
 from prunekit.distributed.shared_values import packed, unpacked
 from prunekit.errors import RunError
-from prunekit.settings.prune import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 
 
 class Running:

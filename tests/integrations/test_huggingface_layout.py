@@ -22,7 +22,7 @@ from prunekit.errors import SettingsError, UsageError
 from prunekit.models.library_config import LIBRARY_CONFIG, ConfigSearch, shapes_of
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.utils.tensors import gather
 
 pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, ClampSettings, TrainSettings
 from prunekit.utils import state_folders as states
 

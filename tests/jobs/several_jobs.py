@@ -15,7 +15,7 @@ from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 NET = '''

@@ -20,7 +20,7 @@ from prunekit.jobs.run.job_inputs import Own
 from prunekit.measure.latency.peak_memory import PeakMemory
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (
     ActivationSettings,
     AverageSettings,

@@ -18,7 +18,7 @@ from prunekit.channels.channel_map import Keep
 from prunekit.channels.depth.branch import Branch
 from prunekit.errors import PlanError, SettingsError, UsageError
 from prunekit.planning.keywords import prune_settings
-from prunekit.settings.prune import facts_of
+from prunekit.settings.pruning import facts_of
 
 INPUT = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import prunekit
-from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.run.dense_model import Baseline, prepare
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.training_stage import Finetuning, Trainings
+from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (
     CheckpointSettings,
     DistillSettings,

@@ -15,14 +15,14 @@ import prunekit
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import UsageError
-from prunekit.jobs.prune.dry_run import dry_run
-from prunekit.jobs.prune.plan_search import WEIGHTS_ALONE, importance
+from prunekit.jobs.dry_run import dry_run
 from prunekit.known_names import CRITERIA
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, importance
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 

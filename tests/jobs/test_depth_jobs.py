@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import prunekit
+from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune, prune_job
-from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.report.pages.run_page import lines, write_report
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ActivationSettings, TrainSettings
 
 WIDE = PruneSettings(BudgetSettings(macs=0.3), scope="per_mac", min_channels=14)

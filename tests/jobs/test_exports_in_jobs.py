@@ -25,7 +25,7 @@ from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings, QuantizeSettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 pytest.importorskip("onnxruntime")

@@ -28,9 +28,9 @@ from prunekit.data.sources import load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.calibrate import calibrate
+from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.explain import explain_job
 from prunekit.jobs.finetune import finetune, stages_of
-from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
 from prunekit.jobs.run.results import Measurements, shortfalls
 from prunekit.jobs.run.run_folder import RunFolder
@@ -46,7 +46,7 @@ from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings, WatchSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, wilson_interval

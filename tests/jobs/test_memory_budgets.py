@@ -16,15 +16,15 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import PlanError
+from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.prune.dry_run import dry_run
-from prunekit.jobs.prune.plan_search import ATTEMPTS, Planned, PlanSearch
 from prunekit.measure.model_size import count_memory
+from prunekit.pruning.plan_search import ATTEMPTS, Planned, PlanSearch
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.settings.train import TrainSettings
 
 MEMORY = PruneSettings(BudgetSettings(memory_mb=1.5, macs=0.9), target=Target(batch=8))

@@ -12,9 +12,9 @@ from torch import nn
 
 from prunekit.compaction.model_folder import save
 from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
-from prunekit.jobs.prune.one_shot import prune
 from prunekit.jobs.run.model_sources import InputModel, probe, resolve
 from prunekit.models.zoo import build_model, load_factory
+from prunekit.pruning.prune import prune
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import with_checksum

@@ -19,7 +19,7 @@ from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 ELIMINATION = PruneSettings(BudgetSettings(macs=0.6), criterion="elimination", scope="per_mac")

@@ -13,7 +13,7 @@ from resume_jobs import folder_of, job, require_same_tables, require_same_tensor
 
 from prunekit.reading.text_files import read_json
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (
     AverageSettings,
     CheckpointSettings,

@@ -15,15 +15,15 @@ from made_up_timings import time_by_macs
 
 import prunekit
 from prunekit.errors import UsageError
+from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune, prune_job
-from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
 
 Finished = tuple[Path, dict[str, Any], list[str]]

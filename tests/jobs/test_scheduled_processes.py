@@ -22,7 +22,7 @@ from prunekit.jobs.finetune import finetune
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.inputs import DataSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
 from prunekit.training.run_state import RunState
 

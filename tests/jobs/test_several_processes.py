@@ -28,7 +28,7 @@ from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ActivationSettings, TrainSettings
 from prunekit.statistics.channel_stats import ChannelStats
 

@@ -16,12 +16,12 @@ from mutants import changed_values, unclean
 from torch import nn
 
 from prunekit.errors import ResumeError
-from prunekit.jobs.prune.latency_target import Attempt, Timing
-from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cache_repair, cached_plan, cached_repair
+from prunekit.pruning.latency_target import Attempt, Timing
+from prunekit.pruning.plan_search import PlanSearch
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.utils.files import write_json
 from prunekit.utils.state_folders import read_state, write_state
 

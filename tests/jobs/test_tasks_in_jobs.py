@@ -35,7 +35,7 @@ from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.classification import TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION

@@ -18,21 +18,21 @@ from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule
 from prunekit.channels.trace import trace
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.errors import PlanError, UsageError
+from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.profile import profile_job
-from prunekit.jobs.prune import latency_search
-from prunekit.jobs.prune.dry_run import dry_run
-from prunekit.jobs.prune.latency_target import LatencyResult, Timing
-from prunekit.jobs.prune.plan_search import Planned, PlanSearch
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY
+from prunekit.pruning import latency_search
+from prunekit.pruning.latency_target import LatencyResult, Timing
+from prunekit.pruning.plan_search import Planned, PlanSearch
 from prunekit.report.pages.profile_page import fitted
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.settings.train import TrainSettings
 from prunekit.utils.tensors import lies_channels_last
 
@@ -143,7 +143,7 @@ def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
     assert log[0].startswith("dry run: a budget of time is planned for by a profile of the target")
     for place in (
         "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
-        "prunekit.jobs.prune.latency_search.time_pair",
+        "prunekit.pruning.latency_search.time_pair",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("something was measured"))
     cached = dry_run(job(tmp_path, 1.2), log=log.append, measure=False)
@@ -161,7 +161,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "empty"))
     for place in (
         "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
-        "prunekit.jobs.prune.latency_search.time_pair",
+        "prunekit.pruning.latency_search.time_pair",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("something was measured"))
     log: list[str] = []

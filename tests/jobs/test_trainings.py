@@ -21,7 +21,7 @@ from prunekit.report.pages.run_page import write_report
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import (
     AverageSettings,
     DistillSettings,

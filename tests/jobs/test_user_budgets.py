@@ -24,7 +24,7 @@ from prunekit.planning.solver import make_plan
 from prunekit.recipe.loading import load, with_overrides
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.job import dump
-from prunekit.settings.prune import facts_of
+from prunekit.settings.pruning import facts_of
 
 X = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
 RECIPE = """

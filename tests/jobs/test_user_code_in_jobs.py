@@ -14,8 +14,8 @@ import prunekit
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.jobs.calibrate import calibrate
+from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.prune.dry_run import dry_run
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import resolve, trained_model
 from prunekit.models.zoo import load_factory
@@ -23,7 +23,7 @@ from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 CODE = """

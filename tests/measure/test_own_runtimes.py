@@ -25,7 +25,7 @@ from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.settings.train import TrainSettings
 from prunekit.utils import user_code
 

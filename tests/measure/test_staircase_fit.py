@@ -19,7 +19,7 @@ from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_lat
 from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.latency_table import LatencyTable, Span
-from prunekit.settings.prune import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 
 
 def made_up(

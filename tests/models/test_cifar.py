@@ -15,11 +15,11 @@ from prunekit.compaction.model_folder import load, save
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.errors import ModelError
-from prunekit.jobs.prune.one_shot import prune
 from prunekit.measure.accuracy import evaluate
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.cifar import BasicBlock, CifarResNet
 from prunekit.models.zoo import build_model, zoo_names
+from prunekit.pruning.prune import prune
 from prunekit.settings.inputs import DataSettings, ModelSettings
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import torch
 
 from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError, ModelError
-from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.models.zoo import build_model, image_shape, zoo_names
+from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.inputs import ModelSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from equivalence import heads_and_positions
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 DEPTH = 12
 

@@ -28,7 +28,7 @@ from prunekit.planning.candidates import GroupPart, free_parts
 from prunekit.planning.costs import cost_model
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 COUNTED = ("channels", "macs", "params", "size_mb")
 """Budgets that are counted exactly."""

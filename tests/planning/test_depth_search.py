@@ -26,7 +26,7 @@ from prunekit.planning.depth_search import LEFT, blocks_of, stage_of
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage
 from prunekit.planning.solver import keep_of, make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.errors import UsageError
 from prunekit.planning.keywords import prune_settings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 MODEL = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 

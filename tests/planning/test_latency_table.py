@@ -21,7 +21,7 @@ from prunekit.planning.candidates import free_parts
 from prunekit.planning.feasibility import least_possible, require_unmeasured_met
 from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Scope
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope
 
 
 @settings(max_examples=15)

@@ -24,7 +24,7 @@ from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import GroupPart, Scores, free_parts
 from prunekit.planning.plan import load_plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 

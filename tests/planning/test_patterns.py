@@ -16,7 +16,7 @@ from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.statistics.layers.layer_graph import find_layer_graph
 
 

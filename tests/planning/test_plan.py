@@ -21,7 +21,7 @@ from prunekit.channels.trace import trace
 from prunekit.errors import ArtifactError, PlanError
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.utils.files import sha256, with_checksum
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)

@@ -21,7 +21,7 @@ from prunekit.errors import UsageError
 from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.schedules import Stage, settings_at_stage, share_kept, timeline
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, prune_contradictions
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, prune_contradictions
 
 KINDS = ("oneshot", "iterative", "linear", "exponential", "cubic")
 kinds = st.sampled_from(KINDS)

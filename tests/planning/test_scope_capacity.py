@@ -18,7 +18,7 @@ from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.solver import make_plan, worth_of_widths
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings, Scope, prune_contradictions
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Scope, prune_contradictions
 
 sizes = st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4)
 

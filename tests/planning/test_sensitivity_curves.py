@@ -21,7 +21,7 @@ from prunekit.planning.sensitivity_curves import (
     rank_correlation,
 )
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 
 def chart() -> ChannelMap:

@@ -24,7 +24,7 @@ from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.candidates import Scores, free_parts, labels_matching
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 BUDGETS = ("macs", "channels", "params", "size_mb")

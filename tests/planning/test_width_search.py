@@ -15,7 +15,7 @@ from prunekit.planning.budgets.limits import budgets_of
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.solver import make_plan
 from prunekit.planning.width_search import KeptScores, local_search
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 sizes = (
     st.lists(st.integers(3, 40), min_size=2, max_size=2)

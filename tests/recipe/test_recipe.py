@@ -15,7 +15,7 @@ from prunekit.errors import RecipeError
 from prunekit.recipe.loading import load
 from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings, RandAugmentSettings
 from prunekit.settings.job import JobSettings, dump
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -19,7 +19,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.measure.verification import verify
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 Build = Callable[[], nn.Module]
 BLOCK = partial(MBConvConfig, width_mult=0.5, depth_mult=0.5)

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import DataError, NonFiniteError
-from prunekit.jobs.prune.one_shot import prune
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
+from prunekit.pruning.prune import prune
 from prunekit.repair.held_out_images import batches_of
 from prunekit.repair.layer_fit import LayerFitter
 from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleRequest

@@ -14,10 +14,10 @@ import prunekit as pk
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
-from prunekit.jobs.stages.sample_statistics import share_check
 from prunekit.planning.plan import Plan
+from prunekit.pruning.sample_statistics import share_check
 from prunekit.repair.share_check import CLEAR, TRIED, ShareCheck, evened, fit_plainly, like_groups
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.statistics.layers.patch_moments import PatchStats
 
 WIDTH = 12

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.jobs.stages.sample_statistics import joined_samples
+from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.layer_errors import with_gains
 from prunekit.statistics.layers.patch_moments import collect_patches

@@ -18,7 +18,7 @@ from prunekit.compaction.compact_model import spread_
 from prunekit.errors import PlanError
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
 from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.scheduled_masks import Planner, PruningSchedule

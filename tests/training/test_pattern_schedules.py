@@ -21,11 +21,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.prune.pruner import Pruner
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
+from prunekit.pruning.pruner import Pruner
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),

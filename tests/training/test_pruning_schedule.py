@@ -26,7 +26,7 @@ from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule, steps_per_epoch

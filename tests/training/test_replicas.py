@@ -19,10 +19,10 @@ from prunekit.data.datasets import CorruptImages
 from prunekit.data.loader import batches
 from prunekit.distributed.process_group import rank
 from prunekit.errors import DataError, UsageError
-from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.known_names import DtypeName
 from prunekit.masks.masked_model import masked
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import (
     AverageSettings,
     ClampSettings,

@@ -19,7 +19,7 @@ from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import CheckpointSettings, TrainSettings
 from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule

@@ -19,10 +19,10 @@ from training_models import CPU, Ends, EndsAfter, splits
 from prunekit.distributed.process_group import rank, size
 from prunekit.distributed.sharded_tensors import is_shard, is_sharded, local_part
 from prunekit.errors import PrunekitError
-from prunekit.jobs.prune.plan_search import PlanSearch
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import (
     AverageSettings,
     CheckpointSettings,

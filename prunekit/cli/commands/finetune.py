@@ -115,7 +115,7 @@ def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
 
 
 def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool) -> None:
-    from prunekit.jobs.prune.dry_run import dry_run
+    from prunekit.jobs.dry_run import dry_run
     from prunekit.settings.job import dump
 
     with console.running():

@@ -23,10 +23,10 @@ from prunekit.integrations.yolo.optimizer_steps import schedule_of
 from prunekit.integrations.yolo.plain_models import STATE
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left
-from prunekit.jobs.prune.pruner import Pruner
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.settings.prune import ScheduleKind
+from prunekit.pruning.pruner import Pruner
+from prunekit.settings.pruning import ScheduleKind
 from prunekit.utils.files import atomic_file
 
 PLAN = "pruning_plan"

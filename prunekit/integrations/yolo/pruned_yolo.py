@@ -10,8 +10,8 @@ from ultralytics.engine.model import Model
 
 from prunekit.integrations.yolo.head_outputs import forget_image_size
 from prunekit.integrations.yolo.rebuild_guard import Left, mark, what_is_left
-from prunekit.jobs.prune.pruned import Pruned
 from prunekit.planning.plan import Plan
+from prunekit.pruning.pruned import Pruned
 from prunekit.utils.display import count, share
 
 OF_A_RUN = ("model", "ema", "optimizer", "best_fitness", "stopper", "updates", "scaler", "modelopt", "train_results")

@@ -12,7 +12,7 @@ from ultralytics.utils.nms import non_max_suppression
 
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs.bench import bench
-from prunekit.settings.prune import Target
+from prunekit.settings.pruning import Target
 from prunekit.utils.context import threads, training_mode
 
 CONFIDENCE, OVERLAP = 0.001, 0.7

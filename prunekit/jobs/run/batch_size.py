@@ -32,7 +32,7 @@ from prunekit.measure.latency.worker_process import WorkerDied, WorkerProcess
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import feasible_plan
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import BudgetSettings
+from prunekit.settings.pruning import BudgetSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks

@@ -15,8 +15,6 @@ from prunekit.data.loader import batches
 from prunekit.errors import reason_of
 from prunekit.jobs.bench import devices
 from prunekit.jobs.explain import explain_job
-from prunekit.jobs.prune.latency_target import LatencyResult
-from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.run_folder import Log, RunFolder, environment
@@ -32,9 +30,11 @@ from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan, load_plan
+from prunekit.pruning.latency_target import LatencyResult
+from prunekit.pruning.plan_search import Planned
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import facts_of
+from prunekit.settings.pruning import facts_of
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, described_task
 from prunekit.utils.display import Displayed, Table, in_unit

@@ -16,12 +16,12 @@ from torch import nn
 from prunekit.channels.cut.model_copy import copied, named_tensors
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ResumeError
-from prunekit.jobs.prune.latency_search import time_binds
-from prunekit.jobs.prune.latency_target import Attempt
-from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.agreement import main_process_only
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import load_plan
+from prunekit.pruning.latency_search import time_binds
+from prunekit.pruning.latency_target import Attempt
+from prunekit.pruning.plan_search import Planned
 from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
 from prunekit.repair.repair_report import RepairReport

@@ -13,8 +13,6 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import UsageError
 from prunekit.jobs.calibrate import calibrate_again
-from prunekit.jobs.prune.library_layout import LibraryModel
-from prunekit.jobs.prune.plan_search import Planned
 from prunekit.jobs.run.agreement import computed_by_main
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import Log, RunFolder
@@ -24,7 +22,9 @@ from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Timeline, timeline
-from prunekit.settings.prune import WITH_REPAIR, PruneSettings, prune_contradictions
+from prunekit.pruning.library_layout import LibraryModel
+from prunekit.pruning.plan_search import Planned
+from prunekit.settings.pruning import WITH_REPAIR, PruneSettings, prune_contradictions
 from prunekit.training.callbacks.scheduled_masks import PlanChange, PruningSchedule, steps_per_epoch
 from prunekit.utils.files import write_csv
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from prunekit.channels.cut.model_copy import copied
 from prunekit.jobs.calibrate import calibration_batches, calibration_images
-from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.jobs.run.agreement import main_process_only, share_model, share_plan
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.run.stage_cache import cache_repair, cached_repair
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan, load_plan
+from prunekit.pruning.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm

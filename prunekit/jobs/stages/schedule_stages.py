@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
-from prunekit.jobs.profile import in_blocks
-from prunekit.jobs.prune.library_layout import LibraryModel, plan_in_layout
-from prunekit.jobs.prune.plan_search import CriterionInputs, ranked, raw_importance
 from prunekit.jobs.run.agreement import share_stage
 from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
-from prunekit.settings.prune import BudgetSettings, PruneSettings, facts_from
+from prunekit.pruning.library_layout import LibraryModel, plan_in_layout
+from prunekit.pruning.plan_search import CriterionInputs, ranked, raw_importance
+from prunekit.pruning.profiling import in_blocks
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_from
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.training.callbacks.scheduled_masks import Planner

@@ -13,7 +13,7 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.planning.candidates import GroupPart
 from prunekit.planning.costs import Term
 from prunekit.planning.latency_table import LatencyTable
-from prunekit.settings.prune import BudgetFacts, Target
+from prunekit.settings.pruning import BudgetFacts, Target
 from prunekit.utils.registry import Registry
 
 BUDGETS: Registry[Budget] = known_names.BUDGETS

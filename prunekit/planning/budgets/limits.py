@@ -15,7 +15,7 @@ from prunekit.planning.budgets.budget import BUDGETS, Countable
 from prunekit.planning.candidates import GroupPart
 from prunekit.planning.costs import CostModel, Numbers, Term, cost_model
 from prunekit.planning.latency_table import LatencyTable
-from prunekit.settings.prune import BudgetFacts, PruneSettings, noted_facts
+from prunekit.settings.pruning import BudgetFacts, PruneSettings, noted_facts
 
 BITS = 40
 """Bits of the largest term, where a sum has fractions: costs are counted in whole numbers."""

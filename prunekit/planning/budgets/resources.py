@@ -10,7 +10,7 @@ from prunekit.channels.tracing.memory_table import memory_table
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Countable, register_budget
 from prunekit.planning.costs import Term, entries, presence
-from prunekit.settings.prune import FLOATS, UNCOUNTED
+from prunekit.settings.pruning import FLOATS, UNCOUNTED
 
 
 @register_budget(

@@ -14,7 +14,7 @@ from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.patterns.pattern_layers import PatternLayer, PatternLayers
 from prunekit.planning.schedules import Stage, share_kept
 from prunekit.settings.pattern import PatternScope, PatternSettings
-from prunekit.settings.prune import ScheduleKind
+from prunekit.settings.pruning import ScheduleKind
 from prunekit.utils.tensors import is_finite
 
 MOVED = 0.3

@@ -247,7 +247,7 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
 
 def _timeline(summary: Mapping[str, Any]) -> Timeline:
     from prunekit.planning.schedules import timeline
-    from prunekit.settings.prune import ScheduleSettings  # only a page with this figure waits for torch
+    from prunekit.settings.pruning import ScheduleSettings  # only a page with this figure waits for torch
 
     settings = ScheduleSettings(**summary["settings"])
     return timeline(settings, epochs=summary["epochs"], steps=summary["steps_per_epoch"])

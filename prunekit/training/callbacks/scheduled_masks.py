@@ -21,7 +21,7 @@ from prunekit.masks.masked_model import ChangingMasks, sparsity
 from prunekit.masks.weight_masks import PrunedValues
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, Timeline, timeline
-from prunekit.settings.prune import MASKED_DECAY, ScheduleSettings
+from prunekit.settings.pruning import MASKED_DECAY, ScheduleSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, TrainingRun
 

@@ -16,7 +16,7 @@ from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.model_size import count_memory
 from prunekit.planning.sensitivity_curves import cumulative_curves
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 
 class Net(nn.Module):

@@ -12,8 +12,13 @@ from torch import nn
 
 from prunekit.errors import RunError
 from prunekit.jobs.bench import devices
-from prunekit.jobs.profile import as_latency
-from prunekit.jobs.prune.latency_target import (
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.effort import current_effort
+from prunekit.measure.latency.comparison import LatencyReport, prepared_latency
+from prunekit.measure.latency.row_text import failure_lines
+from prunekit.measure.runtimes.session import Inputs
+from prunekit.planning.plan import Plan
+from prunekit.pruning.latency_target import (
     FINAL_SHARE,
     GOAL,
     NEAR,
@@ -26,13 +31,8 @@ from prunekit.jobs.prune.latency_target import (
     mean_excess,
     next_share,
 )
-from prunekit.jobs.run.run_folder import Log
-from prunekit.measure.effort import current_effort
-from prunekit.measure.latency.comparison import LatencyReport, prepared_latency
-from prunekit.measure.latency.row_text import failure_lines
-from prunekit.measure.runtimes.session import Inputs
-from prunekit.planning.plan import Plan
-from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.pruning.profiling import as_latency
+from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import plural
 
 CERTAIN = 0.0125

@@ -23,17 +23,15 @@ from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
-from prunekit.jobs import profile as profiling
-from prunekit.jobs.profile import profile
-from prunekit.jobs.prune import latency_search, plan_search
-from prunekit.jobs.prune.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
-from prunekit.jobs.prune.plan_search import PlanSearch
-from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.runtimes.session import Inputs, inputs_like
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
+from prunekit.pruning import latency_search, plan_search, profiling
+from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.pruning.profiling import Profile, profile
 from prunekit.settings.deployment import DeploySettings
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.utils.tensors import lies_channels_last
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)

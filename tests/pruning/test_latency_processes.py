@@ -12,11 +12,11 @@ import pytest
 from made_up_timings import DENSE_MS, took
 from torch import nn
 
-from prunekit.jobs.prune import latency_search
-from prunekit.jobs.prune.latency_target import Timing
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.runtimes.session import inputs_of
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.pruning import latency_search
+from prunekit.pruning.latency_target import Timing
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 
 @pytest.fixture(autouse=True)

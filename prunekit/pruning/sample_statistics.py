@@ -19,7 +19,7 @@ from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
 from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import Moments, RepairSettings
-from prunekit.settings.prune import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.layer_errors import RIDGE, with_gains

@@ -17,15 +17,14 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
 from prunekit.jobs.bench import devices
-from prunekit.jobs.profile import as_latency, in_blocks
-from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.latency.comparison import LatencyReport, choose_settings
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.solver import feasible_plan
-from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.pruning.profiling import Profile, as_latency, in_blocks
+from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.files import json_values
 
 TOLERANCE = 0.03

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
-from prunekit.jobs.prune.pruner import Pruner
-from prunekit.settings.prune import PruneSettings, ScheduleSettings
+from prunekit.pruning.pruner import Pruner
+from prunekit.settings.pruning import PruneSettings, ScheduleSettings
 
 
 def test_finishing_early_and_late_says_what_is_missing() -> None:

@@ -16,20 +16,20 @@ from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.jobs.prune.collected import IMAGES
-from prunekit.jobs.prune.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
-from prunekit.jobs.prune.plan_search import Planned
-from prunekit.jobs.prune.prune_request import Calibration, Request
-from prunekit.jobs.prune.pruned import Pruned
 from prunekit.measure.verification import verify
 from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
+from prunekit.pruning.collected import IMAGES
+from prunekit.pruning.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.pruning.plan_search import Planned
+from prunekit.pruning.prune_request import Calibration, Request
+from prunekit.pruning.pruned import Pruned
 from prunekit.repair.repair_model import repair as repair_masked
 from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import Depth, Layout, PruneSettings, Scope, Target
+from prunekit.settings.pruning import Depth, Layout, PruneSettings, Scope, Target
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.prune.pruner import Pruner
+from prunekit.pruning.pruner import Pruner
 
 
 class Net(nn.Module):

@@ -11,8 +11,8 @@ from torch import nn
 import prunekit as pk
 from prunekit.criteria import elimination
 from prunekit.errors import UsageError
-from prunekit.jobs.prune import collected as collecting
-from prunekit.jobs.prune import one_shot, prune_request
+from prunekit.pruning import collected as collecting
+from prunekit.pruning import prune, prune_request
 from prunekit.utils import context
 
 
@@ -94,13 +94,13 @@ def test_another_model_other_weights_and_other_traces_are_refused(x: torch.Tenso
 def test_a_large_model_is_compared_on_a_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
     model, sizes = net(), list[list[int]]()
     usual = pk.prune(model, calibration=x, macs=0.5)
-    verify = one_shot.verify
+    verify = prune.verify
 
     def watched(*args: Any, **named: Any) -> Any:
         sizes.append([len(example[0]) for example in args[3]])
         return verify(*args, **named)
 
-    monkeypatch.setattr(one_shot, "verify", watched)
+    monkeypatch.setattr(prune, "verify", watched)
     monkeypatch.setattr(context, "LARGE", 1)
     large = pk.prune(model, calibration=x, macs=0.5)
     assert sizes == [[2, 2, 2, 2]]

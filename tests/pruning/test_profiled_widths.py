@@ -18,14 +18,13 @@ from torchvision.models import VisionTransformer
 
 from prunekit.channels.trace import trace
 from prunekit.errors import RunError
-from prunekit.jobs import profile as profiling
-from prunekit.jobs.profile import profile
-from prunekit.jobs.prune.profile_result import Profile
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.pruning import profiling
+from prunekit.pruning.profiling import Profile, profile
 from prunekit.report.pages.profile_page import fitted
-from prunekit.settings.prune import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=Target(block=1))
 

@@ -14,12 +14,12 @@ from prunekit.channels.tracing.tracer import HALF
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import unread_stacks
 from prunekit.errors import ModelError, UsageError, require_kind, reraise_shortage
-from prunekit.jobs.prune.collected import Collected
-from prunekit.jobs.prune.plan_search import CriterionInputs, Planned, PlanSearch
-from prunekit.jobs.stages.sample_statistics import activation_statistics, patch_statistics, samples_for, share_check
+from prunekit.pruning.collected import Collected
+from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.pruning.sample_statistics import activation_statistics, patch_statistics, samples_for, share_check
 from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.prune import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms

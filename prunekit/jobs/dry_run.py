@@ -8,8 +8,6 @@ from typing import Any
 from prunekit.errors import NotMeasuredError, UsageError
 from prunekit.jobs.bench import devices
 from prunekit.jobs.calibrate import criterion_inputs
-from prunekit.jobs.profile import in_blocks
-from prunekit.jobs.prune.plan_search import DOUBT, PlanSearch
 from prunekit.jobs.run.dense_model import cached_baseline, prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.run_folder import Log
@@ -17,9 +15,11 @@ from prunekit.jobs.run.tables import layer_rows
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.measure.effort import current_effort
+from prunekit.pruning.plan_search import DOUBT, PlanSearch
+from prunekit.pruning.profiling import in_blocks
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.progress import stage
 
 MEASURES = (

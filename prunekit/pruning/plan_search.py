@@ -28,16 +28,6 @@ from prunekit.criteria.scoring import CalibrationWarning, normalize, score
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.jobs.profile import in_blocks, profile
-from prunekit.jobs.prune.latency_search import LatencySearch, time_binds, time_compact, time_delivered
-from prunekit.jobs.prune.latency_target import PROFILE_SHARE, SEARCH_SHARE, Attempt, LatencyResult, LatencyTarget
-from prunekit.jobs.prune.library_layout import (
-    LibraryModel,
-    library_changes,
-    sayable_plan,
-    with_known_layout,
-    with_library_layout,
-)
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.model_size import count_memory
 from prunekit.measure.runtimes.session import inputs_like
@@ -47,9 +37,19 @@ from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
+from prunekit.pruning.latency_search import LatencySearch, time_binds, time_compact, time_delivered
+from prunekit.pruning.latency_target import PROFILE_SHARE, SEARCH_SHARE, Attempt, LatencyResult, LatencyTarget
+from prunekit.pruning.library_layout import (
+    LibraryModel,
+    library_changes,
+    sayable_plan,
+    with_known_layout,
+    with_library_layout,
+)
+from prunekit.pruning.profiling import in_blocks, profile
 from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.deployment import DeploySettings
-from prunekit.settings.prune import PruneSettings, facts_of
+from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layers.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms

@@ -14,11 +14,11 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
-from prunekit.jobs.prune.prune_request import Calibration
-from prunekit.jobs.stages.sample_statistics import activation_statistics
 from prunekit.jobs.stages.schedule_stages import StageInputs, StageStatistics
 from prunekit.planning.schedules import Stage
-from prunekit.settings.prune import PruneSettings, prune_contradictions
+from prunekit.pruning.prune_request import Calibration
+from prunekit.pruning.sample_statistics import activation_statistics
+from prunekit.settings.pruning import PruneSettings, prune_contradictions
 from prunekit.statistics.taylor_terms import StepGradients, collect_gradients
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.task import Loss, Task

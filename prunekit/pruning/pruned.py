@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.jobs.prune.latency_target import LatencyResult
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
+from prunekit.pruning.latency_target import LatencyResult
 from prunekit.repair.repair_report import RepairReport
 from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
 

@@ -14,8 +14,8 @@ from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.jobs.stages.sample_statistics import patch_statistics, samples_for
 from prunekit.modes.public_call import public_call
+from prunekit.pruning.sample_statistics import patch_statistics, samples_for
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layers.patch_moments import PatchStats, shortfalls
 from prunekit.tasks.task import Task

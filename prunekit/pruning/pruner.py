@@ -22,10 +22,6 @@ from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import require_trainable, unwrapped, unwrapped_for_hooks
-from prunekit.jobs.prune.collected import IMAGES
-from prunekit.jobs.prune.loop_statistics import LoopStatistics, check_calibration, labeled_batches
-from prunekit.jobs.prune.prune_request import Calibration, Request
-from prunekit.jobs.prune.step_counter import StepCounter
 from prunekit.jobs.run.agreement import main_process_only, share_plan
 from prunekit.jobs.stages.pattern_stages import schedule_planner
 from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
@@ -39,8 +35,12 @@ from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
+from prunekit.pruning.collected import IMAGES
+from prunekit.pruning.loop_statistics import LoopStatistics, check_calibration, labeled_batches
+from prunekit.pruning.prune_request import Calibration, Request
+from prunekit.pruning.step_counter import StepCounter
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.prune import Depth, Layout, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
+from prunekit.settings.pruning import Depth, Layout, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings
 from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks, straight_through

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from prunekit.jobs import profile as profiling
-from prunekit.jobs.prune import latency_search
-from prunekit.jobs.prune.latency_target import Timing
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import Network
 from prunekit.measure.model_size import ModuleTable, module_table
 from prunekit.measure.runtimes.session import Inputs
+from prunekit.pruning import latency_search, profiling
+from prunekit.pruning.latency_target import Timing
 
 DENSE_MS = 10.0
 

@@ -1,0 +1,501 @@
+"""Latency profiles: networks of many widths are timed, and each layer's time is fitted to its widths."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.channels.labels import Labels
+from prunekit.channels.trace import trace
+from prunekit.channels.trial.trial import run_trial
+from prunekit.compaction.compact_model import compact
+from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.errors import NotMeasuredError
+from prunekit.hooks.wrappers import unwrapped
+from prunekit.jobs.bench import devices
+from prunekit.jobs.run.run_folder import Log
+from prunekit.measure.effort import current_effort
+from prunekit.measure.latency.comparison import choose_settings
+from prunekit.measure.latency_profile.layer_times import LayerTimes, cache_folder
+from prunekit.measure.latency_profile.network_timing import (
+    Network,
+    cached_times,
+    has_layer_clock,
+    sample_widths,
+    time_networks,
+)
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
+from prunekit.measure.runtimes.session import Setting, inputs_like
+from prunekit.modes.public_call import public_call
+from prunekit.planning.candidates import GroupPart
+from prunekit.planning.depth_search import all_that_may_go, blocks_of
+from prunekit.planning.feasibility import require_free_parts
+from prunekit.planning.latency_table import LatencyTable, LayerLatency, round_up
+from prunekit.planning.plan import Plan
+from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.pruning import PruneSettings, Target
+from prunekit.utils.context import paused_garbage_collection
+from prunekit.utils.display import NOTHING, Displayed, Table, share
+from prunekit.utils.files import StrPath
+from prunekit.utils.inputs import as_examples
+from prunekit.utils.progress import reporting, stage, tracked
+
+HELD_OUT = 5
+"""One network in so many is held out of a first fit, to test its predictions."""
+FEWEST = 10
+"""Networks, at least, that a table is fitted to."""
+
+
+OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
+
+
+@dataclass(frozen=True)
+class NetworkPrediction:
+    """The predicted and the measured time of a network, by a table that was fitted without those held out.
+
+    Attributes:
+        predicted_ms: by the table.
+        measured_ms: scaled, as the table is, by the time of the dense model beside it.
+        macs_left: share of the dense model's; 1 for the dense model itself.
+        held_out: whether the table was not fitted to it.
+    """
+
+    predicted_ms: float
+    measured_ms: float
+    macs_left: float
+    held_out: bool
+
+    @property
+    def error(self) -> float:
+        """The relative error; above 0 if the prediction is too slow."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    def row(self) -> dict[str, Any]:
+        """Return the prediction as plain data."""
+        return asdict(self) | {"error": self.error}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Profile(Displayed):
+    """A latency table with the networks that it was fitted to.
+
+    Attributes:
+        channel_map: of the model, after a trial; the samples are in its numbering.
+        table: fitted to all networks.
+        predictions: of every network, the dense one first, by a table that was fitted without those held out.
+        samples: the networks, in the same order.
+        notes: what to know about the figures.
+        seconds: that the profiling took.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> found = pk.profile(model, torch.randn(4, 8), networks=10)
+        >>> found
+        <Profile: dense ... ms (eager, cpu, batch 1, threads 1, float32, contiguous); ... networks in ...>
+        >>> sorted(row["module"] for row in found.rows())
+        ['0', '1', '2']
+    """
+
+    channel_map: ChannelMap
+    table: LatencyTable
+    predictions: tuple[NetworkPrediction, ...]
+    samples: tuple[TimedNetwork, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def checks(self) -> tuple[NetworkPrediction, ...]:
+        """The networks that were held out."""
+        return tuple(check for check in self.predictions if check.held_out)
+
+    @property
+    def error(self) -> float:
+        """Median of the absolute relative errors on networks that were held out."""
+        return float(np.median([abs(check.error) for check in self.checks]))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the errors of the table and the times of the dense model's layers as plain data."""
+        return {
+            "setting": dict(self.table.setting),
+            "networks": len(self.samples),
+            "seconds": self.seconds,
+            "dense_ms": self.table.dense_ms,
+            "error": self.error,
+            "layers": self.rows(),
+            "checks": [check.row() for check in self.checks],
+            "notes": list(self.notes),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each module that takes time, the slowest first."""
+        times = self.samples[0].times.modules_ms
+        total = sum(times.values())
+        return [
+            {
+                "module": layer.module,
+                "dense_ms": times[layer.module],
+                "share": times[layer.module] / total,
+                "constant_ms": layer.constant,
+                "steps": " ".join(map(str, sorted({step for term in layer.terms for step in term.steps}))),
+                "changes_at": " ".join(map(str, sorted(_turns(layer)))),
+                "error": layer.error,
+            }
+            for layer in self._slowest()
+        ]
+
+    def fits(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the times of every module in all networks, with the fit, by its widths; the slowest first.
+
+        Args:
+            model: that was profiled; its layers tell which width is of outputs and which of inputs.
+        """
+        final = self.channel_map.traced.final
+        kept = [sample.keep[final] for sample in self.samples]
+        scales = [self.table.dense_ms / sample.times.dense_ms for sample in self.samples]
+        found = []
+        for layer in self._slowest():
+            widths = _Widths(layer, final)
+            times = [sample.times.modules_ms.get(layer.module, 0.0) for sample in self.samples]
+            measured = [
+                {"kept": [int(np.count_nonzero(one[width])) for width in widths.free], "ms": scale * ms}
+                for one, scale, ms in zip(kept, scales, times, strict=True)
+            ]
+            found.append(
+                {
+                    "module": layer.module,
+                    "constant_ms": layer.constant,
+                    "widths": [
+                        {"name": _name(layer.module, final[width], model, self.channel_map), "channels": width.size}
+                        for width in widths.free
+                    ],
+                    "terms": widths.terms,
+                    "measured": measured,
+                }
+            )
+        return found
+
+    def _slowest(self) -> list[LayerLatency]:
+        """Return the layers that take time, the slowest first."""
+        times = self.samples[0].times.modules_ms
+        taking = (layer for layer in self.table.layers if times.get(layer.module, 0.0) > 0)
+        return sorted(taking, key=lambda layer: -times[layer.module])
+
+    @property
+    def accuracy(self) -> str:
+        """The errors of the table in a sentence."""
+        worst = max(abs(check.error) for check in self.checks)
+        return (
+            f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
+            f"a median error of {self.error:.1%}, at most {worst:.1%}"
+        )
+
+    def _headline(self) -> str:
+        setting = self.table.setting
+        where = ", ".join(
+            (
+                setting["runtime"],
+                setting["device"],
+                f"batch {setting['batch']}",
+                f"threads {setting['threads']}",
+                setting["dtype"],
+                setting["memory_format"],
+            )
+        )
+        return f"dense {self.table.dense_ms:.3f} ms ({where}); {self.accuracy}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield "\n".join([f"Profile: {self._headline()}", *(f"Note: {note}" for note in self.notes)])
+        cells = [
+            (
+                row["module"] or "(the model's own code)",
+                f"{row['dense_ms']:.3f}",
+                share(row["share"], 1),
+                row["steps"] or NOTHING,
+                row["changes_at"] or NOTHING,
+                share(row["error"], 1),
+            )
+            for row in self.rows()
+        ]
+        how = ("widths in steps of", "changes at widths")
+        yield Table(("module", "ms", "share", *how, "fit error"), cells, text=how)
+
+
+class _Widths:
+    """The widths of a layer that plans can change, each once, and the terms of its fit in them.
+
+    Attributes:
+        free: labels of each width, in the numbering of the trace.
+        terms: of each, milliseconds for a product of 1 (with the widths that no plan changes), the numbers of the
+            widths that are multiplied, the step of each, and the spans in which the term holds: number of a width,
+            lower end, and upper end, None without one.
+    """
+
+    def __init__(self, layer: LayerLatency, final: Labels) -> None:
+        self.free: list[Labels] = []
+        self.terms: list[dict[str, Any]] = []
+        self._numbers: dict[bytes, int] = {}
+        for term in layer.terms:
+            ms, widths, steps, spans = term.ms, [], [], []
+            for factor, step in zip(term.factors, term.steps, strict=True):
+                if final[factor].any():
+                    widths.append(self._number(final[factor], factor))
+                    steps.append(step)
+                else:
+                    ms *= round_up(factor.size, step)
+            for span in term.spans:
+                assert final[span.factor].any()  # spans end at widths that plans change
+                high = span.high if span.high < np.inf else None
+                spans.append([self._number(final[span.factor], span.factor), span.low, high])
+            self.terms.append({"ms": ms, "widths": widths, "steps": steps, "spans": spans})
+
+    def _number(self, labels: Labels, factor: Labels) -> int:
+        key = np.sort(labels).tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self.free)
+            self.free.append(factor)
+        return self._numbers[key]
+
+
+def _turns(layer: LayerLatency) -> set[int]:
+    """Return the widths at which the fit changes."""
+    ends = {end for term in layer.terms for span in term.spans for end in (span.low, span.high)}
+    return {int(end) for end in ends if 0 < end < np.inf}
+
+
+def _name(module: str, width: Labels, model: nn.Module, channel_map: ChannelMap) -> str:
+    """Return whether a width is a module's outputs or inputs, by the axes of its weight."""
+    axes = channel_map.labels.get(f"{module}.weight".lstrip("."), ())
+    names = (INPUTS, OUTPUTS) if isinstance(model.get_submodule(module), _ConvTransposeNd) else (OUTPUTS, INPUTS)
+    same = [name for name, axis in zip(names, axes, strict=False) if axis is not None and _alike(axis, width)]
+    return same[0] if len(same) == 1 and len(axes) > 1 else OTHERS
+
+
+def _alike(axis: Labels, width: Labels) -> bool:
+    return np.array_equal(np.sort(axis.reshape(-1)), np.sort(width))
+
+
+@public_call
+def profile(
+    model: nn.Module,
+    example: Any,
+    *,
+    target: Target | None = None,
+    settings: PruneSettings | None = None,
+    channel_map: ChannelMap | None = None,
+    more_examples: Sequence[Any] = (),
+    networks: int | None = None,
+    cache: StrPath | None = None,
+    again: bool = False,
+    measure: bool = True,
+    limit_s: float | None = None,
+    transform: Transform = AS_IT_IS,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> Profile:
+    """Time networks of many widths, and fit the time of each layer to its widths.
+
+    Latency does not depend on weights: a model need not be trained. Earlier measurements on the same machine, with the
+    same versions and shapes, are taken from the cache.
+
+    Args:
+        model: dense; on the CPU.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name;
+            samples on the first axis of every tensor. Networks are timed on inputs like it.
+        target: runtime, device, batch, threads, dtype and memory format; None: that of `settings`. A runtime that
+            cannot tell layers apart is profiled in eager, which a note says: what a plan takes on it is measured all
+            the same.
+        settings: which channels a plan may remove: `ignore`, `round_to`, `min_channels`; None: defaults.
+        channel_map: of the model, if it was traced already.
+        more_examples: further ones, for branches of the model that the first does not take.
+        networks: how many to measure, at least 10; None: 40.
+        cache: a folder; None: the user's own.
+        again: whether networks are measured again whose cached times are from a machine that was too noisy.
+        measure: whether networks that are not in the cache are measured; if not, the others are used alone.
+        limit_s: seconds after which no more networks are measured, once there are ten; None: no limit.
+        transform: applied to every network, the dense one too, before it is timed.
+        log: gets a line for each network.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Raises:
+        UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
+        NotMeasuredError: `measure` is False, and the cache has fewer than ten of the networks.
+        PlanError: no channel is free, or no plan passes its trial.
+        RunError: a network fails in the runtime.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> target = pk.Target("eager", batch=4)
+        >>> found = pk.profile(model, torch.randn(1, 64), target=target, networks=10, cache="profiles")
+        >>> print(found)
+        Profile: dense ... ms (eager, cpu, batch 4, threads 1, float32, contiguous);
+          10 networks in ...
+        ...
+          module ...ms   share  widths in steps of  changes at widths  fit error
+        ...
+        >>> again = pk.profile(model, torch.randn(1, 64), target=target, networks=10, cache="profiles", measure=False)
+        >>> len(again.samples)  # all of them from the cache
+        10
+    """
+    model = unwrapped(model)
+    start, effort = time.perf_counter(), current_effort()
+    settings = settings or PruneSettings()
+    target = target or settings.target
+    setting, notes = layer_setting(target)
+    notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
+    wanted = in_blocks(replace(settings, target=target, ratios={}))
+    given = list(as_examples(model, [example, *more_examples]))
+    inputs = inputs_like(given[0])
+    channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
+    parts = _parts(channel_map, wanted)
+    blocks = blocks_of(channel_map, parts, np.zeros(channel_map.n_labels), wanted)
+    keeps = list(sample_widths(channel_map, parts, networks or effort.networks, blocks=blocks))
+    made = _networks(model, channel_map, keeps, transform)
+    kept_in = cache_folder() if cache is None else Path(cache)
+    dense, rounds = transform(model), effort.network_rounds
+    if measure:
+        log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
+        limit = math.inf if limit_s is None else limit_s
+        times = time_networks(
+            dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, limit_s=limit / FEWEST, log=log
+        )
+        with reporting(progress, "profile"):
+            timed = _within(limit, tracked(times, "profile", total=len(keeps), unit="network"))
+            samples = tuple(TimedNetwork(keep, found) for keep, found in zip(keeps, timed, strict=False))
+        if len(samples) < len(keeps):
+            notes.append(
+                f"{len(samples)} of {len(keeps)} networks were measured in the {limit:.0f} s that they may take; a "
+                "larger target.limit_s, or an idle machine, makes predictions better"
+            )
+    else:
+        known = cached_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
+        samples = tuple(
+            TimedNetwork(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None
+        )
+        there = f"{len(samples)} of {len(keeps)} networks of the profile are in {kept_in}"
+        if len(samples) < FEWEST:
+            raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
+        notes += [f"{there}, measured before"]
+    table = fit_latency_table(channel_map, samples, asdict(setting))
+    doubtful = sum(bool(sample.times.doubts) for sample in samples)
+    if doubtful:
+        were = "was" if doubtful == 1 else "were"
+        cure = "when it is quiet, `prunekit profile RECIPE --again` measures such networks again"
+        notes.append(
+            f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure; {cure}"
+        )
+    predictions = _predicted(channel_map, samples, table.setting)
+    return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
+
+
+def in_blocks(settings: PruneSettings) -> PruneSettings:
+    """Return settings that also round channel counts to the target's block."""
+    return replace(settings, round_to=lcm(settings.round_to, settings.target.block))
+
+
+def layer_setting(target: Target) -> tuple[Setting, list[str]]:
+    """Return the setting in which a target's layers are timed, and notes on it.
+
+    Raises:
+        UsageError: the runtime is not installed, or does not take the setting.
+    """
+    settings = as_latency(target)
+    (wanted,), _ = choose_settings(settings, devices(target.device, settings))
+    if has_layer_clock(target.runtime):
+        return wanted, []
+    note = f"{target.runtime} cannot tell how long each layer takes: the table is of eager, and plans are measured"
+    return replace(wanted, runtime="eager"), [note]
+
+
+def as_latency(target: Target) -> LatencySettings:
+    """Return the settings of a measurement on a target."""
+    return LatencySettings(
+        (target.batch,),
+        (target.threads,),
+        runtimes=(target.runtime,),
+        dtypes=(target.dtype,),
+        memory_formats=(target.memory_format,),
+    )
+
+
+def _within(limit_s: float, times: Iterable[LayerTimes]) -> Iterator[LayerTimes]:
+    """Yield the times of networks until the limit, and of `FEWEST` in any case."""
+    over = time.perf_counter() + limit_s
+    for number, found in enumerate(times, 1):
+        yield found
+        if number >= FEWEST and time.perf_counter() >= over:
+            return
+
+
+def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:
+    return require_free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
+
+
+def _tried(
+    model: nn.Module, channel_map: ChannelMap, wanted: PruneSettings, examples: Sequence[tuple[Any, ...]]
+) -> ChannelMap:
+    """Return the channel map with what only a trial finds: locks, and sizes in the model's Python attributes."""
+
+    def choose(chart: ChannelMap) -> Keep:
+        parts = _parts(chart, wanted)
+        _, narrow = sample_widths(chart, parts, 2)
+        blocks = blocks_of(chart, parts, np.zeros(chart.n_labels), wanted)
+        for block in all_that_may_go(parts, blocks, wanted) if shallow else []:
+            for index in block.parts:
+                narrow[parts[index].labels] = False
+        return chart.completed(narrow)
+
+    shallow = False
+    with paused_garbage_collection():
+        channel_map = run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
+        if not wanted.blocks_may_go or not channel_map.branches.found:
+            return channel_map
+        shallow = True  # with all blocks gone that may go
+
+    with paused_garbage_collection():
+        return run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
+
+
+def _networks(
+    model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Keep], transform: Transform
+) -> Iterator[Network]:
+    """Yield networks that are cut out of the model on demand; their outlines on the meta device copy no weights."""
+    outline = with_tensors(model, {name: tensor.detach().to("meta") for name, tensor in named_tensors(model)})
+
+    def cut(whole: nn.Module, keep: Keep) -> nn.Module:
+        return transform(compact(whole, Plan(channel_map, keep, {})))
+
+    for index, keep in enumerate(keeps):
+        share = channel_map.macs_left(keep)
+        name = f"profile: network {index + 1} of {len(keeps)}, {share:.0%} of the MACs"
+        yield Network(name, cut(outline, keep), partial(cut, model, keep))
+
+
+def _predicted(
+    channel_map: ChannelMap, samples: Sequence[TimedNetwork], setting: Mapping[str, Any]
+) -> tuple[NetworkPrediction, ...]:
+    """Return the times of all networks, predicted by a table that was fitted without those held out."""
+    held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
+    rest = fit_latency_table(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
+    return tuple(
+        NetworkPrediction(
+            rest.at(channel_map, sample.keep),
+            sample.whole_ms(rest.dense_ms),
+            channel_map.macs_left(sample.keep),
+            index in held_out,
+        )
+        for index, sample in enumerate(samples)
+    )
