@@ -52,7 +52,7 @@ from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.context import threads
-from prunekit.utils.cpu_features import int8_note
+from prunekit.utils.availability import int8_note
 
 CPU = torch.device("cpu")
 BATCHES = (1, 16)

@@ -35,7 +35,7 @@ from prunekit.measure.runtimes.openvino import compiled_file
 from prunekit.measure.runtimes.session import Setting
 from prunekit.quantization.onnx_quantization import input_names
 from prunekit.quantization.openvino_quantization import OpenvinoQuantizer
-from prunekit.utils.cpu_features import int8_note
+from prunekit.utils.availability import int8_note
 
 RATE = "CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE"
 SHARES = {"50 %": 0.5, "80 %": 0.8, "90 %": 0.9, "95 %": 0.95}

@@ -1,4 +1,4 @@
-"""Known names of criteria, budgets, runtimes, tasks, formats and sections, for settings and commands.
+"""Known names of criteria, budgets, runtimes, tasks, formats, sections and commands, for settings and commands.
 
 The objects themselves are not imported. Types of settings that several modules share are here too.
 """
@@ -50,6 +50,13 @@ RUNTIMES: Registry[Any] = Registry(
     "prunekit.measure.runtimes",
     "register_runtime",
     _lazily("prunekit.measure.runtimes.runtime.accept"),
+)
+COMMANDS: Registry[Any] = Registry(
+    "command",
+    "commands",
+    "prunekit.cli.commands",
+    "register_command",
+    _lazily("prunekit.cli.groups.accept"),
 )
 FORMATS: Registry[Any] = Registry(
     "format",

@@ -88,7 +88,6 @@ STILL_UPWARD: set[tuple[str, str]] = {
     ("channels/tracing", "channels/cut"),
     ("channels/tracing", "channels/rewrite"),
     ("channels/trial", "channels"),
-    ("cli", "cli/commands"),
     ("data", "data/detection"),
     ("jobs/run", "jobs"),
     ("jobs/run", "jobs/stages"),

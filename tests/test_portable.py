@@ -65,7 +65,7 @@ assert count > 300, count
 from torch import nn
 import prunekit as pk
 from prunekit.measure.latency.machine import cores, cpu_name, cpu_quota
-from prunekit.utils.cpu_features import CPUINFO
+from prunekit.utils.availability import CPUINFO
 model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), torch.randn(4, 8)
 result = pk.prune(model, x, macs=0.5)
 pk.save(result, "small")

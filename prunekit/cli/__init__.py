@@ -7,21 +7,6 @@ import sys
 
 import click
 
-from prunekit.cli.commands.bench import bench_command
-from prunekit.cli.commands.calibrate import calibrate_command
-from prunekit.cli.commands.diagnose import diagnose_command
-from prunekit.cli.commands.evaluate import evaluate_command
-from prunekit.cli.commands.explain import explain_command
-from prunekit.cli.commands.export import export_command
-from prunekit.cli.commands.finetune import finetune_command, prune_command
-from prunekit.cli.commands.inspect import inspect_command
-from prunekit.cli.commands.list import list_command
-from prunekit.cli.commands.predict import predict_command
-from prunekit.cli.commands.profile import profile_command
-from prunekit.cli.commands.recipe import init_command, recipe_group
-from prunekit.cli.commands.report import report_command
-from prunekit.cli.commands.sensitivity import sensitivity_command
-from prunekit.cli.commands.visualize import visualize_group
 from prunekit.cli.groups import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.options import debug_option
 
@@ -34,29 +19,6 @@ def cli() -> None:
 
     Start with: prunekit finetune resnet34, a recipe that comes with the package, or with prunekit init.
     """
-
-
-COMMANDS = (
-    init_command,
-    finetune_command,
-    prune_command,
-    calibrate_command,
-    sensitivity_command,
-    evaluate_command,
-    predict_command,
-    profile_command,
-    bench_command,
-    explain_command,
-    export_command,
-    diagnose_command,
-    visualize_group,
-    report_command,
-    inspect_command,
-    list_command,
-    recipe_group,
-)
-for command in COMMANDS:
-    cli.add_command(command)
 
 
 def main() -> None:

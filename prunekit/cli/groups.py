@@ -1,4 +1,4 @@
-"""The command group: errors end a command with one line and an exit code, in one process or several.
+"""The command group: commands by name, and errors that end one with a line and an exit code, in one process or several.
 
 Several processes are started by `torchrun` or `accelerate launch`. Tracebacks are printed only with --debug.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,18 +15,54 @@ import click
 
 from prunekit.distributed.launcher import launched, leads
 from prunekit.errors import PeerError, PrunekitError, UsageError, is_shortage, shortage_message
+from prunekit.known_names import COMMANDS
 from prunekit.utils.user_code import place_in_user_code
 
-TOGETHER = ("finetune", "prune", "calibrate", "evaluate")
+LAST = 1000
+"""Place of commands that name none in `prunekit --help`."""
+
+
+def register_command(
+    name: str, *, about: str, place: int = LAST, together: bool = False
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a function a command; a file of `cli/commands` with one is found by itself.
+
+    Args:
+        name: as it is typed.
+        about: a line for `prunekit --help`, which imports no command; `place` orders the lines.
+        together: whether several processes of a launcher may run it together.
+    """
+
+    def register(function: Callable[..., Any]) -> click.Command:
+        command = function if isinstance(function, click.Command) else click.command()(function)
+        command.name, command.short_help = name, about
+        COMMANDS.add(name, command, function)
+        return command
+
+    return register
+
+
+def accept(reference: str, found: Any) -> click.Command:
+    """Return the command that another package declares."""
+    if not isinstance(found, click.Command):
+        raise UsageError(f"{reference}: expected a command of click, got {type(found).__name__}")
+    return found
 
 
 def require_alone(command: str | None) -> None:
     """Raise UsageError if this is one of several processes, and the command is for a single one."""
-    if command not in TOGETHER and launched():
+    facts = COMMANDS.facts()
+    if not facts.get(str(command), {}).get("together") and launched():
+        together = [name for name in _in_order(facts) if facts[name].get("together")]
         raise UsageError(
             f"{command}: expected a single process, but a launcher started several; run `prunekit {command}` without "
-            f"it. Those that run in several are {', '.join(TOGETHER)}"
+            f"it. Those that run in several are {', '.join(together)}"
         )
+
+
+def _in_order(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of commands in the order of a user's journey."""
+    return sorted(facts, key=lambda name: facts[name].get("place", LAST))
 
 
 @contextmanager
@@ -46,16 +82,27 @@ FAILED = 1
 
 
 class ErrorGroup(click.Group):
-    """A click group that reports any error of its commands."""
+    """The group of all commands, each imported when it is run; it reports any error of theirs."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return commands in the order of a user's journey."""
-        return list(self.commands)
+        """Return the names of all commands, in the order of a user's journey."""
+        return _in_order(COMMANDS.facts())
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Return a command, imported now; None if there is none of this name."""
+        return COMMANDS.get(name) if name in COMMANDS.names else None
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a line for each command into the help, as its registration says; none is imported."""
+        facts = COMMANDS.facts()
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, str(facts[name].get("about", ""))) for name in _in_order(facts)])
 
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command; raise if it is for a single process and there are several."""
+        self.commands = dict.fromkeys(COMMANDS.names, click.Command(None))  # click suggests the nearest of these
         name, command, rest = super().resolve_command(context, args)
         require_alone(name)
         return name, command, rest

@@ -17,7 +17,6 @@ from prunekit.formats.program import arguments, program_of, tracing
 from prunekit.formats.pt2_archive import COMPILED, Archive, archive_file
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
-from prunekit.utils.private_torch import cpp_compiler
 from prunekit.utils.tensors import gather
 
 
@@ -25,17 +24,12 @@ from prunekit.utils.tensors import gather
     "aoti",
     about="AOTInductor package, compiled for this machine's CPU",
     suffix=".aoti.pt2",
+    compiler=True,
 )
 class AotiFormat(ProgramFormat):
     """Packages of `torch._inductor.aoti_compile_and_package`. They hold a compiled library, so only open your own."""
 
     loader = "torch._inductor.aoti_load_package"
-
-    def unusable(self) -> str:
-        """Return that there is no C++ compiler, if there is none."""
-        if cpp_compiler() is None:
-            return "needs a C++ compiler, and none is found here: install g++ or clang++, or name one in $CXX"
-        return self.missing()
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Compile a model; the package is for the operating system and the instructions of this CPU."""

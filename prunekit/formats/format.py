@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from prunekit import known_names
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.models.interface import ModelInterface
+from prunekit.utils.availability import missing_compiler, missing_packages
 from prunekit.utils.registry import Registry
 
 FORMATS: Registry[ExportFormat] = known_names.FORMATS
@@ -69,6 +69,7 @@ class ExportFormat(ABC):
         suffix: of the file's name, such as `.onnx`; empty for a folder.
         packages: those that it imports, besides torch.
         install: the command that installs them; by default `pip install` with their names.
+        compiler: whether it needs a C++ compiler.
         tolerance: largest relative difference of a correct file's outputs from the model's.
         most_samples: largest batch that every file takes; None if there is no limit.
         reads_folder: whether a pruned model is written from its model folder.
@@ -79,6 +80,7 @@ class ExportFormat(ABC):
     suffix: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     install: ClassVar[str]
+    compiler: ClassVar[bool] = False
     tolerance: ClassVar[float] = 1e-4
     most_samples: ClassVar[int | None] = None
     reads_folder: ClassVar[bool] = False
@@ -110,13 +112,11 @@ class ExportFormat(ABC):
 
     def missing(self) -> str:
         """Return which of its packages are not installed, and how to install them; empty if all are."""
-        missing = [package for package in self.packages if find_spec(package.partition(".")[0]) is None]
-        install = self.install or f"pip install {' '.join(missing)}"
-        return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
+        return missing_packages(self.packages, self.install)
 
     def unusable(self) -> str:
         """Return why nothing can be exported here, and what would help; empty if it can."""
-        return self.missing()
+        return self.missing() or (missing_compiler() if self.compiler else "")
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
         """Return the first module whose output differs from the model's; empty if the format cannot tell."""
@@ -160,13 +160,19 @@ Kind = TypeVar("Kind", bound=type[ExportFormat])
 
 
 def register_format(
-    name: str, *, about: str, suffix: str = "", packages: Sequence[str] = (), install: str = ""
+    name: str,
+    *,
+    about: str,
+    suffix: str = "",
+    packages: Sequence[str] = (),
+    install: str = "",
+    compiler: bool = False,
 ) -> Callable[[Kind], Kind]:
     """Register a format: something that models are exported to, by `export` and in recipes."""
 
     def register(kind: Kind) -> Kind:
         kind.name, kind.about, kind.suffix = name, about, suffix
-        kind.packages, kind.install = tuple(packages), install
+        kind.packages, kind.install, kind.compiler = tuple(packages), install, compiler
         FORMATS.add(name, kind(), kind)
         return kind
 

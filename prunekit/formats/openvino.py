@@ -17,7 +17,7 @@ from prunekit.formats.format import ExportFormat, ExportSource, Run, register_fo
 from prunekit.formats.onnx import KEY, OPSET, interface_of_json, metadata_of, renamed_values, translated
 from prunekit.formats.program import fed, program_of
 from prunekit.models.interface import ModelInterface, TensorSpec
-from prunekit.utils.cpu_features import CPUINFO, int8_instructions
+from prunekit.utils.availability import CPUINFO, int8_instructions
 
 DTYPES = {"f32": "float32", "f16": "float16", "f64": "float64", "bf16": "bfloat16", "boolean": "bool"}
 """Names of dtypes in torch by OpenVINO's; integers are `i64` and `u8` there."""

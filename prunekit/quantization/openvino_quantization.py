@@ -32,7 +32,7 @@ from prunekit.quantization.accuracy_limit import (
 )
 from prunekit.quantization.quantized import LayerError, Quantized
 from prunekit.settings.deployment import QuantizeSettings
-from prunekit.utils.cpu_features import int8_note
+from prunekit.utils.availability import int8_note
 from prunekit.utils.display import share
 from prunekit.utils.files import StrPath
 

@@ -93,17 +93,6 @@ def compiled_graph(graph: Any, examples: list[Any]) -> Any:
     return standalone_compile(graph, examples, dynamic_shapes="from_graph")
 
 
-def cpp_compiler() -> str | None:
-    """Return the C++ compiler that TorchInductor uses; None if there is none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return str(get_cpp_compiler())
-    except InvalidCxxCompiler:
-        return None
-
-
 def has_compiled(code: CodeType) -> bool:
     """Return whether `torch.compile` has compiled a function."""
     if "torch._dynamo" not in sys.modules:

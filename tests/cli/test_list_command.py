@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from prunekit.cli import cli
 from prunekit.cli.commands.list import AUGMENTATIONS, KINDS, SCOPES
 from prunekit.criteria.criterion import get_criterion
-from prunekit.known_names import CRITERIA
+from prunekit.known_names import CRITERIA, FORMATS, RUNTIMES
 from prunekit.settings.inputs import NamedAugment
 from prunekit.settings.pruning import Scope
 
@@ -59,3 +59,11 @@ def test_only_what_is_there_can_be_listed() -> None:
     result = CliRunner().invoke(cli, ["list", "weights"])
     assert result.exit_code == 2
     assert "'weights' is not one of 'criteria', 'scopes'" in result.output
+
+
+def test_what_is_listed_as_usable_is_what_the_imported_ones_say() -> None:
+    for kind, registry in (("formats", FORMATS), ("runtimes", RUNTIMES)):
+        listed = json.loads(CliRunner().invoke(cli, ["list", kind, "--json"]).stdout)[kind]
+        assert {row["name"]: row["missing"] for row in listed} == {
+            name: one.unusable() for name, one in registry.items()
+        }

@@ -19,7 +19,7 @@ from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import INT8, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target, prune_contradictions
-from prunekit.utils.cpu_features import int8_note
+from prunekit.utils.availability import int8_note
 from prunekit.utils.files import json_values
 
 pytest.importorskip("onnxruntime")

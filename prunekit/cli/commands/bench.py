@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_command
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, save
@@ -56,7 +57,7 @@ def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, *
     return click.option(name, default=default, show_default=True, callback=_names(allowed), help=shown, **options)
 
 
-@click.command("bench", short_help="Time one or more models beside each other.")
+@register_command("bench", about="Time one or more models beside each other.", place=9)
 @click.argument("arguments", nargs=-1, metavar="[MODEL]... [KEY=VALUE]...")
 @click.option(
     "--runtime",

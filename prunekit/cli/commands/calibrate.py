@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
 from prunekit.utils.display import table
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from prunekit.statistics.channel_stats import ChannelStats
 
 
-@click.command("calibrate", short_help="Collect activation statistics of the dense model.")
+@register_command("calibrate", about="Collect activation statistics of the dense model.", place=4, together=True)
 @click.option(
     "--moments",
     type=click.Choice(["none", "full"]),

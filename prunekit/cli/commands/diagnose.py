@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
     job_to_read,
@@ -19,7 +20,7 @@ from prunekit.cli.output import Console, save
 from prunekit.utils.display import text_of
 
 
-@click.command("diagnose", short_help="Find what is wrong with a model and its data.")
+@register_command("diagnose", about="Find what is wrong with a model and its data.", place=12)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose data and training to use.")
 @click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
     job_of_data,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     pass
 
 
-@click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
+@register_command("evaluate", about="Measure the accuracy of a model on test images.", place=6, together=True)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
 @model_command("evaluate.json.", options=partial(model_options, images=True))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, plain, save
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 SHOWN = 15
 
 
-@click.command("explain", short_help="Show why a pruned model is not faster.")
+@register_command("explain", about="Show why a pruned model is not faster.", place=10)
 @click.argument("arguments", nargs=-1, metavar="PRUNED [KEY=VALUE]...")
 @click.option("--dense", metavar="MODEL", help="What it is compared with.  [default: what PRUNED was made from]")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in a forward pass.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
     job_of_data,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
 
 
-@click.command("export", short_help="Write a model for other runtimes, and check the file.")
+@register_command("export", about="Write a model for other runtimes, and check the file.", place=11)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--to", "formats", multiple=True, metavar="FORMAT", help=f"{', '.join(FORMATS.names)}.  [default: onnx]")
 @click.option("--output", type=click.Path(path_type=Path), metavar="PATH", help="The file or folder to write.")

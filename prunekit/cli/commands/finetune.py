@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain
 from prunekit.utils.display import table
@@ -42,7 +43,9 @@ def job_options(function: Command) -> Command:
     return function
 
 
-@click.command("finetune", short_help="Prune, fine-tune, compact, verify and measure, from a recipe.")
+@register_command(
+    "finetune", about="Prune, fine-tune, compact, verify and measure, from a recipe.", place=2, together=True
+)
 @click.option(
     "--find-batch-size",
     is_flag=True,
@@ -185,7 +188,7 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
     return result.shortfalls
 
 
-@click.command("prune", short_help="Prune, repair, compact, verify and measure: no training.")
+@register_command("prune", about="Prune, repair, compact, verify and measure: no training.", place=3, together=True)
 @job_options
 def prune_command(**arguments: Any) -> None:
     """Run the job of a recipe without fine-tuning.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, save
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from prunekit.jobs.run.model_sources import InputModel
 
 
-@click.command("inspect", short_help="Show channel groups, blocks, locks, and MACs per layer.")
+@register_command("inspect", about="Show channel groups, blocks, locks, and MACs per layer.", place=15)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--layers", is_flag=True, help="Instead: shapes, parameters, MACs and activation memory by module.")
 @model_command("inspect.json; with --layers: layers.json, layers.csv and layers.html.", device=False)

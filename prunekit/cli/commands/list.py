@@ -8,9 +8,11 @@ from typing import Any, get_args
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import Zoo, common_options
 from prunekit.cli.output import Console
 from prunekit.known_names import BUDGETS, CRITERIA, FORMATS, RUNTIMES, SECTIONS, TASKS
+from prunekit.utils.availability import unusable
 from prunekit.utils.display import table
 from prunekit.utils.registry import Registry
 
@@ -43,16 +45,17 @@ def _criteria() -> Iterator[Row]:
         }
 
 
-def _runtimes() -> Iterator[Row]:
-    for name, runtime in RUNTIMES.items():
-        missing = runtime.unusable()
-        yield {"name": name, "about": runtime.about, "usable": not missing, "missing": missing}
+def _with_availability(registry: Registry[Any]) -> Callable[[], Iterator[Row]]:
+    """Return a function that yields what is registered, and whether it can be used here; built-in ones unimported."""
 
+    def rows() -> Iterator[Row]:
+        for name in registry.names:
+            declared = registry.declared.get(name)
+            about = declared.facts["about"] if declared else registry.get(name).about
+            missing = unusable(declared.facts) if declared else registry.get(name).unusable()
+            yield {"name": name, "about": about, "usable": not missing, "missing": missing}
 
-def _formats() -> Iterator[Row]:
-    for name, kind in FORMATS.items():
-        missing = kind.unusable()
-        yield {"name": name, "about": kind.about, "usable": not missing, "missing": missing}
+    return rows
 
 
 def _recipes() -> Iterator[Row]:
@@ -98,8 +101,8 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "criteria": _criteria,
     "scopes": _described(SCOPES),
     "budgets": _of(BUDGETS, "unit", "about"),
-    "runtimes": _runtimes,
-    "formats": _formats,
+    "runtimes": _with_availability(RUNTIMES),
+    "formats": _with_availability(FORMATS),
     "tasks": _of(TASKS, "data", "measures"),
     "sections": _of(SECTIONS, "about"),
     "rules": _rules,
@@ -109,7 +112,7 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-@click.command("list", short_help="Show criteria, budgets, runtimes, formats, models ...")
+@register_command("list", about="Show criteria, budgets, runtimes, formats, models ...", place=16)
 @click.argument("what", type=click.Choice(list(KINDS)))
 @click.argument("pattern", default="*", metavar="[PATTERN]")
 @common_options

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, job_to_read, model_command, one_target, refuse_idle_overrides
 from prunekit.cli.options import is_recipe
 from prunekit.cli.output import Console, save
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from prunekit.jobs.run.model_sources import InputModel
 
 
-@click.command("predict", short_help="Show what a model says about images.")
+@register_command("predict", about="Show what a model says about images.", place=7)
 @click.argument("model")
 @click.argument("inputs", nargs=-1, metavar="IMAGE...", type=click.Path(path_type=Path))
 @click.option("--top", default=5, show_default=True, type=click.IntRange(min=1), help="Classes shown for each image.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
 from prunekit.utils.display import text_of
@@ -18,7 +19,7 @@ SLOWEST = 20
 HOW = ("widths step by", "kernel changes at")
 
 
-@click.command("profile", short_help="Measure each layer's latency against its widths.")
+@register_command("profile", about="Measure each layer's latency against its widths.", place=8)
 @click.option("--networks", type=click.IntRange(min=10), default=40, show_default=True, help="How many to measure.")
 @click.option("--again", is_flag=True, help="Measure again what was timed on a noisy machine.")
 @recipe_command(device=False)

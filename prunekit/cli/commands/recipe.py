@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import Zoo, common_options, split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
@@ -26,12 +27,15 @@ _INDENTED: dict[str, Any] = {
 }
 
 
-@click.group("recipe", short_help="List, show and copy recipes; explain their keys.")
+@click.group()
 def recipe_group() -> None:
     """Show recipes that come with the package, and the reference of every key.
 
     A command that takes a recipe takes a file, or the name of one of these: prunekit finetune resnet34
     """
+
+
+register_command("recipe", about="List, show and copy recipes; explain their keys.", place=17)(recipe_group)
 
 
 @recipe_group.command("list", short_help="List the recipes that come with the package.")
@@ -130,7 +134,7 @@ def refuse_present(path: Path, *, force: bool) -> None:
         raise UsageError(f"{path}: the file exists already; choose another name, or overwrite it with --force")
 
 
-@click.command("init", short_help="Write a commented recipe for a model and a data set.")
+@register_command("init", about="Write a commented recipe for a model and a data set.", place=1)
 @click.argument("arguments", nargs=-1, metavar="FILE [KEY=VALUE]...")
 @click.option(
     "--model",

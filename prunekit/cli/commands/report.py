@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
@@ -17,7 +18,7 @@ from prunekit.utils.display import table
 COMPARISON = "comparison.html"
 
 
-@click.command("report", short_help="Write a run's report again, or compare several runs.")
+@register_command("report", about="Write a run's report again, or compare several runs.", place=14)
 @click.argument("runs", nargs=-1, metavar="RUN [RUN]...", type=click.Path(path_type=Path))
 @click.option(
     "--output",

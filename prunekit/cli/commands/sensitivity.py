@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
 from prunekit.utils.display import text_of
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
 
 
-@click.command("sensitivity", short_help="Show what each channel group costs to prune.")
+@register_command("sensitivity", about="Show what each channel group costs to prune.", place=5)
 @click.option("--measured", is_flag=True, help="Also run the model with each group masked: exact, and slower.")
 @click.option(
     "--groups",

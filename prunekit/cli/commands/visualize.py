@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
     find_model_pair,
@@ -48,10 +49,13 @@ if TYPE_CHECKING:
     from prunekit.jobs.run.model_pair import ModelPair
 
 
-@click.group("visualize", short_help="Show what a model computes, as pictures.")
+@click.group()
 def visualize_group() -> None:
     """Draw what a model computes, the dense model's pictures beside the pruned one's."""
     require_report()
+
+
+register_command("visualize", about="Show what a model computes, as pictures.", place=13)(visualize_group)
 
 
 @visualize_group.command("features", short_help="Show what layers make of an image.")

@@ -36,7 +36,7 @@ from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import set_mode
-from prunekit.utils.cpu_features import int8_note
+from prunekit.utils.availability import int8_note
 from prunekit.utils.display import plural
 from prunekit.utils.inputs import call
 

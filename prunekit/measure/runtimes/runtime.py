@@ -7,22 +7,16 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
-
 from prunekit import known_names
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes.session import INT8, FileKey, Sample, Session, Setting, Source
+from prunekit.utils.availability import missing_device, missing_packages
 from prunekit.utils.registry import Registry
 
 RUNTIMES: Registry[Runtime] = known_names.RUNTIMES
 """Runtimes by the name that recipes and rows of results have."""
 
 Open = Callable[[Source, Sample, Setting], Session]
-AVAILABLE: dict[str, Callable[[], bool]] = {
-    "cuda": lambda: torch.cuda.is_available(),
-    "mps": lambda: torch.backends.mps.is_available(),
-}
-"""Whether there is a device of a type; there is always a CPU."""
 
 
 def _takes_all(setting: Setting) -> str:
@@ -78,16 +72,11 @@ class Runtime:
 
     def missing(self) -> str:
         """Return which of its packages are not installed, and how to install them; empty if all are."""
-        missing = [package for package in self.packages if find_spec(package.partition(".")[0]) is None]
-        install = self.install or f"pip install {' '.join(missing)}"
-        return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
+        return missing_packages(self.packages, self.install)
 
     def unusable(self) -> str:
         """Return why it runs nothing at all on this machine, and what would help; empty if it is usable."""
-        if missing := self.missing():
-            return missing
-        available = any(AVAILABLE.get(kind, lambda: True)() for kind in self.devices)
-        return "" if available else f"runs on {' and '.join(self.devices)}, and there is none here"
+        return self.missing() or missing_device(self.devices)
 
 
 def register_runtime(

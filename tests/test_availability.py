@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prunekit.utils.cpu_features import int8_instructions, int8_note
+from prunekit.utils.availability import int8_instructions, int8_note
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Availability on this machine: packages, devices, a compiler, instructions for int8; told without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+COMPILERS = {"darwin": "clang++", "win32": "cl"}
+"""C++ compilers that torch takes where `$CXX` names none; on other platforms g++."""
+CPUINFO = Path("/proc/cpuinfo")
+"""Linux's description of the processors."""
+INT8 = {
+    "avx_vnni": "VNNI",
+    "avx512_vnni": "VNNI",
+    "avx_vnni_int8": "VNNI",
+    "amx_int8": "AMX",
+    "asimddp": "dot product",
+    "i8mm": "int8 matrix multiplication",
+}
+"""Names of instructions that multiply bytes and add them in 32 bits, by the flag that Linux reports."""
+
+
+def missing_packages(packages: Sequence[str], install: str = "") -> str:
+    """Return which packages are not installed, and how to install them; empty if all are.
+
+    `install` is the command for it; by default `pip install` with their names.
+    """
+    missing = [package for package in packages if find_spec(package.partition(".")[0]) is None]
+    install = install or f"pip install {' '.join(missing)}"
+    return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
+
+
+def has_device(kind: str) -> bool:
+    """Return whether torch has a device of a type; torch is imported only where there may be one."""
+    if kind == "cuda" and ("torch" in sys.modules or _has_gpu_driver()):
+        import torch
+
+        return torch.cuda.is_available()
+    if kind == "mps" and ("torch" in sys.modules or sys.platform == "darwin"):
+        import torch
+
+        return torch.backends.mps.is_available()
+    return kind not in ("cuda", "mps")
+
+
+def _has_gpu_driver() -> bool:
+    """Return whether the driver of NVIDIA or AMD is there, without which torch finds no GPU."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
+
+
+def missing_device(kinds: Sequence[str]) -> str:
+    """Return that there is no device of any of these types; empty if there is one."""
+    return "" if any(map(has_device, kinds)) else f"runs on {' and '.join(kinds)}, and there is none here"
+
+
+def missing_compiler() -> str:
+    """Return that there is no C++ compiler; empty if there is one."""
+    name = os.environ.get("CXX", COMPILERS.get(sys.platform, "g++"))
+    if shutil.which(name) is not None:
+        return ""
+    return "needs a C++ compiler, and none is found here: install g++ or clang++, or name one in $CXX"
+
+
+def unusable(facts: Mapping[str, Any]) -> str:
+    """Return why something cannot be used here, by the facts of its registration; empty if it can.
+
+    Facts are `packages` with `install`, `devices` (types of which it needs one) and `compiler` (whether it needs one).
+    """
+    return (
+        missing_packages(facts.get("packages", ()), facts.get("install", ""))
+        or missing_device(facts.get("devices", ("cpu",)))
+        or (missing_compiler() if facts.get("compiler") else "")
+    )
+
+
+def int8_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...] | None:
+    """Return the instructions for int8 that the CPU has: of VNNI and AMX on x86, of two more on ARM; None if unknown.
+
+    Example:
+        >>> from prunekit.utils.availability import int8_instructions
+        >>> set(int8_instructions() or ()) <= {"VNNI", "AMX", "dot product", "int8 matrix multiplication"}
+        True
+    """
+    if not cpuinfo.is_file():
+        return None
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags = value.split()
+            return tuple(dict.fromkeys(name for flag, name in INT8.items() if flag in flags))
+    return None
+
+
+def int8_note(cpuinfo: Path = CPUINFO) -> str:
+    """Return a sentence on the instructions for int8 that this CPU has."""
+    found = int8_instructions(cpuinfo)
+    if found is None:
+        return f"whether this CPU ({platform.machine()}) has instructions for int8 is unknown"
+    if not found:
+        return "this CPU has no instructions for int8 (VNNI or AMX on x86): it may well be slower than fp32 here"
+    return f"this CPU has instructions for int8: {' and '.join(found)}"
