@@ -69,7 +69,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "planning": (".", "budgets", "patterns"),
     "repair": (".", "patterns"),
     "report": (".", "figures", "pages", "sections"),
-    "statistics": ("layers", "."),
     "training": ("callbacks", "."),
 }
 """The folders of each room, in which imports go from the later to the earlier; "." are the room's own files."""
@@ -97,7 +96,6 @@ STILL_UPWARD: set[tuple[str, str]] = {
     ("pruning", "jobs"),
     ("pruning", "training"),
     ("report/pages", "report/sections"),
-    ("statistics/layers", "statistics"),
     ("training/callbacks", "training"),
 }
 """Folders that still import from a later one of their room, and rooms from a higher one.

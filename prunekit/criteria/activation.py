@@ -14,8 +14,7 @@ from prunekit.criteria.magnitude import NORMS
 from prunekit.criteria.scoring import LabelMean, require_scores
 from prunekit.errors import UsageError
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.feature_ranks import MapRanks
-from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, StatsKey
+from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, MapRanks, StatsKey
 
 ActivationRecord = TypeVar("ActivationRecord", LayerStats, MapRanks)
 Accepts = Callable[[StatsKey, ActivationRecord], npt.NDArray[np.bool_] | bool]

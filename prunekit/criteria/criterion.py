@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError, nearest
 from prunekit.known_names import CRITERIA
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import PatchStats
+from prunekit.statistics.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 
 if TYPE_CHECKING:

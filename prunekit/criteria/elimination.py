@@ -14,10 +14,10 @@ from prunekit.channels.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
+from prunekit.statistics.layer_errors import relative_scale, with_ridge
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.statistics.layers.layer_errors import relative_scale, with_ridge
-from prunekit.statistics.layers.patch_moments import LayerMoments, PatchStats
-from prunekit.statistics.layers.patches import solve_positive
+from prunekit.statistics.patch_moments import LayerMoments, PatchStats
+from prunekit.statistics.patches import solve_positive
 from prunekit.utils.progress import tracked
 
 TRUST = 0.5

@@ -12,9 +12,9 @@ from torch import Tensor
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.criteria.scoring import LabelMean, require_finite, require_scores
 from prunekit.errors import UsageError
-from prunekit.statistics.consumers import Consumer
 from prunekit.statistics.layer_stats import FloatArray, IntArray, StatsKey
 from prunekit.statistics.moments import RAISED, InputMoments
+from prunekit.statistics.watch import Consumer
 
 DAMPING = 0.01
 """Ridge that SparseGPT adds to the diagonal of the Gram matrix, as a share of its mean."""

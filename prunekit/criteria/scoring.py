@@ -17,7 +17,7 @@ from prunekit.criteria.criterion import Criterion, Evidence, Need, Scores, get_c
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.statistics.layers.patch_moments import PatchStats
+from prunekit.statistics.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import as_real

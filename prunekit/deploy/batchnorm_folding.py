@@ -24,7 +24,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
-from prunekit.statistics.layers.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
+from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather

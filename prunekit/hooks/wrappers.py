@@ -27,7 +27,7 @@ WRAPPERS: dict[type[nn.Module], str] = {
 
 
 def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> nn.Module:
-    """Return the model itself, out of `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`."""
+    """Return the model inside of `torch.compile`, `DistributedDataParallel`, `DataParallel` and `AveragedModel`."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected a torch.nn.Module, got {_instead(model)}")
     found: nn.Module = model

@@ -23,11 +23,10 @@ from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.pruning.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.calibration import Collectors, StatsCollector, peek_samples
+from prunekit.statistics.calibration import Collectors, RankCollector, StatsCollector, peek_samples
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.feature_ranks import RankCollector
-from prunekit.statistics.layers.patch_moments import PatchStats, shortfalls
 from prunekit.statistics.moments import MomentsCollector
+from prunekit.statistics.patch_moments import PatchStats, shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
 from prunekit.training.replicas import share_buffers, share_corrupt

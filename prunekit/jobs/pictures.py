@@ -35,7 +35,7 @@ from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.jobs.run.run_folder import Log
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import StatsCollector
-from prunekit.statistics.forward_passes import run_passes
+from prunekit.statistics.watch import run_passes
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.loop import fit
 from prunekit.utils.context import threads

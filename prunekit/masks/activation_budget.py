@@ -17,13 +17,13 @@ from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.read_macs import macs_of_readers
 from prunekit.masks.threshold_search import (
     FoundThresholds,
+    MagnitudeSketch,
     MaskedModel,
     Sketches,
     search_thresholds,
     sketch_activations,
 )
-from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
-from prunekit.statistics.magnitude_sketch import MagnitudeSketch
+from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import counted_positions, running, sample_count, select_samples, to_device

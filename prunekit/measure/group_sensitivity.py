@@ -21,7 +21,7 @@ from prunekit.measure.partial_forward import DensePrefix
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
 from prunekit.statistics.calibration import calibrate
-from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
+from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.measurement import Measurement

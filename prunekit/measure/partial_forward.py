@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import storage_of
-from prunekit.statistics.forward_passes import PassHooks
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall
+from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
+from prunekit.statistics.watch import PassHooks
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.tensors import gather, map_tensors
 

@@ -22,7 +22,7 @@ from prunekit.planning.schedules import Stage
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.statistics.layers.layer_graph import find_layer_graph
+from prunekit.statistics.layer_graph import find_layer_graph
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import plural, share
 from prunekit.utils.inputs import inputs_as_example

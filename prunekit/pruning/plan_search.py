@@ -51,7 +51,7 @@ from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import PatchStats
+from prunekit.statistics.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import plural

@@ -21,7 +21,7 @@ from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pruning import PruneSettings
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.patch_moments import shortfalls
+from prunekit.statistics.patch_moments import shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.tasks.task import Task
 from prunekit.utils.context import is_large, release_memory, training_mode

@@ -22,8 +22,8 @@ from prunekit.settings.calibration import Moments, RepairSettings
 from prunekit.settings.pruning import PruneSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layers.layer_errors import RIDGE, with_gains
-from prunekit.statistics.layers.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
+from prunekit.statistics.layer_errors import RIDGE, with_gains
+from prunekit.statistics.patch_moments import ROWS, PatchStats, collect_patches, with_raised_ridge
 from prunekit.tasks.batches import BATCH, ModelBatches, holds_all, joined_inputs
 from prunekit.tasks.collation import IMAGES
 from prunekit.tasks.task import Task

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError, UsageError
-from prunekit.statistics.layers.output_error import OutputComparison, RelativeError
+from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import sample_count, select_samples
 from prunekit.utils.tensors import gather, map_tensors

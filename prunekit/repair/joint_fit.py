@@ -16,8 +16,8 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import LayerSample, convolving
 from prunekit.repair.layer_weights import LayerWeights
 from prunekit.repair.least_squares import WeightChange, determined
-from prunekit.statistics.layers.linear_layers import LayerCall
-from prunekit.statistics.layers.patches import PatchGeometry, mean_products, sample_rows, with_constant
+from prunekit.statistics.linear_layers import LayerCall
+from prunekit.statistics.patches import PatchGeometry, mean_products, sample_rows, with_constant
 
 INNER = 6
 """Conjugate gradient steps within each Gauss-Newton step."""

@@ -31,8 +31,8 @@ from prunekit.repair.least_squares import (
 from prunekit.repair.memory_budget import chunk_values, kept_groups
 from prunekit.repair.repair_report import SAME, LayerRepair, joined
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.linear_layers import LayerCall
-from prunekit.statistics.layers.patches import apply_weight
+from prunekit.statistics.linear_layers import LayerCall
+from prunekit.statistics.patches import apply_weight
 from prunekit.utils.tensors import is_finite
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.repair.held_out_images import Batch
-from prunekit.repair.resumable_forward import DivergedError, PassState, ResumableRun
-from prunekit.repair.tensor_lifetimes import Lifetimes
-from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
-from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall
-from prunekit.statistics.layers.patches import PatchGeometry, sample_rows, with_strides_of
+from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
+from prunekit.statistics.linear_layers import FunctionCall, LayerCall
+from prunekit.statistics.patches import PatchGeometry, sample_rows, with_strides_of
+from prunekit.statistics.resumable_forward import DivergedError, Lifetimes, PassState, ResumableRun
 from prunekit.utils.tensors import gather, is_finite, map_tensors
 
 Sizes = tuple[int, ...]

@@ -38,11 +38,11 @@ from prunekit.repair.memory_budget import (
 )
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, dropped
 from prunekit.repair.stack_fit import StackFitter
-from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
-from prunekit.statistics.layers.linear_layers import LayerCall
-from prunekit.statistics.layers.output_error import OutputComparison
+from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
+from prunekit.statistics.linear_layers import LayerCall
+from prunekit.statistics.output_error import OutputComparison
+from prunekit.statistics.resumable_forward import Lifetimes
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples
 from prunekit.utils.progress import tracked

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import WeightChange
-from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.linear_layers import LayerCall
 
 
 class LayerWeights:

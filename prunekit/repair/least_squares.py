@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prunekit.repair.repair_report import SAME, LayerRepair
-from prunekit.statistics.layers.patches import apply_weight, gram, mean_products, with_constant
+from prunekit.statistics.patches import apply_weight, gram, mean_products, with_constant
 
 RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""

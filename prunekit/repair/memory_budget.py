@@ -11,10 +11,10 @@ import torch
 
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import CHUNK, MOST_GROUPS
-from prunekit.repair.tensor_lifetimes import Lifetimes
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.linear_layers import LayerCall
-from prunekit.statistics.layers.patches import gram_bytes
+from prunekit.statistics.linear_layers import LayerCall
+from prunekit.statistics.patches import gram_bytes
+from prunekit.statistics.resumable_forward import Lifetimes
 
 FIT, HELD, RUNNING = 3 / 8, 1 / 2, 1 / 8
 """Shares of the limit: for one layer's fit, for tensors of all images between passes, and for a running batch."""

@@ -19,10 +19,10 @@ from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference
 from prunekit.repair.repair_model import require_images
-from prunekit.statistics.layers.layer_errors import shifted, without_channels
-from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.output_error import OutputComparison
-from prunekit.statistics.layers.patch_moments import PatchStats, too_few
+from prunekit.statistics.layer_errors import shifted, without_channels
+from prunekit.statistics.layer_graph import find_layers
+from prunekit.statistics.output_error import OutputComparison
+from prunekit.statistics.patch_moments import PatchStats, too_few
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import as_example, counted_positions, sample_count, select_samples
 from prunekit.utils.tensors import gather

@@ -18,10 +18,9 @@ from safetensors.numpy import save_file
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import parse_json, require_file
-from prunekit.statistics.consumers import Consumer
-from prunekit.statistics.feature_ranks import MapRanks
-from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey, combine
+from prunekit.statistics.layer_stats import ARRAYS, LayerStats, MapRanks, StatsKey, combine
 from prunekit.statistics.moments import RAISED, InputMoments
+from prunekit.statistics.watch import Consumer
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import StrPath, atomic_file, write_csv
 

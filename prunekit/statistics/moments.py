@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.settings.calibration import MOMENTS_LIMIT_MIB
-from prunekit.statistics.consumers import Consumer
-from prunekit.statistics.forward_passes import ConsumerHooks, find_consumers
 from prunekit.statistics.layer_stats import ChannelSums, FloatArray
-from prunekit.statistics.layers.patches import sample_rows
+from prunekit.statistics.patches import sample_rows
+from prunekit.statistics.watch import Consumer, ConsumerHooks, find_consumers
 from prunekit.utils.globs import matching
 from prunekit.utils.tensors import accumulation_dtype, gather
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.errors import PrunekitError, UsageError
-from prunekit.statistics.layers.output_error import OutputComparison
+from prunekit.statistics.output_error import OutputComparison
 
 TOKENS = torch.randint(1, 11, (2, 5), generator=torch.Generator().manual_seed(1))
 

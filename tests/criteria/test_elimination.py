@@ -18,8 +18,8 @@ from prunekit.channels.trace import trace
 from prunekit.criteria import elimination
 from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError
-from prunekit.statistics.layers.layer_errors import RIDGE
-from prunekit.statistics.layers.patch_moments import collect_patches
+from prunekit.statistics.layer_errors import RIDGE
+from prunekit.statistics.patch_moments import collect_patches
 
 CHANNELS, TAPS = 5, 2
 

@@ -21,7 +21,7 @@ from prunekit.models.cifar import CifarResNet
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import StatsKey
-from prunekit.statistics.layers.patch_moments import collect_patches
+from prunekit.statistics.patch_moments import collect_patches
 from prunekit.statistics.taylor_terms import collect_gradients
 
 

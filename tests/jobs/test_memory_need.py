@@ -14,7 +14,7 @@ from prunekit.criteria import elimination
 from prunekit.errors import UsageError
 from prunekit.jobs.stages.memory_need import MemoryNeed, require_memory
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers import patch_moments
+from prunekit.statistics import patch_moments
 from prunekit.utils import context
 from prunekit.utils.file_memory import FileMemory
 

@@ -31,7 +31,7 @@ from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.statistics.layers.layer_errors import RIDGE
+from prunekit.statistics.layer_errors import RIDGE
 
 
 def perceptron(self: Any, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_lay
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, share_kept
 from prunekit.settings.pattern import PatternSettings
-from prunekit.statistics.layers.layer_graph import find_layer_graph
+from prunekit.statistics.layer_graph import find_layer_graph
 
 PATTERNS = {
     "unstructured": PatternSettings("unstructured", sparsity=0.7),

@@ -17,7 +17,7 @@ from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_lay
 from prunekit.planning.plan import Plan
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
-from prunekit.statistics.layers.layer_graph import find_layer_graph
+from prunekit.statistics.layer_graph import find_layer_graph
 
 
 def of(kind: str, sparsity: float | None = None, block: tuple[int, int] | None = None) -> Pattern:

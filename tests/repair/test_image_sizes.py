@@ -22,8 +22,8 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import SampleWindows, cropped_windows
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.output_error import OutputComparison
-from prunekit.statistics.layers.patches import PatchGeometry
+from prunekit.statistics.output_error import OutputComparison
+from prunekit.statistics.patches import PatchGeometry
 
 DRAWN = torch.Generator().manual_seed(0)
 SIZES = ((48, 64), (64, 48), (56, 56), (40, 64))

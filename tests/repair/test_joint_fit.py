@@ -18,8 +18,8 @@ from prunekit.repair.joint_fit import LayerPair, Linearized, conjugate_gradients
 from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.patches import PatchGeometry
+from prunekit.statistics.layer_graph import find_layers
+from prunekit.statistics.patches import PatchGeometry
 
 WINDOWS, COLUMNS, HIDDEN, OUTPUTS = 40, 3, 3, 2
 FIRST = PatchGeometry((3, 2), (2, 1), (0, 0), (1, 2))

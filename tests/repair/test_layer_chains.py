@@ -16,7 +16,7 @@ from prunekit.repair.layer_samples import LayerPass, SampleRequest
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.layer_graph import find_layer_graph, find_layers
+from prunekit.statistics.layer_graph import find_layer_graph, find_layers
 
 IMAGES = torch.randn(48, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 ALL = RepairSettings(rows=10**6, held_out=0.25)

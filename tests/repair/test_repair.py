@@ -24,7 +24,7 @@ from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleReque
 from prunekit.repair.memory_budget import kept_channels
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.layer_graph import find_layers
+from prunekit.statistics.layer_graph import find_layers
 from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 
 IMAGES = torch.randn(64, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

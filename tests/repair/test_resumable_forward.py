@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from prunekit.repair.held_out_images import batches_of
 from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest
-from prunekit.repair.resumable_forward import DivergedError, ResumableRun
-from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.linear_layers import FunctionCall
+from prunekit.statistics.layer_graph import find_layers
+from prunekit.statistics.linear_layers import FunctionCall
+from prunekit.statistics.resumable_forward import DivergedError, ResumableRun
 from prunekit.utils.tensors import gather
 
 

@@ -18,7 +18,7 @@ from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import share_check
 from prunekit.repair.share_check import CLEAR, TRIED, ShareCheck, evened, fit_plainly, like_groups
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
-from prunekit.statistics.layers.patch_moments import PatchStats
+from prunekit.statistics.patch_moments import PatchStats
 
 WIDTH = 12
 

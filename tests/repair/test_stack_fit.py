@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.repair.repair_model import repair
-from prunekit.statistics.layers.layer_errors import RIDGE
+from prunekit.statistics.layer_errors import RIDGE
 
 EXPERTS, WIDTH, INNER = 3, 4, 8
 

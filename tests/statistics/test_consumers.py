@@ -11,8 +11,7 @@ from torchvision import models
 
 from prunekit.hooks.hook import count_hooks
 from prunekit.statistics.calibration import StatsCollector, calibrate
-from prunekit.statistics.consumers import Consumer
-from prunekit.statistics.forward_passes import ConsumerHooks, find_consumers
+from prunekit.statistics.watch import Consumer, ConsumerHooks, find_consumers
 
 
 class Conv1D(nn.Module):

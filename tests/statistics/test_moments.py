@@ -16,9 +16,9 @@ from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.forward_passes import find_consumers
-from prunekit.statistics.layers.patch_moments import collect_patches, dead_inputs, too_few_rows, with_raised_ridge
 from prunekit.statistics.moments import InputMoments, MomentsCollector
+from prunekit.statistics.patch_moments import collect_patches, dead_inputs, too_few_rows, with_raised_ridge
+from prunekit.statistics.watch import find_consumers
 
 TOKENS = ("shared", "attention", "attention.in_proj_weight", "attention.out_proj")
 """Modules of `Mixed` that see tokens."""

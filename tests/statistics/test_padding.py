@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import prunekit
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.layer_errors import with_gains
-from prunekit.statistics.layers.patch_moments import collect_patches
-from prunekit.statistics.layers.patches import sample_rows
+from prunekit.statistics.layer_errors import with_gains
+from prunekit.statistics.patch_moments import collect_patches
+from prunekit.statistics.patches import sample_rows
 from prunekit.utils.inputs import Keywords, counted_positions
 
 LENGTHS = [3, 5, 8, 6, 2, 7, 4, 8, 5, 6, 8, 3, 7, 7, 4, 8]

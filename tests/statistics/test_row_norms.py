@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import eliminations
-from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.patch_moments import collect_patches
-from prunekit.statistics.layers.row_norms import row_norm_of
+from prunekit.statistics.layer_graph import find_layers
+from prunekit.statistics.patch_moments import collect_patches
+from prunekit.statistics.row_norms import row_norm_of
 
 
 def written_out(x: Tensor, gain: Tensor) -> Tensor:

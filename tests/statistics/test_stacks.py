@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import layer_objectives, unread_stacks, weighted_output_count
-from prunekit.statistics.layers.layer_graph import find_layers
-from prunekit.statistics.layers.patch_moments import (
+from prunekit.statistics.layer_graph import find_layers
+from prunekit.statistics.patch_moments import (
     LayerMoments,
     collect_patches,
     dead_inputs,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
 from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
-from prunekit.statistics.forward_passes import run_passes
+from prunekit.statistics.watch import run_passes
 from prunekit.utils.private_torch import without_torch_function
 
 BINS = 48

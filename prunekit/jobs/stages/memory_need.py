@@ -14,7 +14,7 @@ from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.elimination import most_state_bytes
 from prunekit.errors import UsageError
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.patch_moments import IN_MEMORY
+from prunekit.statistics.patch_moments import IN_MEMORY
 from prunekit.utils.context import device_of, is_large
 from prunekit.utils.display import size
 

@@ -22,7 +22,7 @@ from prunekit.planning.patterns.pattern_layers import PatternLayer, pattern_laye
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage
 from prunekit.settings.pruning import PruneSettings, ScheduleSettings
-from prunekit.statistics.layers.layer_graph import LayerGraph, find_layer_graph
+from prunekit.statistics.layer_graph import LayerGraph, find_layer_graph
 from prunekit.training.callbacks.scheduled_masks import Planner
 from prunekit.utils.context import training_mode
 

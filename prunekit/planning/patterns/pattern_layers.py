@@ -14,8 +14,8 @@ from prunekit.errors import PlanError
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
 from prunekit.settings.pattern import PatternSettings
-from prunekit.statistics.layers.layer_graph import LayerGraph, calls_by_weight, merge_calls
-from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, merge_calls
+from prunekit.statistics.linear_layers import LayerCall
 from prunekit.utils.display import listed, share
 from prunekit.utils.globs import matching
 

@@ -13,7 +13,7 @@ from prunekit.repair.patterns.column_order import column_by_column
 from prunekit.repair.patterns.masked_fit import MaskedLeastSquares, with_ridge
 from prunekit.repair.patterns.removal import removal_order
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics.layers.patches import apply_weight, mean_products, with_constant
+from prunekit.statistics.patches import apply_weight, mean_products, with_constant
 
 RIDGES = (1, 10)
 """Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""

@@ -21,7 +21,7 @@ from prunekit.repair.patterns.small_groups import SmallGroups
 from prunekit.repair.repair_report import LayerRepair
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternMethod
-from prunekit.statistics.layers.linear_layers import LayerCall
+from prunekit.statistics.linear_layers import LayerCall
 
 EXACT = 2e8
 """Entries of the inverses of all outputs up to which each output has an order of its own: half a minute of a core."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunekit.planning.patterns.pattern import Pattern
-from prunekit.statistics.layers.patches import solve_positive
+from prunekit.statistics.patches import solve_positive
 
 AT_ONCE = 16
 """One of so many remaining units of an output is removed at a time; of short rows one by one."""

@@ -17,8 +17,8 @@ from prunekit.repair.patterns.masked_fit import with_ridge
 from prunekit.repair.patterns.removal import removal_order
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.statistics.layers.layer_errors import relative_scale, with_gains
-from prunekit.statistics.layers.patch_moments import LayerMoments, collect_patches
+from prunekit.statistics.layer_errors import relative_scale, with_gains
+from prunekit.statistics.patch_moments import LayerMoments, collect_patches
 from prunekit.utils.inputs import sample_count, select_samples
 
 AT_ONCE = 8

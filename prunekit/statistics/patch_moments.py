@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.layers.layer_graph import (
+from prunekit.statistics.layer_graph import (
     ChainMark,
     LayerChain,
     LayerFinder,
@@ -21,9 +21,9 @@ from prunekit.statistics.layers.layer_graph import (
     find_layers,
     merge_calls,
 )
-from prunekit.statistics.layers.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
-from prunekit.statistics.layers.patches import gram, gram_bytes, sample_rows
+from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.moments import RAISED
+from prunekit.statistics.patches import gram, gram_bytes, sample_rows
 from prunekit.utils.context import training_mode
 from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
@@ -270,7 +270,7 @@ class _Collector(LayerFinder):
         return [sample_rows(len(among), count, seed, among).to(device) for among in of]
 
     def _reading_key(self, layer: LayerCall, place: int, width: int) -> Hashable:
-        """Return a key that is the same for layers that read the same positions of one tensor; None if there is none."""
+        """Return a key that is the same for layers that read the same positions of one tensor; None without one."""
         read, known = self.chains[place].layer.read, _way_of_reading(layer, width)
         return None if read is None or known is None else (read, known, self._columns[layer.use])
 
@@ -512,7 +512,7 @@ def shortfalls(patches: PatchStats) -> list[str]:
 
 
 def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
-    """Return the moments with a larger diagonal where positions are too few, so that `ridge` is raised `RAISED` times."""
+    """Return the moments with a larger diagonal where positions are too few: `ridge` is raised `RAISED` times."""
     known: dict[int, Tensor] = {}
     layers = []
     for moments in patches.layers:

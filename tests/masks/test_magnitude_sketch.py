@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from prunekit.errors import UsageError
-from prunekit.statistics.magnitude_sketch import MagnitudeSketch
+from prunekit.masks.threshold_search import MagnitudeSketch
 
 BUCKET = 1 / 128
 """Stated relative width of a bucket."""

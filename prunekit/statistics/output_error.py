@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.tracing.storages import plain_in
-from prunekit.statistics.layers.layer_graph import LayerFinder
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, Stopped
+from prunekit.statistics.layer_graph import LayerFinder
+from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall, Stopped
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from prunekit.statistics.layers.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands, WeightUse
-from prunekit.statistics.layers.patches import geometry_of, with_strides_of
-from prunekit.statistics.layers.row_norms import RowNorm, row_norm_of
-from prunekit.statistics.layers.stacks import StackParts
+from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall, LayerCall, Operands, StackParts, WeightUse
+from prunekit.statistics.patches import geometry_of, with_strides_of
+from prunekit.statistics.row_norms import RowNorm, row_norm_of
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
