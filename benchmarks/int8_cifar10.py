@@ -51,8 +51,8 @@ from prunekit.quantization.openvino_quantization import missing, quantize_openvi
 from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.inputs import ModelSettings
-from prunekit.utils.context import threads
 from prunekit.utils.availability import int8_note
+from prunekit.utils.context import threads
 
 CPU = torch.device("cpu")
 BATCHES = (1, 16)

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.channels.cut.model_copy import copied
 from prunekit.cli import cli
 from prunekit.errors import ModelError, UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import Setting, Source, inputs_like

@@ -23,7 +23,6 @@ from prunekit.channels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.depth.branch import BranchLock
 from prunekit.channels.depth.branch_search import find_branches
 from prunekit.channels.equal_widths import EqualWidths
@@ -34,6 +33,7 @@ from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.tracer import Trace
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.utils.display import listed
 
 _LEADING = {

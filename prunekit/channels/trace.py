@@ -43,12 +43,12 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.map_builder import build_map
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.channels.trial.interchangeable_axes import interchangeable_axes
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
+from prunekit.hooks.model_copy import with_weights
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.utils.inputs import as_example

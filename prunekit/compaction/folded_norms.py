@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 
 Folds = Mapping[str, str]
 """Path of a BatchNorm -> path of the convolution or linear layer that it was folded into."""

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from prunekit.channels.cut.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
 from prunekit.channels.cut.model_match import own_buffers, require_compact
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.depth.branch import WHOLE, Shortening
@@ -32,6 +31,7 @@ from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.compaction.found_build import found_build
 from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
 from prunekit.models.interface import ModelInterface, attach

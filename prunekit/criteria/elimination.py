@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_errors import relative_scale, with_ridge
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.patch_moments import LayerMoments, PatchStats

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.channels.trial.float64 import float64_copy, to_double
 from prunekit.channels.trial.tolerance import TOLERANCE
 from prunekit.compaction.folded_norms import FoldedNorm, set_folds
+from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs

@@ -14,9 +14,9 @@ from torch.sparse import (
     SparseSemiStructuredTensorCUTLASS,
 )
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.zero_patterns import zero_pattern
 from prunekit.errors import VerificationError
+from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.latency.timing_job import TOLERANCES
 from prunekit.measure.verification import largest_difference

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.errors import VerificationError
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verification import compare_outputs

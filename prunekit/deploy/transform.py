@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.deploy.batchnorm_folding import FoldablePair, fold_copy, foldable_norms
 from prunekit.errors import UsageError
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.memory_format import difference_in_format
 from prunekit.measure.verification import compare_outputs

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import foreign_methods, named_tensors
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.compaction.model_folder import FORMAT, MANIFEST, WEIGHTS, load, read_manifest
@@ -32,6 +31,7 @@ from prunekit.formats.standalone import (
     save_tensors,
     write_files,
 )
+from prunekit.hooks.model_copy import foreign_methods, named_tensors
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import load_factory

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.files.external_data import require_own_data
 from prunekit.formats.format import ExportFormat, ExportOptions, ExportSource, Run, register_format
 from prunekit.formats.model_location import failure
 from prunekit.formats.program import Program, fed, program_of, trace, tracing
+from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import ModelInterface, TensorSpec, input_specs_of
 from prunekit.reading.text_files import parse_json
 from prunekit.utils.context import set_mode

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.storages import is_plain, parts_of
 from prunekit.compaction.model_folder import read_manifest
@@ -35,6 +34,7 @@ from prunekit.formats.folders.model_file import (
     text_of_file,
 )
 from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
+from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import from_build

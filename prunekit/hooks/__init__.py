@@ -1,1 +1,1 @@
-"""Hooks of every kind behind one owner: registered on enter, removed on exit, also on an error."""
+"""Hooks of every kind behind one owner, removed also on an error; and copies of models, whose hooks act on the copy."""

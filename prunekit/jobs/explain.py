@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes, zero_causes

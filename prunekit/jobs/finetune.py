@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.deploy.subnormals import without_subnormals
 from prunekit.distributed.process_group import from_main, one_for_all, wait_for_all
+from prunekit.hooks.model_copy import copied
 from prunekit.jobs.bench import devices
 from prunekit.jobs.calibrate import criterion_inputs
 from prunekit.jobs.run import results

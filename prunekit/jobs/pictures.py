@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.data.loader import Batches
 from prunekit.data.sources import Splits
 from prunekit.errors import UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.inspection.capture.layer_selection import Layers, channels_of, select_layers
 from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.slicing import is_variance
 from prunekit.distributed.sharded_tensors import is_shard, local_part, shard_like
 from prunekit.errors import ModelError
+from prunekit.hooks.model_copy import has_gradients
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.private_torch import is_functorch_wrapper
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.channels.trial.tolerance import rounding
 from prunekit.errors import reason_of
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.verification import largest_difference
 from prunekit.utils.context import same_draws, training_mode, without_gradients
 from prunekit.utils.inputs import call, inputs_as_example, select_samples

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.execution import ModuleStack, plain_operators
 from prunekit.channels.tracing.fused_modules import fused_away, is_inside
 from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.known_names import DtypeName
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.utils.context import seeded, training_mode, without_gradients

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import storage_of
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.statistics.watch import PassHooks
 from prunekit.utils.inputs import call, sample_count

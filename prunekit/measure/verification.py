@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.kept_state import NO_STATE, KeptState, cut_state_, drop_remade_, give_state_, kept_tensors
-from prunekit.channels.cut.model_copy import copied, has_gradients, named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
 from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
@@ -23,6 +22,7 @@ from prunekit.channels.trial.comparison import compare, output_with_decisions, r
 from prunekit.channels.trial.float64 import RUN_PRECISIONS, Float64WhileRunning, RunPrecision, float64_copy
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, largest_gap, largest_value, rounding
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
+from prunekit.hooks.model_copy import copied, has_gradients, named_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan

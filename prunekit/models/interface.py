@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import with_tensors
 from prunekit.errors import ArtifactError
+from prunekit.hooks.model_copy import with_tensors
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import arguments_by_name, call, is_batched, sample_count

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.utils.context import seeded
 
 Shapes = Mapping[str, tuple[int, ...]]

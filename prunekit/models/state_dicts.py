@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import ModelError, first_line, reraise_shortage
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.models.bitmask import read_tensors
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath

@@ -12,9 +12,9 @@ import torch
 import torchvision
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import PrunekitError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.models import hugging_face
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.zoo import build_model, zoo_names

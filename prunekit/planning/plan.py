@@ -19,13 +19,13 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
 from prunekit.channels.depth.branch import Branch
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.models.bitmask import pack_bits
 from prunekit.modes.public_call import public_call
 from prunekit.planning.stored_plan import FORMAT, PACKED_FORMAT, from_files

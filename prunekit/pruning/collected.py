@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors
-from prunekit.channels.cut.offloaded import with_weights
 from prunekit.channels.trace import trace
 from prunekit.errors import UsageError
+from prunekit.hooks.model_copy import named_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.pruning.sample_statistics import patch_statistics, samples_for

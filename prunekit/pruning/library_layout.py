@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
-from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.equal_widths import EqualWidths, Family, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.formats.folders.included_parts import without_values
+from prunekit.hooks.model_copy import copied
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.models.library_config import (
     LIBRARY_CONFIG,

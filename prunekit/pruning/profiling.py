@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import NotMeasuredError
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.bench import devices
 from prunekit.jobs.run.run_folder import Log

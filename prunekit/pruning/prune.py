@@ -9,12 +9,11 @@ from typing import Any, Literal
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.cut.narrow_norms import keep_narrow_norms
-from prunekit.channels.cut.offloaded import with_weights
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind
+from prunekit.hooks.model_copy import named_tensors, with_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.verification import verify
 from prunekit.modes.public_call import public_call

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.criteria.criterion import get_criterion
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.stages.memory_need import require_memory
 from prunekit.measure.memory_format import in_fastest_format
 from prunekit.planning.candidates import labels_matching

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
 from prunekit.formats.pt2_archive import archive_file
+from prunekit.hooks.model_copy import copied
 from prunekit.quantization.accuracy_limit import (
     AccuracyLimit,
     Array,
@@ -31,8 +31,8 @@ from prunekit.quantization.accuracy_limit import (
 )
 from prunekit.quantization.quantized import LayerError, Quantized
 from prunekit.settings.deployment import QuantizeSettings
-from prunekit.utils.context import set_mode
 from prunekit.utils.availability import int8_note
+from prunekit.utils.context import set_mode
 from prunekit.utils.display import share
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import arguments_by_name, as_example, split

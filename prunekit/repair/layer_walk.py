@@ -13,10 +13,10 @@ from typing import Self
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.errors import NonFiniteError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs, batches_of, difference
 from prunekit.repair.layer_fit import LayerFitter, bias_names

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import WeightChange
 from prunekit.statistics.linear_layers import LayerCall

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.errors import DataError
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.repair.held_out_images import Inputs
 from prunekit.repair.layer_fit import LayerFitter

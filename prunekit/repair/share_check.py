@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelGroup, ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.rewrite.substitutes import substituted_copy
 from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference
 from prunekit.repair.repair_model import require_images

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch
 from prunekit.repair.repair_report import SAME, LayerRepair

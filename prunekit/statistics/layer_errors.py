@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.tracing.storages import plain_in
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.patch_moments import LayerMoments, PatchStats

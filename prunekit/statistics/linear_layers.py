@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.storages import is_plain
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.statistics.patches import CONVOLUTIONS, PatchGeometry
 from prunekit.statistics.row_norms import RowNorm

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_graph import (
     ChainMark,
     LayerChain,

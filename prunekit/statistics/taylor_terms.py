@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.errors import NonFiniteError, UsageError, reraise_shortage
+from prunekit.hooks.model_copy import has_gradients
 from prunekit.hooks.step_hooks import StepHook, by_axis, unscaled
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.modes.public_call import public_call

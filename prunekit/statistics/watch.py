@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.substitutes import substitute_all, substitutes
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.owner import HookOwner
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import device_of, training_mode, without_gradients

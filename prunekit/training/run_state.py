@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank, size
 from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
 from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of, reraise_shortage
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import DeviceSum, added

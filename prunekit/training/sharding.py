@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import share_tensors, size, total
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError, UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.hooks.owner import HookOwner
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average

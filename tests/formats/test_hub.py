@@ -13,7 +13,6 @@ from PIL import Image
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.formats.folders.library_configs import library_loading, processor_config
 from prunekit.formats.folders.model_card import CardFacts, Loading, block, card, code, plain
@@ -21,6 +20,7 @@ from prunekit.formats.folders.run_facts import run_facts
 from prunekit.formats.format import ExportSource
 from prunekit.formats.hub import Hub
 from prunekit.formats.standalone import imported
+from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings

@@ -17,13 +17,13 @@ from PIL import Image
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.cut.model_copy import copied
 from prunekit.cli.commands.export import export_command
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import ArtifactError, ModelError, RunError, UsageError
 from prunekit.formats.folders.included_parts import image_input
 from prunekit.formats.format import ExportSource
 from prunekit.formats.standalone import Standalone, imported
+from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model, load_factory
 from prunekit.settings.inputs import ModelSettings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.channels.cut.model_copy import copied
+from prunekit.hooks.model_copy import copied
 
 
 class Tokens(nn.Module):

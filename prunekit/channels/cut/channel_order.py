@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.cut.slicing import take
 from prunekit.channels.labels import Labels
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 
 
 def with_channel_order(model: nn.Module, channel_map: ChannelMap, source: Labels) -> nn.Module:

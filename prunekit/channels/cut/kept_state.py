@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import OWN_TABLES, WithoutHistory, has_gradients, named_tensors
 from prunekit.channels.labels import Labels
 from prunekit.hooks.hook import HOOK_TABLES
+from prunekit.hooks.model_copy import OWN_TABLES, WithoutHistory, has_gradients, named_tensors
 from prunekit.utils.display import listed
 
 Place = tuple[str, str, int]

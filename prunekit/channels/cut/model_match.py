@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.errors import PlanError, nearest
+from prunekit.hooks.model_copy import named_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor, by name."""

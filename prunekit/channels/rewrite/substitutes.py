@@ -18,8 +18,8 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 
 Heads = dict[str, tuple[str, int]]
 """Module path -> name of the original class, and the number of heads."""

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from prunekit.channels.constraints import EqualParts, Rectangle
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
@@ -18,6 +17,7 @@ from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.channels.tracing.label_flow import LabelFlow
 from prunekit.channels.tracing.meta_shapes import numbers_in
+from prunekit.hooks.model_copy import named_tensors
 
 STORED_ORDER = (
     "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a "

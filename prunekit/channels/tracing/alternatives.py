@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.hooks.model_copy import named_tensors
 
 Alternatives = Mapping[str, tuple[str, ...]]
 """Path of a module that runs -> paths of others that did not, which run after the first of those that have them."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import with_tensors
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
 from prunekit.errors import reason_of
+from prunekit.hooks.model_copy import with_tensors
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import Keywords, arguments_by_name, call
 from prunekit.utils.outputs import ALL_READ, ReadOutputs, named_parts

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from prunekit.channels.cut.model_copy import with_tensors
+from prunekit.hooks.model_copy import with_tensors
 
 
 def fused_away(model: nn.Module) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from prunekit import known_names
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.labels import Field, Labels, apart
 from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
@@ -27,6 +26,7 @@ from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, st
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of, reraise_shortage
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.private_torch import FakeTensorMode

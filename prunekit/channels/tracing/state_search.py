@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.kept_state import Attribute, KeptState, Place, drop_remade_, kept_tensors, map_state_
-from prunekit.channels.cut.model_copy import with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
 from prunekit.channels.tracing.label_flow import LabelFlow
@@ -27,6 +26,7 @@ from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
 from prunekit.channels.tracing.operator_mode import OperatorMode
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.errors import reraise_shortage
+from prunekit.hooks.model_copy import with_tensors
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather

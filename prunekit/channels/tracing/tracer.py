@@ -19,7 +19,6 @@ from torch import nn
 
 from prunekit.channels.constraints import FixedPositions, LockRecord
 from prunekit.channels.cut.kept_state import NO_STATE, KeptState, kept_tensors, same_state
-from prunekit.channels.cut.model_copy import has_gradients, named_tensors, owners, with_tensors
 from prunekit.channels.labels import LOCKED, Field, Labels, along
 from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.rewrite.substitutes import substitute_all
@@ -44,6 +43,7 @@ from prunekit.channels.tracing.state_search import label_state, operators_aside,
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
+from prunekit.hooks.model_copy import has_gradients, named_tensors, owners, with_tensors
 from prunekit.utils.context import same_draws, seeded, takes_gradients
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import InputSpec, example_advice, input_specs, is_batched, sample_count

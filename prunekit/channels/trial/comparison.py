@@ -16,7 +16,6 @@ from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.kept_state import drop_remade_
-from prunekit.channels.cut.model_copy import has_gradients
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
 from prunekit.channels.tracing.execution import (
@@ -36,6 +35,7 @@ from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
 from prunekit.channels.trial.recorded_values import RecordedValues
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
+from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws
 from prunekit.utils.tensors import gather, leaves, map_tensors
 

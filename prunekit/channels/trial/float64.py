@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from prunekit.channels.cut.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.channels.cut.slicing import KeptIndices, blank
 from prunekit.channels.depth.shorter_model import ConstantModule
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE
+from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 from prunekit.utils.context import LARGE, release_freed
 from prunekit.utils.private_torch import without_torch_dispatch

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.channels.cut.model_copy import foreign_methods
 from prunekit.channels.depth.branch import WHOLE, Shortening
 from prunekit.channels.depth.shorter_model import REPLACED, ShorterModule, shortening_of
 from prunekit.channels.rewrite.source_rewriter import original_of
@@ -19,6 +18,7 @@ from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.formats.folders.literals import literal
 from prunekit.hooks.hook import HOOK_TABLES
+from prunekit.hooks.model_copy import foreign_methods
 
 _OF_TORCH = frozenset(vars(nn.Module())) | frozenset(HOOK_TABLES)
 """Attributes that torch gives every module."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.sized_methods import SizedMethod, sized_methods
 from prunekit.channels.rewrite.source_rewriter import ORDERED, original_of
 from prunekit.channels.rewrite.substitutes import SizedAttention
@@ -22,6 +21,7 @@ from prunekit.formats.folders.builders import Builder
 from prunekit.formats.folders.bundled_source import Bundle, text_of, without
 from prunekit.formats.folders.differences import Differences
 from prunekit.formats.folders.literals import is_name, lines_of, module_at, wrapped
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.display import listed
 

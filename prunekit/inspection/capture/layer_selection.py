@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.channel_map import ChannelGroup
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.rewrite.substitutes import substitutes
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks.hook import never_called
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.utils.globs import matching
 
 Layer = str | type[nn.Module] | ChannelGroup

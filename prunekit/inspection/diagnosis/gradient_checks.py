@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from prunekit.channels.cut.model_copy import has_gradients
+from prunekit.hooks.model_copy import has_gradients
 from prunekit.inspection.diagnosis.curvature import recovers, sharpness_limit, stable_learning_rate
 from prunekit.inspection.diagnosis.findings import MAX_NAMES, Finding, check
 from prunekit.inspection.diagnosis.observation import GradientNorms, Observation

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied, named_tensors, with_tensors
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
@@ -21,6 +20,7 @@ from prunekit.formats.exported_model import ExportedModel
 from prunekit.formats.folders.run_facts import RUN, run_facts
 from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
 from prunekit.formats.standalone import BUILD
+from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
     READ,

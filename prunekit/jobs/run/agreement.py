@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.distributed.process_group import from_main, is_main, require_equal, share_tensors, size, wait_for_all
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 
 P = ParamSpec("P")

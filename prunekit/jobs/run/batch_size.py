@@ -14,13 +14,13 @@ import psutil
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.trace import trace
 from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
 from prunekit.data.sources import Splits
 from prunekit.data.user_data import TaskSamples
 from prunekit.distributed.process_group import size
 from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage
+from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
 from prunekit.jobs.run.run_folder import Log

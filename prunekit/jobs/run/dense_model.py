@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.trace import trace
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import in_turn, require_equal, size
 from prunekit.errors import ArtifactError, PrunekitError, UsageError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
 from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,

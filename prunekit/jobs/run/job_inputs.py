@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.model_folder import load, save
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import Splits, load_splits, missing_data
 from prunekit.data.user_data import TaskSamples, load_own
 from prunekit.errors import DataError, UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import (
     build_model,

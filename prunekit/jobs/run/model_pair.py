@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
 from prunekit.channels.trace import trace
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.datasets import ImageDataset
 from prunekit.data.sources import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_selection import Layers, attention_weights
 from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
 from prunekit.jobs.run.job_inputs import Own, job_splits

@@ -23,9 +23,9 @@ import psutil
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import ArtifactError, ResumeError, RunError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import atomic_file, remove_leftovers, write_json, write_text

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied, named_tensors
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ResumeError
+from prunekit.hooks.model_copy import copied, named_tensors
 from prunekit.jobs.run.agreement import main_process_only
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import load_plan

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.transform import channels_last, channels_last_problem
 from prunekit.errors import UsageError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.measure.latency.timing_job import TOLERANCES

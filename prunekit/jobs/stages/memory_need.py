@@ -9,10 +9,10 @@ import psutil
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.elimination import most_state_bytes
 from prunekit.errors import UsageError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.patch_moments import IN_MEMORY
 from prunekit.utils.context import device_of, is_large

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
+from prunekit.hooks.model_copy import copied
 from prunekit.jobs.calibrate import calibration_batches, calibration_images
 from prunekit.jobs.run.agreement import main_process_only, share_model, share_plan
 from prunekit.jobs.run.job_inputs import Prepared

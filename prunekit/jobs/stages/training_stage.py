@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.cut.model_copy import copied
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact, spread_
 from prunekit.data.loader import batches
 from prunekit.distributed.process_group import is_main
 from prunekit.distributed.sharded_tensors import is_sharded
+from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.agreement import computed_by_main
 from prunekit.jobs.run.dense_model import Baseline
 from prunekit.jobs.run.job_inputs import Prepared

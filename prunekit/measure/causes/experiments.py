@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.hooks.hook import HOOK_TABLES, is_inert, is_ours
+from prunekit.hooks.model_copy import copied
 from prunekit.measure.causes.operator_times import IsolatedLayer, Widths
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
 from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_paired, time_runs

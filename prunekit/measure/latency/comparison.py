@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError
 from prunekit.formats.exported_model import ExportedModel
+from prunekit.hooks.model_copy import copied
 from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
@@ -35,8 +35,8 @@ from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
-from prunekit.utils.context import set_mode
 from prunekit.utils.availability import int8_note
+from prunekit.utils.context import set_mode
 from prunekit.utils.display import plural
 from prunekit.utils.inputs import call
 

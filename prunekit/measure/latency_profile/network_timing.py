@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError, UsageError, reraise_shortage
+from prunekit.hooks.model_copy import copied
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
+from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.memory_layout import WeightMover
 from prunekit.measure.runtimes.runtime import register_runtime
 from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source, in_dtype

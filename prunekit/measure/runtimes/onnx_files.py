@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import copied
 from prunekit.errors import RunError
 from prunekit.formats.onnx import export_onnx
+from prunekit.hooks.model_copy import copied
 from prunekit.measure.runtimes.session import INT8, FileKey, Inputs, Sample, Source, in_dtype
 from prunekit.quantization.onnx_quantization import OnnxQuantizer, input_names
 from prunekit.quantization.openvino_quantization import OpenvinoQuantizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors, with_tensors
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan, require_plan

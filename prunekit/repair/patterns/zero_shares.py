@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.model_copy import named_tensors
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.patterns.pattern_layers import PatternLayer, PatternLayers
 from prunekit.planning.plan import Plan

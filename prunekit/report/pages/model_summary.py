@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.model_copy import named_tensors
 from prunekit.errors import ModelError
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.known_names import FLOAT_DTYPES
 from prunekit.measure.model_size import ModuleRow, Shapes, count_bytes, count_memory, module_table

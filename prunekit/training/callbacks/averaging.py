@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from prunekit.channels.cut.model_copy import copied, has_gradients
 from prunekit.data.loader import Batches
+from prunekit.hooks.model_copy import copied, has_gradients
 from prunekit.masks.pruned_entries import MaskedTensor, masked_tensors
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError, reraise_shortage
 from prunekit.hooks.hook import HOOK_TABLES, is_ours, stays_in_copies
-from prunekit.utils.private_torch import ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
+from prunekit.utils.private_torch import ACCELERATE_HOOK, ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
 _CONTAINERS = (dict, set, OrderedDict)
@@ -443,3 +443,51 @@ def _function_rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionT
     twin.__module__, twin.__qualname__, twin.__doc__ = function.__module__, function.__qualname__, function.__doc__
     vars(twin).update({key: _rebound(item, memo) for key, item in vars(function).items()})
     return twin
+
+
+def with_weights(model: nn.Module) -> nn.Module:
+    """Return a copy with the weights that Accelerate offloads, on the CPU; a model without such weights as it is.
+
+    Weights on the disk are mapped into memory where Accelerate's files allow it, so that only those in use take any.
+    """
+    found = dict(_offloaded(model))
+    if not found:
+        return model
+    clone = with_tensors(model, found)
+    for module in clone.modules():
+        vars(module).pop(ACCELERATE_HOOK, None)
+    _tie(clone, found)
+    return clone.cpu()
+
+
+def _offloaded(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        hook = getattr(module, ACCELERATE_HOOK, None)
+        for one in (hook, *getattr(hook, "hooks", ())):
+            if getattr(one, "offload", False):
+                yield from _weights_of(path, module, one)
+
+
+def _weights_of(path: str, module: nn.Module, hook: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    inside = bool(hook.place_submodules)
+    named = [*module.named_parameters(recurse=inside), *module.named_buffers(recurse=inside)]
+    for name, tensor in named:
+        if tensor.is_meta:
+            yield f"{path}.{name}" if path else name, hook.weights_map[name]
+
+
+def _tie(clone: nn.Module, found: dict[str, torch.Tensor]) -> None:
+    """Give modules that share a weight one parameter again, as each of them may have one of its own on the meta device.
+
+    Weights in memory are the same if they begin at the same address; transformers knows which of its own are tied.
+    """
+    first: dict[tuple[int, Any], nn.Parameter] = {}
+    for name, value in found.items():
+        path, _, own = name.rpartition(".")
+        module = clone.get_submodule(path)
+        parameter = module._parameters.get(own)
+        if parameter is not None and value.numel():
+            module._parameters[own] = first.setdefault((value.data_ptr(), value.shape), parameter)
+    tie = getattr(clone, "tie_weights", None)
+    if callable(tie):
+        tie()

@@ -23,11 +23,11 @@ from equivalence import TOLERANCE, Net, image, parity, randomized, settled_plan,
 from torch import nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.channels.cut.model_copy import copied, named_tensors
 from prunekit.channels.cut.slicing import RESIZERS, cut, narrow, resizer
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError, ModelError, VerificationError
+from prunekit.hooks.model_copy import copied, named_tensors
 from prunekit.measure.verification import verify
 
 
