@@ -54,7 +54,7 @@ from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify
 from prunekit.models.preprocessing import Preprocessing as Preprocessing
 from prunekit.planning.budgets.budget import register_budget as register_budget
-from prunekit.planning.costs import Term as Term
+from prunekit.planning.budgets.costs import Term as Term
 from prunekit.planning.plan import Plan as Plan
 from prunekit.planning.plan import load_plan as load_plan
 from prunekit.pruning.collected import Collected as Collected

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.measure.latency_profile.width_features import features_of
-from prunekit.planning.budgets.limits import Budgets
-from prunekit.planning.candidates import GroupPart, Scores
-from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.budgets.budget import Budgets
+from prunekit.planning.budgets.costs import GroupPart
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 
 

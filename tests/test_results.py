@@ -27,7 +27,7 @@ from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
 from prunekit.measure.causes.cause import Cause
 from prunekit.measure.latency.timing import Estimate
 from prunekit.measure.verification import Verification
-from prunekit.planning.latency_table import LayerLatency
+from prunekit.planning.budgets.latency_table import LayerLatency
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve
 from prunekit.pruning.latency_target import LatencyResult, LatencyTarget, Timing

@@ -14,36 +14,11 @@ from prunekit.channels.constraints import Removal
 from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
+from prunekit.planning.budgets.costs import GroupPart
 from prunekit.settings.pruning import PruneSettings
 from prunekit.utils.globs import globs, matching
 
 Scores = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPart:
-    """Labels of one channel group that are planned together.
-
-    Attributes:
-        labels: from the most to the least important, so that keeping k means `labels[:k]`.
-        counts: numbers of labels that may be kept, ascending; the last keeps all.
-        channels: how many channels one label stands for; more than 1 where whole convolution groups are coupled.
-        together: how many labels are kept or removed at once, one or more of each of several groups of equal widths.
-    """
-
-    labels: Labels
-    counts: Labels
-    channels: int
-    together: int = 1
-
-    def at_most(self, wanted: float) -> int:
-        """Return the largest allowed count of at most `wanted`; the smallest count if there is none."""
-        index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
-        return int(self.counts[max(index, 0)])
-
-    def at_least(self, wanted: int) -> int:
-        """Return the smallest allowed count of at least `wanted`."""
-        return int(self.counts[np.searchsorted(self.counts, wanted)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ import numpy as np
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.planning.budgets.limits import Budgets
-from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, labels_matching
-from prunekit.planning.costs import Numbers
+from prunekit.planning.budgets.budget import Budgets
+from prunekit.planning.budgets.costs import GroupPart, Numbers
+from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, labels_matching
 from prunekit.planning.width_search import BISECTIONS, CHEAPEST, DEAREST, KeptScores, at_price, blends
 from prunekit.settings.pruning import PruneSettings, facts_of
 

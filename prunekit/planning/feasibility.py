@@ -15,11 +15,11 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.rules.quantized import PRUNE_FIRST, quantized_parts
 from prunekit.channels.tracing.tracer import hint_at_child
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.budgets.limits import Budgets, budgets_of
-from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores, free_parts
-from prunekit.planning.costs import Numbers
+from prunekit.planning.budgets.budget import Budgets, budgets_of
+from prunekit.planning.budgets.costs import GroupPart, Numbers
+from prunekit.planning.budgets.latency_table import LatencyTable
+from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, free_parts
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
-from prunekit.planning.latency_table import LatencyTable
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, budget_names, facts_of
 from prunekit.utils.display import listed
 

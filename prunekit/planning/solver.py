@@ -17,10 +17,10 @@ import torch
 from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
 from prunekit.errors import NonFiniteError, PlanError
-from prunekit.planning.budgets.budget import Countable
-from prunekit.planning.budgets.limits import Budgets, budgets_of
-from prunekit.planning.candidates import UNBOUNDED, GroupPart, PlanBounds, Scores
-from prunekit.planning.costs import Numbers, cost_model
+from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of
+from prunekit.planning.budgets.costs import GroupPart, Numbers, cost_model
+from prunekit.planning.budgets.latency_table import LatencyTable
+from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores
 from prunekit.planning.depth_search import Block, all_that_may_go, blocks_of, chosen_blocks, without_blocks
 from prunekit.planning.feasibility import (
     calls_no_own_module,
@@ -29,7 +29,6 @@ from prunekit.planning.feasibility import (
     require_free_parts,
     require_met,
 )
-from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
 from prunekit.settings.pruning import PruneSettings, Scope

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
-from prunekit.planning.budgets.limits import Budgets
-from prunekit.planning.candidates import GroupPart, Scores
-from prunekit.planning.costs import Numbers
+from prunekit.planning.budgets.budget import Budgets
+from prunekit.planning.budgets.costs import GroupPart, Numbers
+from prunekit.planning.candidates import Scores
 
 STEPS = (-16, -8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16)
 """Changes of a part that local search tries, in numbers of allowed counts, if all counts are more than `FEW`."""

@@ -20,8 +20,8 @@ from prunekit.jobs.bench import devices
 from prunekit.measure.latency.comparison import LatencyReport, choose_settings
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.measure.runtimes.session import Inputs
+from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.feasibility import conflicting_limits, least_possible
-from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.solver import feasible_plan
 from prunekit.pruning.profiling import Profile, as_latency, in_blocks
 from prunekit.settings.pruning import PruneSettings, facts_of

@@ -16,7 +16,7 @@ from prunekit.errors import VerificationError
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.patterns.gradual_masks import StageWeights, masks_at_stage
 from prunekit.planning.patterns.group_orders import group_orders, kept_size
-from prunekit.planning.patterns.pattern_layers import PatternLayer, PatternLayers, pattern_layers
+from prunekit.planning.patterns.pattern import PatternLayer, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights

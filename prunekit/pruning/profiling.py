@@ -39,10 +39,10 @@ from prunekit.measure.latency_profile.network_timing import (
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.runtimes.session import Setting, inputs_like
 from prunekit.modes.public_call import public_call
-from prunekit.planning.candidates import GroupPart
+from prunekit.planning.budgets.costs import GroupPart
+from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency, round_up
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.feasibility import require_free_parts
-from prunekit.planning.latency_table import LatencyTable, LayerLatency, round_up
 from prunekit.planning.plan import Plan
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pruning import PruneSettings, Target

@@ -17,8 +17,8 @@ from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.joint_labels import numbered
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
+from prunekit.planning.budgets.costs import cost_model, entries
 from prunekit.planning.candidates import free_parts
-from prunekit.planning.costs import cost_model, entries
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan
 from prunekit.pruning.prune import prune

@@ -17,8 +17,8 @@ from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import sample_widths
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.latency_profile.width_features import features_of
+from prunekit.planning.budgets.latency_table import LatencyTable, Span
 from prunekit.planning.candidates import free_parts
-from prunekit.planning.latency_table import LatencyTable, Span
 from prunekit.settings.pruning import PruneSettings
 
 

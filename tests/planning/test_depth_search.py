@@ -20,7 +20,7 @@ from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.measure.model_size import count_macs
-from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.budgets.budget import budgets_of
 from prunekit.planning.candidates import PlanBounds, Scores, free_parts
 from prunekit.planning.depth_search import LEFT, blocks_of, stage_of
 from prunekit.planning.plan import Plan

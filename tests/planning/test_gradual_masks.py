@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from prunekit.channels.trace import trace
 from prunekit.errors import NonFiniteError
 from prunekit.planning.patterns.gradual_masks import StageWeights, masks_at_stage, share_moved
-from prunekit.planning.patterns.pattern import Pattern
-from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_layers
+from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, share_kept
 from prunekit.settings.pattern import PatternSettings

@@ -16,10 +16,10 @@ from torch import nn
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.budgets.budget import budgets_of
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.feasibility import least_possible, require_unmeasured_met
-from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope
 

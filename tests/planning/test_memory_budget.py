@@ -20,8 +20,9 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, UsageError
-from prunekit.planning.budgets.limits import budgets_of
-from prunekit.planning.candidates import GroupPart, Scores, free_parts
+from prunekit.planning.budgets.budget import budgets_of
+from prunekit.planning.budgets.costs import GroupPart
+from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.plan import load_plan
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target

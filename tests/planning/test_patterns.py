@@ -12,8 +12,7 @@ from torch import nn
 from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, SettingsError
 from prunekit.planning.patterns.group_orders import best_order, kept_size
-from prunekit.planning.patterns.pattern import Pattern
-from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_layers
+from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
-from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.budgets.budget import budgets_of
+from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import Scores, free_parts
-from prunekit.planning.latency_table import LatencyTable
 from prunekit.planning.solver import make_plan, worth_of_widths
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Scope, prune_contradictions
 

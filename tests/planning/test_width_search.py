@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
-from prunekit.planning.budgets.limits import budgets_of
+from prunekit.planning.budgets.budget import budgets_of
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.solver import make_plan
 from prunekit.planning.width_search import KeptScores, local_search

@@ -20,7 +20,7 @@ from prunekit.channels.trace import trace
 from prunekit.errors import RunError
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
-from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.pruning import profiling
 from prunekit.pruning.profiling import Profile, profile
 from prunekit.report.pages.profile_page import fitted

@@ -24,7 +24,7 @@ from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure.runtimes.session import Inputs, inputs_like
-from prunekit.planning.latency_table import LatencyTable
+from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.pruning import latency_search, plan_search, profiling
 from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing

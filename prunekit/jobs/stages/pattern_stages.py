@@ -18,7 +18,7 @@ from prunekit.jobs.stages.schedule_stages import StagePlanner
 from prunekit.masks.masked_model import ChangingMasks
 from prunekit.planning.candidates import Scores
 from prunekit.planning.patterns.gradual_masks import StageWeights, masks_at_stage, share_at
-from prunekit.planning.patterns.pattern_layers import PatternLayer, pattern_layers
+from prunekit.planning.patterns.pattern import PatternLayer, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage
 from prunekit.settings.pruning import PruneSettings, ScheduleSettings

@@ -46,7 +46,7 @@ from prunekit.measure.latency_profile.layer_times import (
 from prunekit.measure.runtimes.onnx_files import onnx_source
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
 from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source, inputs_of
-from prunekit.planning.candidates import GroupPart
+from prunekit.planning.budgets.costs import GroupPart
 from prunekit.planning.depth_search import Block
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads

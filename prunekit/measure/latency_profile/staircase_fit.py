@@ -18,8 +18,8 @@ from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.width_features import ModuleFeatures, WidthProduct, features_of
-from prunekit.planning.costs import Numbers
-from prunekit.planning.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span, round_up
+from prunekit.planning.budgets.costs import Numbers
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span, round_up
 
 STEPS = (1, 4, 8, 16, 32)
 """Sizes of blocks that kernels may compute in: CPU vectors, tiles of tensor cores."""

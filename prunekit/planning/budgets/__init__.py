@@ -1,1 +1,1 @@
-"""Budgets by name: what each counts, and whether a choice of widths meets them."""
+"""Budgets by name: what each counts, what widths cost of it, and whether they meet it."""

@@ -1,4 +1,4 @@
-"""Budgets by name: what each counts, and the decorator that registers one."""
+"""Budgets by name: what each counts, the decorator that registers one, and the limits that a plan must meet."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
+
 from prunekit import known_names
 from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.candidates import GroupPart
-from prunekit.planning.costs import Term
-from prunekit.planning.latency_table import LatencyTable
-from prunekit.settings.pruning import BudgetFacts, Target
+from prunekit.planning.budgets.costs import CostModel, GroupPart, Numbers, Term, cost_model
+from prunekit.planning.budgets.latency_table import LatencyTable
+from prunekit.settings.pruning import BudgetFacts, PruneSettings, Target, noted_facts
 from prunekit.utils.registry import Registry
 
 BUDGETS: Registry[Budget] = known_names.BUDGETS
+BITS = 40
+"""Bits of the largest term, where a sum has fractions: costs are counted in whole numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,3 +153,150 @@ def accept(reference: str, found: Any) -> Budget:
         )
     about = (found.__doc__ or "").strip().partition("\n")[0]
     return Budget(BudgetFacts(reference, about, share=True), found)
+
+
+@dataclass(frozen=True, eq=False)
+class Budgets:
+    """The budgets as functions of counts, in their units: shares of the dense model, megabytes, and milliseconds.
+
+    A figure that is a minimum is here its reciprocal: a speedup as the share of the time. A budget may have several
+    limits: memory is the maximum of what is alive at several moments.
+
+    Attributes:
+        facts: of the budgets that were asked for.
+        asked: (budgets,) the most of each that may be left.
+        dense: (budgets,) the dense model's amount of each; 1 where it is a share.
+        left: counts (..., parts) -> the amount that is left of each budget, (..., budgets).
+        limited: counts (..., parts) -> the amounts that are limited, (..., limits), without those that stay below
+            their limit at any counts.
+        limits: (limits,) the most of each that may be left.
+        owner: (limits,) index of the budget of each limit.
+        steps: that widths are rounded up to where time is counted.
+        non_monotonic: whether more channels may take less time, as another kernel takes over at some width.
+        breakpoints: for each part, the counts at which one does; none of widths that several parts decide.
+    """
+
+    facts: tuple[BudgetFacts, ...]
+    asked: Numbers
+    dense: Numbers
+    left: Callable[[Labels], Numbers]
+    limited: Callable[[Labels], Numbers]
+    limits: Numbers
+    owner: Labels
+    steps: tuple[int, ...]
+    non_monotonic: bool
+    breakpoints: tuple[tuple[int, ...], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the budgets that were asked for."""
+        return tuple(one.name for one in self.facts)
+
+    @property
+    def smooth(self) -> bool:
+        """True if costs have neither steps nor breakpoints."""
+        return not self.steps and not self.non_monotonic
+
+    def fits(self, counts: Labels) -> Any:
+        """Return whether counts (..., parts) meet every budget: bool (...)."""
+        return (self.limited(counts) <= self.limits).all(axis=-1)
+
+    def found(self, counts: Labels) -> dict[str, Any]:
+        """Return a plan's provenance: what of each budget was asked for and is left, and which budget binds."""
+        left = self.left(counts)
+        each = {
+            one.name: {
+                "asked": one.as_cost(asked),
+                "left": one.as_cost(value),
+                "dense": one.as_cost(dense),
+                **noted_facts(one),
+            }
+            for one, asked, value, dense in zip(self.facts, self.asked, left, self.dense, strict=True)
+        }
+        return {"budgets": each, "binding": self.names[int(np.argmax(left / self.asked))]}
+
+
+def budgets_of(
+    channel_map: ChannelMap, parts: list[GroupPart], settings: PruneSettings, latency: LatencyTable | None = None
+) -> Budgets:
+    """Return the budgets of a job as functions of the parts' counts; those of time by the target's `latency`."""
+    settings.budget.require_sound()
+    asked = settings.budget.given
+    budgets = [BUDGETS.get(name) for name in asked]
+    facts = [budget.facts for budget in budgets]
+    countable = Countable(channel_map, parts, settings.target, latency)
+    each = [_finer(budget.sums(countable), budget.facts) for budget in budgets]
+    terms = [one for several, _ in each for one in several]
+    starts = np.cumsum([0, *(len(several) for several, _ in each)], dtype=np.int64)[:-1]
+    owner = np.repeat(np.arange(len(each)), [len(several) for several, _ in each])
+    model = cost_model(channel_map, parts, terms)
+    dense = model(np.array([part.labels.size for part in parts]))
+    units = [finer * one.per_unit for one, (_, finer) in zip(facts, each, strict=True)]
+    wholes = zip(facts, dense[starts], units, strict=True)
+    scale = np.array([whole if one.share else unit for one, whole, unit in wholes])[owner]
+    scale = np.maximum(scale, 1)
+    most = np.array([one.as_cost(value) for one, value in zip(facts, asked.values(), strict=True)])
+    within = _within(dense / scale, most, owner)
+    each_group = [index for index, one in enumerate(facts) if one.each_group and settings.scope == "uniform"]
+    worst = _worst(parts)
+
+    def counted(of: CostModel, scale: Numbers, owner: Labels) -> Callable[[Labels], Numbers]:
+        def values(counts: Labels) -> Numbers:
+            result: Numbers = of(counts) / scale
+            for index in each_group:
+                result[..., owner == index] = worst(counts)[..., None]
+            return result
+
+        return values
+
+    every = counted(model, scale, owner)
+    return Budgets(
+        facts=tuple(facts),
+        asked=most,
+        dense=np.maximum.reduceat(dense / scale, starts),
+        left=lambda counts: np.maximum.reduceat(every(counts), starts, axis=-1),
+        limited=counted(model.of(within), scale[within], owner[within]),
+        limits=most[owner[within]],
+        owner=owner[within],
+        steps=tuple(sorted({step for one in terms for term in one for step in term.steps if step > 1})),
+        non_monotonic=model.non_monotonic,
+        breakpoints=tuple(tuple(sorted(found)) for found in model.breakpoints([part.labels.size for part in parts])),
+    )
+
+
+def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
+    """Return the indices of sums that may exceed their limit, given their amounts in the dense model.
+
+    The largest sum of each budget is always among them: it tells how much is left.
+    """
+    largest = np.array([int(np.argmax(np.where(owner == index, dense, -1.0))) for index in range(most.size)])
+    above = dense > most[owner]
+    above[largest] = True
+    return np.flatnonzero(above)
+
+
+def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]], float]:
+    """Return terms scaled so that their sums are precise as whole numbers, and the factor.
+
+    Whole constants stay as they are, and so do times, which are in nanoseconds.
+    """
+    terms = [term for one in sums for term in one]
+    if facts.measured or all(float(term.constant).is_integer() for term in terms):
+        return sums, 1.0
+    most = max(abs(term.constant) * math.prod(factor.size for factor in term.factors) for term in terms) or 1.0
+    finer = 2.0 ** (BITS - math.ceil(math.log2(most)))
+    return [[term.times(finer) for term in one] for one in sums], finer
+
+
+def _worst(parts: list[GroupPart]) -> Callable[[Labels], Numbers]:
+    """Return a function of counts: the largest share that a part keeps, of those that are not at their minimum."""
+    sizes = np.array([part.labels.size for part in parts])
+    free = np.array([len(part.counts) > 1 for part in parts])
+    floor = np.array([part.at_most(0) for part in parts]) / sizes
+
+    def worst(counts: Labels) -> Numbers:
+        share = counts / sizes
+        most: Numbers = np.where(free & (share > floor), share, 0.0).max(axis=-1)
+        return most
+
+    return worst

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import NonFiniteError
-from prunekit.planning.patterns.pattern import Pattern
-from prunekit.planning.patterns.pattern_layers import PatternLayer, PatternLayers
+from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
 from prunekit.planning.schedules import Stage, share_kept
 from prunekit.settings.pattern import PatternScope, PatternSettings
 from prunekit.settings.pruning import ScheduleKind

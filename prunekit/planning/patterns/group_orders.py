@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunekit.channels.channel_map import ChannelGroup
 from prunekit.channels.labels import Labels
-from prunekit.planning.patterns.pattern_layers import PatternLayer
+from prunekit.planning.patterns.pattern import PatternLayer
 from prunekit.planning.plan import Plan
 
 WORK = 2e8

@@ -6,12 +6,24 @@ linear layer has one tap.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from prunekit.errors import PlanError
+from prunekit.planning.plan import Plan
 from prunekit.settings.pattern import KERNEL, PatternSettings
+from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, merge_calls
+from prunekit.statistics.linear_layers import LayerCall
+from prunekit.utils.display import listed, share
+from prunekit.utils.globs import matching
+
+NAMED = 6
+"""The most layers that a message names."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +117,196 @@ def highest(scores: Tensor, zeros: float) -> Tensor:
     keep = torch.ones(scores.numel(), dtype=torch.bool, device=scores.device)
     keep[scores.flatten().argsort(stable=True)[: round(zeros * scores.numel())]] = False
     return keep.view(scores.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class PatternLayer:
+    """A layer whose weight gets zeros, in what its channels leave of it.
+
+    Attributes:
+        layer: all calls of the weight as one.
+        rows, columns: (o,) and (i,) kept indices of its outputs and inputs; inputs are those of a group.
+        taps: positions of its kernel; 1 of a linear layer.
+        zeros: share of zeros that settings name for it; None: what the budget leaves to it.
+    """
+
+    layer: LayerCall
+    rows: Tensor
+    columns: Tensor
+    taps: int
+    zeros: float | None = None
+
+    @property
+    def weight(self) -> str:
+        """Name of the parameter."""
+        return self.layer.weight
+
+    @property
+    def path(self) -> str:
+        """Path of the module that has the parameter."""
+        return self.weight.rpartition(".")[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Kept outputs, inputs and taps."""
+        return len(self.rows), len(self.columns), self.taps
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return len(self.rows) * len(self.columns) * self.taps
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Return the kept entries of a tensor in the weight's dense shape, (o, i, taps)."""
+        rows, columns = self.rows.to(weight.device), self.columns.to(weight.device)
+        return self.layer.matrix(weight)[rows][:, columns].reshape(self.shape)
+
+    def element_mask(self, mask: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return a mask (o, i, taps) in the weight's dense shape, on the CPU; True for channels that are removed."""
+        whole = torch.ones(*shape, dtype=torch.bool)
+        matrix = self.layer.matrix(whole)
+        matrix[self.rows[:, None], self.columns[None]] = mask.cpu().reshape(*self.shape[:2], *matrix.shape[2:])
+        return whole
+
+
+class PatternLayers(NamedTuple):
+    """The layers of a model that get zeros.
+
+    Attributes:
+        layers: in the order in which they run.
+        dense: for each layer that stays dense its weight, how many weights are left of it, and the reason.
+    """
+
+    layers: tuple[PatternLayer, ...]
+    dense: tuple[tuple[str, int, str], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of weights of all layers, those that stay dense included."""
+        return sum(layer.size for layer in self.layers) + sum(size for _, size, _ in self.dense)
+
+    def element_masks(self, plan: Plan, masks: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the masks (o, i, taps) of all layers, by weight, see `PatternLayer.element_mask`."""
+        shapes = plan.channel_map.shapes
+        return {
+            layer.weight: layer.element_mask(mask, shapes[layer.weight])
+            for layer, mask in zip(self.layers, masks, strict=True)
+        }
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence for each reason why layers stay dense."""
+        reasons: dict[str, list[str]] = {}
+        for weight, _, reason in self.dense:
+            reasons.setdefault(reason, []).append(weight.removesuffix(".weight"))
+        return tuple(f"pattern: {listed(names, NAMED)} dense: {reason}" for reason, names in reasons.items())
+
+    def require_zeros(self, settings: PatternSettings) -> None:
+        """Raise if a budget cannot be reached, because layers that stay dense hold too many weights."""
+        if settings.kept_of is not None:
+            return
+        fixed = sum(round((layer.zeros or 0) * layer.size) for layer in self.layers if layer.zeros is not None)
+        free = sum(layer.size for layer in self.layers if layer.zeros is None)
+        wanted = settings.zeros * self.size
+        if fixed <= wanted < fixed + free or (not free and abs(wanted - fixed) < 1):
+            return
+        if wanted < fixed:
+            raise PlanError(
+                f"pattern.sparsity: {share(settings.zeros)} of {self.size:,} weights were asked for, but "
+                f"pattern.layers makes {share(fixed / self.size)} zero already; raise the one or lower the others"
+            )
+        held = sorted(self.dense, key=lambda one: -one[1])[:NAMED]
+        names = ", ".join(f"{weight.removesuffix('.weight')} ({share(size / self.size)})" for weight, size, _ in held)
+        why = f"; layers that stay dense hold the rest: {names}" if held else ""
+        raise PlanError(
+            f"pattern.sparsity: {share(settings.zeros)} of {self.size:,} weights were asked for, at most "
+            f"{share((fixed + free) / self.size)} is possible{why}; lower it, or let these layers have zeros "
+            "(pattern.first_and_last, pattern.ignore, pattern.layers)"
+        )
+
+
+def pattern_layers(
+    graph: LayerGraph, plan: Plan, settings: PatternSettings, *, unfinished: bool = False
+) -> PatternLayers:
+    """Return the layers that get zeros, and those that stay dense with the reason.
+
+    Args:
+        unfinished: whether more channels will go, so that layers which the pattern doesn't fit yet stay dense, and the
+            budget need not be within reach.
+    """
+    pattern, calls = Pattern.of(settings), calls_by_weight(graph.layers)
+    paths = {weight: weight.rpartition(".")[0] for weight in calls}
+    ignored = _matching(settings.ignore, paths, "pattern.ignore")
+    asked = {
+        weight: zeros
+        for glob, zeros in settings.layers.items()
+        for weight in _matching([glob], paths, f"pattern.layers[{glob!r}]")
+    }
+    layers, dense, unfit = list[PatternLayer](), list[tuple[str, int, str]](), dict[str, str]()
+    for weight, of in calls.items():
+        layer = _layer(merge_calls(of), plan, asked.get(weight))
+        reason = _reason(layer, of, graph, settings, ignored)
+        if not layer.size:
+            continue
+        if reason:
+            dense.append((weight, layer.size, reason))
+        elif (problem := pattern.problem(layer.shape)) is not None and unfinished:
+            dense.append((weight, layer.size, problem))
+        elif problem is not None:
+            unfit[layer.path] = problem
+        else:
+            layers.append(layer)
+    if unfit:
+        raise _unfit_error(settings, unfit)
+    if unfinished:
+        return PatternLayers(tuple(layers), tuple(dense))
+    if not layers:
+        raise PlanError(
+            "pattern: no layer is left to have zeros: "
+            + ("; ".join(f"{w}: {r}" for w, _, r in dense) or "there is none")
+        )
+    found = PatternLayers(tuple(layers), tuple(dense))
+    found.require_zeros(settings)
+    return found
+
+
+def _matching(globs: Iterable[str], paths: Mapping[str, str], key: str) -> set[str]:
+    found = {path for glob in globs for path in matching(glob, sorted(set(paths.values())), key, PlanError, "layer")}
+    return {weight for weight, path in paths.items() if path in found}
+
+
+def _layer(layer: LayerCall, plan: Plan, zeros: float | None) -> PatternLayer:
+    rows, columns = (torch.from_numpy(np.array(plan.kept(layer.weight, axis))) for axis in layer.axes)
+    return PatternLayer(layer, rows, columns, layer.geometry.taps, zeros)
+
+
+def _reason(
+    layer: PatternLayer, calls: Sequence[LayerCall], graph: LayerGraph, settings: PatternSettings, ignored: set[str]
+) -> str:
+    """Return why a layer stays dense; empty if it does not."""
+    if layer.weight in ignored:
+        return "in pattern.ignore"
+    if layer.zeros == 0:
+        return "0 in pattern.layers"
+    if calls[0].calls != len(calls):
+        return "its weight is used elsewhere too"
+    if len({(call.bias, call.transposed, call.geometry.groups) for call in calls}) > 1:
+        return "its calls differ in bias or groups"
+    if layer.zeros is None and not settings.first_and_last:
+        if layer.weight in graph.first:
+            return "a first layer, which reads the model's input"
+        if layer.weight in graph.last:
+            return "a last layer, whose output is the model's"
+    along = Pattern.of(settings).along_inputs
+    if along > 1 and layer.shape[1] == 1:
+        return f"{settings.in_words} is along inputs, and it reads one, as a depthwise convolution does"
+    return ""
+
+
+def _unfit_error(settings: PatternSettings, unfit: Mapping[str, str]) -> PlanError:
+    named = "; ".join(f"{path} has {problem}" for path, problem in list(unfit.items())[:NAMED])
+    more = f"; and {len(unfit) - NAMED} more" if len(unfit) > NAMED else ""
+    return PlanError(
+        f"pattern: {settings.in_words} doesn't fit {len(unfit)} of the layers: {named}{more}. Leave them out with "
+        f"pattern.ignore={list(unfit)}, take 'unstructured', or, where channels are pruned too, round_to="
+        f"{settings.multiple}"
+    )

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from prunekit.planning.patterns.pattern import Pattern, highest
-from prunekit.planning.patterns.pattern_layers import PatternLayer
+from prunekit.planning.patterns.pattern import Pattern, PatternLayer, highest
 from prunekit.planning.plan import Plan
 from prunekit.repair.layer_fit import LayerFitter
 from prunekit.repair.layer_samples import LayerSample

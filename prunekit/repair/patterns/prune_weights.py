@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from prunekit.hooks.model_copy import named_tensors, with_tensors
-from prunekit.planning.patterns.pattern import Pattern
-from prunekit.planning.patterns.pattern_layers import PatternLayers, pattern_layers
+from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.repair.held_out_images import Inputs
 from prunekit.repair.layer_walk import RepairSetup

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.planning.patterns.pattern import Pattern
-from prunekit.planning.patterns.pattern_layers import PatternLayer, PatternLayers
+from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
 from prunekit.planning.plan import Plan
 from prunekit.repair.patterns.masked_fit import with_ridge
 from prunekit.repair.patterns.removal import removal_order

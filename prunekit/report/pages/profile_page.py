@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from prunekit.measure.latency import row_text
-from prunekit.planning.latency_table import round_up
+from prunekit.planning.budgets.latency_table import round_up
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked
 from prunekit.report.figures.charts import shortened

@@ -15,13 +15,38 @@ from numpy.typing import NDArray
 
 from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.planning.candidates import GroupPart
-from prunekit.planning.latency_table import Span, round_up
+from prunekit.planning.budgets.latency_table import Span, round_up
 
 Numbers = NDArray[np.float64]
 Counting = tuple[int, float, float, bool]
 """How a width counts: the step that it is rounded up to, the range in which it counts (the end excluded), and whether
 it counts as 1 there instead of by its size."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPart:
+    """Labels of one channel group that are planned together.
+
+    Attributes:
+        labels: from the most to the least important, so that keeping k means `labels[:k]`.
+        counts: numbers of labels that may be kept, ascending; the last keeps all.
+        channels: how many channels one label stands for; more than 1 where whole convolution groups are coupled.
+        together: how many labels are kept or removed at once, one or more of each of several groups of equal widths.
+    """
+
+    labels: Labels
+    counts: Labels
+    channels: int
+    together: int = 1
+
+    def at_most(self, wanted: float) -> int:
+        """Return the largest allowed count of at most `wanted`; the smallest count if there is none."""
+        index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
+        return int(self.counts[max(index, 0)])
+
+    def at_least(self, wanted: int) -> int:
+        """Return the smallest allowed count of at least `wanted`."""
+        return int(self.counts[np.searchsorted(self.counts, wanted)])
 
 
 @dataclass(frozen=True, eq=False)
