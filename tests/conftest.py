@@ -11,6 +11,7 @@ import gc
 import math
 import os
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 import hypothesis
 import psutil
@@ -25,13 +26,18 @@ MEMORY = 3 << 30
 """Bytes that a process of the suite takes in the end, about."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc keeps freed memory: each step of a training would have its gradients' pages from the kernel again."""
+CACHE: list[TemporaryDirectory[str]] = []
+"""The folder of the session's `PRUNEKIT_CACHE`; a test that must train by itself sets another."""
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 """A machine may be slow, or do other work: no property is about time."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    if not hasattr(config, "workerinput"):  # one cache for all processes: what a job trained, others begin with
+        CACHE.append(TemporaryDirectory(prefix="prunekit-tests-"))
+        os.environ["PRUNEKIT_CACHE"] = CACHE[0].name
     os.environ |= ALLOCATOR
     hypothesis.settings.load_profile("untimed")
 
@@ -50,6 +56,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+    while CACHE:
+        CACHE.pop().cleanup()
 
 
 @pytest.hookimpl(optionalhook=True)

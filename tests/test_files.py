@@ -6,6 +6,7 @@ import errno
 import inspect
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from os import PathLike
@@ -26,9 +27,11 @@ from prunekit.utils.files import (
     atomic_file,
     atomic_folder,
     exchange,
+    keep_newest,
     remove_leftovers,
     replaced,
     require_writable,
+    user_cache,
     write_csv,
     write_json,
     write_text,
@@ -232,3 +235,26 @@ def test_folders_whose_names_are_not_utf8_hold_all_that_others_do(tmp_path: Path
         assert prunekit.load_plan(saved).digest == result.plan.digest
     prunekit.calibrate(model, [x]).save(folder / "statistics")
     assert len(prunekit.ChannelStats.load(folder / "statistics")) == len(prunekit.calibrate(model, [x]))
+
+
+def test_where_the_users_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRUNEKIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
+    assert user_cache("latency") == Path("/there/prunekit/latency")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache("latency") == Path.home() / ".cache/prunekit/latency"
+    monkeypatch.setenv("PRUNEKIT_CACHE", "~/own")
+    assert user_cache("latency") == Path.home() / "own/latency"
+
+
+def test_a_cache_keeps_what_was_used_last_and_touches_nothing_else(tmp_path: Path) -> None:
+    for age, name in enumerate(("c", "b", "a", "mine")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    (tmp_path / "d").symlink_to(tmp_path / "mine")
+    keep_newest(tmp_path, re.compile("[a-d]"), 250)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", "d", "mine"]
+    keep_newest(tmp_path, re.compile("[a-d]"), 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d", "mine"]
+    assert (tmp_path / "mine" / "file").is_file()

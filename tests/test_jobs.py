@@ -53,6 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "recipes" / "resnet34.yaml").write_text(SMALL)
     with effort_of(LITTLE), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setenv("PRUNEKIT_CACHE", str(folder / "cache"))
         patch.setattr(packaged, "folder", lambda: folder / "recipes")
         yield folder
 

@@ -75,7 +75,7 @@ def made_for(model: nn.Module) -> int | None:
 
 @cache
 def ultralytics_files() -> dict[str, tuple[Path, str]]:
-    """Return the file of layers of each of ultralytics' detectors, by its name, with its scale; empty without scales."""
+    """Return the file of layers of each of ultralytics' detectors, by name, with its scale; empty without scales."""
     spec = find_spec("ultralytics")
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     if not folders:

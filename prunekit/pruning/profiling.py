@@ -28,7 +28,7 @@ from prunekit.jobs.bench import devices
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import choose_settings
-from prunekit.measure.latency_profile.layer_times import LayerTimes, cache_folder
+from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import (
     Network,
     cached_times,
@@ -48,7 +48,7 @@ from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pruning import PruneSettings, Target
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.display import NOTHING, Displayed, Table, share
-from prunekit.utils.files import StrPath
+from prunekit.utils.files import StrPath, user_cache
 from prunekit.utils.inputs import as_examples
 from prunekit.utils.progress import reporting, stage, tracked
 
@@ -364,7 +364,7 @@ def profile(
     blocks = blocks_of(channel_map, parts, np.zeros(channel_map.n_labels), wanted)
     keeps = list(sample_widths(channel_map, parts, networks or effort.networks, blocks=blocks))
     made = _networks(model, channel_map, keeps, transform)
-    kept_in = cache_folder() if cache is None else Path(cache)
+    kept_in = user_cache("latency") if cache is None else Path(cache)
     dense, rounds = transform(model), effort.network_rounds
     if measure:
         log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")

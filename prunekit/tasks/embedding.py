@@ -54,7 +54,7 @@ def embeddings(output: Any, mask: Tensor | None = None) -> Tensor:
 
 
 def with_samples(batch: Any) -> tuple[Any, Samples]:
-    """Return the inputs of a batch, without labels, and the samples themselves, of which the dense model makes targets."""
+    """Return the inputs of a batch, without labels, and the samples, of which the dense model makes targets."""
     if isinstance(batch, Mapping):
         known = {name: item for name, item in batch.items() if name not in LABELS and name not in EXTRAS}
         inputs = {name: item for name, item in known.items() if isinstance(item, Tensor)}

@@ -22,7 +22,7 @@ AUXILIARY = 0.5
 
 
 def scores_of(output: Any) -> Tensor:
-    """Return the class scores (B, classes, H, W) of an output: `output["out"]`, as torchvision's, or as of classifiers."""
+    """Return the class scores (B, classes, H, W) of an output: torchvision's `output["out"]`, or as of classifiers."""
     found = output["out"] if isinstance(output, Mapping) and "out" in output else logits(output)
     if found.ndim != 4:
         raise ModelError(f"expected class scores (B, classes, H, W) for segmentation, got shape {tuple(found.shape)}")

@@ -97,7 +97,7 @@ def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterat
 def gradients_of(
     value: torch.Tensor, tensors: Sequence[torch.Tensor], *, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return what `torch.autograd.grad` does; under reentrant checkpointing by a backward pass that leaves no `.grad`."""
+    """Return what `torch.autograd.grad` does; with reentrant checkpoints by a backward pass that leaves no `.grad`."""
     if not is_reentrant(value):
         return torch.autograd.grad(value, tensors, allow_unused=True, create_graph=create_graph)
     if create_graph:

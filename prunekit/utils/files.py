@@ -205,6 +205,27 @@ def require_writable(path: Path, *, folder: bool = False, option: str | None = N
         raise UsageError(f"{path}: {there} cannot be written to; choose another folder{by}")
 
 
+def user_cache(name: str) -> Path:
+    """Return a folder of the user's cache, which all runs share: in `PRUNEKIT_CACHE`, or in `~/.cache/prunekit`."""
+    own = os.environ.get("PRUNEKIT_CACHE")
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own or Path(user, "prunekit")).expanduser() / name
+
+
+def keep_newest(folder: Path, name: re.Pattern[str], limit: int) -> None:
+    """Remove the folders in a cache that were used longest ago until the rest takes `limit` bytes; the newest stays.
+
+    Folders with any other name than the cache gives, and links, are not its own and stay, too.
+    """
+    own = [each for each in folder.iterdir() if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink()]
+    own.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    taken = 0
+    for index, each in enumerate(own):
+        taken += sum(file.stat().st_size for file in each.iterdir())
+        if index and taken > limit:
+            _remove(each)
+
+
 def folders_below(folder: Path, root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder and those at any depth below it, with the names of their files; links are followed.
 

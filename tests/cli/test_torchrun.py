@@ -73,7 +73,7 @@ def launched(launcher: str, folder: Path, *arguments: str, killed: str = "none")
     (folder / "tiny.yaml").write_text(RECIPE)
     command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "prunekit", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
-    environment["KILLED"] = killed
+    environment |= {"KILLED": killed, "PRUNEKIT_CACHE": str(folder / "cache")}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
 
 

@@ -69,6 +69,7 @@ def run(settings: JobSettings, dying: str = "", resume: str | None = "auto", sai
                 die()
 
     with patched() as patch:
+        patch.setenv("PRUNEKIT_CACHE", str(settings.output / "cache"))  # each run trains by itself
         patch.setattr(states, "save_tensors", save)
         finetune(settings, log=log, resume=resume, finish=lambda _: die() if dying == "report" else None)
 

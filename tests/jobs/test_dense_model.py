@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from prunekit.jobs.run.dense_model import _read_baseline, _save_baseline
 from prunekit.training.history import ClampRow, EpochRow, History
-from prunekit.utils.files import sha256
+from prunekit.utils.state_folders import TENSORS, TEXT, read_state, write_state
 
 ROW = EpochRow(1, 0.1, 2.0, None, 1.5, 50.0, 100.0, 1.0, 0)
 HISTORY = History((ROW,), 1, (ClampRow("weights", "0", "value", 0.1, 0.5),))
@@ -45,16 +46,19 @@ def read(path: Path, model: nn.Module, said: list[str]) -> Any:
 
 
 def saved(folder: Path) -> Path:
-    path = folder / "baseline.safetensors"
+    path = folder / "baseline"
     _save_baseline(path, net(3.0), HISTORY, pytest.fail)
     return path
 
 
+def weights(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = read_state(path)["weights"]
+    return found
+
+
 def rewrite(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write other tensors, with the checksum that they have, as if prunekit had written them."""
-    save_file(tensors, path)
-    facts = path.with_suffix(".json")
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"sha256": sha256(path)}))
+    write_state(path, read_state(path) | {"weights": tensors})
 
 
 def test_a_cached_model_comes_back_with_its_history(tmp_path: Path) -> None:
@@ -62,7 +66,7 @@ def test_a_cached_model_comes_back_with_its_history(tmp_path: Path) -> None:
     found = read(path, model, said := [])
     assert (found.rows, found.clamps, found.reused, said) == (HISTORY.rows, HISTORY.clamps, True, [])
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), net(3.0).parameters(), strict=True))
-    rewrite(path, load_file(path))
+    rewrite(path, weights(path))
     assert read(path, model, said) is not None
 
 
@@ -82,7 +86,7 @@ def test_tensors_that_do_not_fit_are_a_miss_and_change_nothing(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], says: str, tmp_path: Path
 ) -> None:
     model, path = net(0.0), saved(tmp_path)
-    rewrite(path, change(load_file(path)))
+    rewrite(path, change(weights(path)))
     assert read(path, model, said := []) is None
     assert says in said[0]
     assert all(not bool(one.any()) for one in model.parameters())
@@ -90,23 +94,25 @@ def test_tensors_that_do_not_fit_are_a_miss_and_change_nothing(
 
 def test_exchanged_tensors_of_one_shape_are_a_miss_by_their_checksum(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    tensors = load_file(path)
-    save_file(tensors | {"1.weight": tensors["1.running_mean"].clone()}, path)
+    file = path / TENSORS
+    tensors = load_file(file)
+    save_file(tensors | {"weights/1.weight": tensors["weights/1.running_mean"].clone()}, file)
     assert read(path, net(0.0), said := []) is None
-    assert said == [f"dense: {path}: not as prunekit wrote it (checksum differs); trained again"]
+    assert said == [f"dense: {file}: missing, or not as prunekit wrote it (checksum differs); trained again"]
 
 
 def test_a_cache_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    _save_baseline(tmp_path / "cache" / "baseline.safetensors", net(3.0), HISTORY, (said := list[str]()).append)
+    _save_baseline(tmp_path / "cache" / "baseline", net(3.0), HISTORY, (said := list[str]()).append)
     assert said[0].startswith("dense: not cached, so that another run trains it again: ")
 
 
 @pytest.mark.slow
 def test_mutants_are_a_miss_or_are_whole(tmp_path: Path) -> None:
     path, initial = saved(tmp_path), net(0.0).state_dict()
-    facts, tensors = json.loads(path.with_suffix(".json").read_text()), load_file(path)
+    facts, tensors = json.loads((path / TEXT).read_text()), weights(path)
     arrays = {name: one.numpy() for name, one in tensors.items()}
+    training = read_state(path)["training"]
 
     def use(_: Any) -> None:
         model = net(0.0)
@@ -116,16 +122,21 @@ def test_mutants_are_a_miss_or_are_whole(tmp_path: Path) -> None:
         assert found is None or all(bool(one.isfinite().all()) for one in model.parameters())
 
     def of_facts(mutant: bytes) -> None:
-        path.with_suffix(".json").write_bytes(mutant)
+        (path / TEXT).write_bytes(mutant)
+        use(mutant)
+
+    def of_training(mutant: bytes) -> None:
+        with suppress(ValueError, TypeError):  # what no state can hold
+            write_state(path, {"weights": tensors, "training": json.loads(mutant)})
         use(mutant)
 
     def of_arrays(mutant: dict[str, np.ndarray[Any, Any]]) -> None:
         kept = {name: array for name, array in mutant.items() if array.dtype.kind in "biufc"}
         native = {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in kept.items()}
-        path.with_suffix(".json").write_text(json.dumps(facts))
         rewrite(path, {name: one.contiguous() for name, one in native.items()})
         use(mutant)
 
     assert unclean(of_arrays, changed_arrays(arrays, 200, seed=50)) == []
-    save_file(tensors, path)
+    assert unclean(of_training, changed_json(json.loads(json.dumps(training)), 200, seed=50)) == []
+    rewrite(path, tensors)
     assert unclean(of_facts, changed_json(facts, 200, seed=50)) == []

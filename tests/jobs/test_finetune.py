@@ -562,7 +562,8 @@ def test_a_model_that_does_not_fit_the_data_is_refused(model: ModelSettings, mes
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path) -> None:
+def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     with pytest.raises(NonFiniteError):
         finetune(job(tmp_path, baseline=TrainSettings(epochs=1, lr=1e9, warmup=0.0)), log=lambda _: None)
     folder = next((tmp_path / "small").iterdir())
@@ -571,7 +572,7 @@ def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path) -> No
     assert status["error"].startswith("NonFiniteError: ")
     assert not (folder / "model").exists()
     assert not (folder / "metrics.json").exists()
-    assert list((tmp_path).rglob("baseline-*")) == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_an_interrupted_run_is_marked_interrupted(tmp_path: Path) -> None:
@@ -586,11 +587,12 @@ def test_an_interrupted_run_is_marked_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_is_trained_again(finished: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
+def test_a_damaged_cache_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     tiny = job(tmp_path, model=ModelSettings("squeezenet1_1"), data=DataSettings(image_size=32),
                baseline=TrainSettings(epochs=0))  # fmt: skip
     calibrate(tiny, log=lambda _: None)
-    cached = next((tmp_path / "cache").glob("*.safetensors"))
+    cached = next((tmp_path / "cache" / "baselines").glob("*/*.safetensors"))
     cached.write_bytes(cached.read_bytes()[:-100])
     log: list[str] = []
     calibrate(tiny, log=log.append)

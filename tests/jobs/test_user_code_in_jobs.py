@@ -144,6 +144,7 @@ def test_what_forward_computes_counts(edited: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "own.py").write_text("from nets import Net\n" if edited == "nets.py" else code, encoding="utf-8")
     (tmp_path / "nets.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     data = DataSettings(image_size=8, batch=64)
     settings = job(tmp_path / "runs", data=data, baseline=TrainSettings(epochs=0))
 

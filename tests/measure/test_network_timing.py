@@ -19,7 +19,6 @@ from prunekit.measure.latency.timing_job import SettingFailure
 from prunekit.measure.latency_profile import layer_times, network_timing
 from prunekit.measure.latency_profile.layer_times import (
     LayerTimes,
-    cache_folder,
     read_times,
     structure_hash,
     write_times,
@@ -251,16 +250,6 @@ def test_mutants_of_cached_times_are_whole_or_a_miss(tmp_path: Path) -> None:
     assert unclean(read, changed_json(sound, 200, seed=50)) == []
     read(json.dumps(sound).encode())
     assert read_times(tmp_path / "x.json") is not None
-
-
-def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PRUNEKIT_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
-    assert cache_folder() == Path("/there/prunekit/latency")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache/prunekit/latency"
-    monkeypatch.setenv("PRUNEKIT_CACHE", "~/own")
-    assert cache_folder() == Path.home() / "own/latency"
 
 
 def test_times_are_lower_quartiles_of_passes_that_were_timed() -> None:

@@ -202,7 +202,8 @@ JOB = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupted_job_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_job_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     seen = _Interruption()
 
     def job() -> None:

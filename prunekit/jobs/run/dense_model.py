@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -13,7 +17,7 @@ from torch import nn
 from prunekit.channels.trace import trace
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import in_turn, require_equal, size
-from prunekit.errors import ArtifactError, PrunekitError, UsageError
+from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
 from prunekit.jobs.run.job_inputs import (
@@ -33,11 +37,10 @@ from prunekit.jobs.run.job_inputs import (
 )
 from prunekit.jobs.run.run_folder import Log, digest, weights_digest
 from prunekit.masks.thresholds import chosen_paths
+from prunekit.measure.latency.machine import cpu_name
 from prunekit.models.outputs import require_trainable
 from prunekit.models.zoo import has_weights
-from prunekit.reading.array_files import read_tensors
 from prunekit.reading.records import as_record
-from prunekit.reading.text_files import read_json
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task
@@ -50,7 +53,9 @@ from prunekit.training.compatibility import check_fits
 from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
-from prunekit.utils.files import atomic_file, sha256, write_json
+from prunekit.utils.files import atomic_file, keep_newest, user_cache
+from prunekit.utils.registry import registered_names
+from prunekit.utils.state_folders import read_state, write_state
 from prunekit.utils.tensors import require_same_kind
 from prunekit.utils.user_code import is_reference
 
@@ -153,11 +158,11 @@ def train_baseline(
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
-    path = _baseline_path(prepared)
-    cached = main_process_only(_read_baseline)(prepared, path, log)
+    folder = _baseline_folder(prepared)
+    cached = main_process_only(_read_baseline)(prepared, folder, log)
     if main_has(cached):
         share_model(prepared.model, "the dense model")
-        log(f"dense: reused {path} (same model, data, settings and seed)")
+        log(f"dense: reused {folder} (same model, data, settings and seed)")
         return cached or Baseline(prepared.model, (), (), reused=True)
     chart = None if job.baseline.regularize is None else trace(prepared.model, prepared.example_inputs)
     log(
@@ -184,52 +189,53 @@ def train_baseline(
             checkpoints=checkpoints,
         )
     prepared.model.cpu()
-    _save_baseline(path, prepared.model, history, log)
+    _save_baseline(folder, prepared.model, history, log)
     return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
 
 
 @main_process_only
-def _save_baseline(path: Path, model: nn.Module, history: History, log: Log) -> None:
+def _save_baseline(folder: Path, model: nn.Module, history: History, log: Log) -> None:
     """Cache a trained model; that it cannot be must not end its run."""
+    weights = {name: tensor.detach() for name, tensor in named_tensors(model)}
+    rows, clamps = ([asdict(row) for row in table] for table in (history.rows, history.clamps))
     try:
-        save_weights(path, model)
-        write_json(path.with_suffix(".json"), asdict(_Training(history.rows, history.clamps, sha256(path))))
+        write_state(folder, {"weights": weights, "training": {"rows": rows, "clamps": clamps}})
     except OSError as error:
         log(f"dense: not cached, so that another run trains it again: {error}")
+    with suppress(OSError):  # another run removes the same one
+        keep_newest(folder.parent, CACHED_NAME, CACHED_BYTES)
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
     """Return the trained dense model from the cache; None if it is not there."""
-    return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_path(prepared))
+    return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_folder(prepared))
 
 
-def _read_baseline(prepared: Prepared, path: Path, log: Log = lambda message: None) -> Baseline | None:
-    """Return the baseline from its files, once all of both is checked; None if they are damaged or not there."""
-    if not path.is_file():
+def _read_baseline(prepared: Prepared, folder: Path, log: Log = lambda message: None) -> Baseline | None:
+    """Return the baseline from its folder, once all of it is checked; None if it is damaged or not there."""
+    if not folder.is_dir():
         return None
-    facts = path.with_suffix(".json")
     try:
-        training = as_record(_Training, read_json(facts), str(facts))
-        if sha256(path) != training.sha256:
-            raise ArtifactError(f"{path}: not as prunekit wrote it (checksum differs)")
-        tensors, _ = read_tensors(path)
-        require_same_kind(tensors, named_tensors(prepared.model), str(path))
+        state = read_state(folder)
+        training = as_record(_Training, state.get("training"), str(folder))
+        require_same_kind(state.get("weights"), named_tensors(prepared.model), str(folder))
     except (OSError, PrunekitError) as error:
         log(f"dense: {error}; trained again")
         return None
     with torch.no_grad():
         for name, tensor in named_tensors(prepared.model):
-            tensor.copy_(tensors[name])
+            tensor.copy_(state["weights"][name])
+    with suppress(OSError):  # a cache that can only be read
+        os.utime(folder)
     return Baseline(prepared.model, training.rows, training.clamps, reused=True)
 
 
 @dataclass(frozen=True)
 class _Training:
-    """Figures of a baseline's training, as in the cache, and the checksum of its weights."""
+    """Figures of a baseline's training, as in the cache."""
 
     rows: tuple[EpochRow, ...]
     clamps: tuple[ClampRow, ...]
-    sha256: str
 
 
 def save_weights(path: Path, model: nn.Module) -> None:
@@ -238,28 +244,47 @@ def save_weights(path: Path, model: nn.Module) -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model)}, temporary)
 
 
-def cache_folder(job: JobSettings) -> Path:
-    """Return the folder with results by content, which all runs of an output folder share."""
-    return job.output / "cache"
+CACHED_BYTES = 4 << 30
+"""Bytes of the user's cache that trained models may take; those that were not used for longest go first."""
+CACHED_NAME = re.compile("[0-9a-f]{16}")
+PACKAGES = ("numpy", "prunekit", "timm", "torch", "torchvision", "transformers", "ultralytics")
+"""Packages whose code decides the weights: models, initial weights, augmentation, training."""
 
 
-def _baseline_path(prepared: Prepared) -> Path:
+def _baseline_folder(prepared: Prepared) -> Path:
+    """Return where the trained model is cached, by all that decides its weights.
+
+    The folder is in the user's cache: every run shares it, whatever output folder it has.
+    """
     job = prepared.job
     assert job.baseline is not None
+    named = {name for _, name, _ in registered_names(TrainSettings, job.baseline) if is_reference(name)}
     key = digest(
         {
             "model": prepared.structure,
             "initial": weights_digest(prepared.model),
             "data": [prepared.splits.fingerprint, job.data.augment],
             "training": asdict(job.baseline),
-            **({"optimizer": prepared.optimizer_source} if job.baseline.optimizer == "own" else {}),
-            **({"task": prepared.task_source} if prepared.task_source is not None else {}),
+            "code": {name: own_source(name) for name in named},
+            "optimizer": prepared.optimizer_source if job.baseline.optimizer == "own" else None,
+            "task": [prepared.splits.task.name, prepared.task_source],
             "batch": job.data.batch,
             "seed": job.seed,
             "threads": job.threads,
-            "device": prepared.device.type,
-            "torch": str(torch.__version__),
+            "device": _device_name(prepared.device),
+            "processes": size(),
+            "packages": {name: _version(name) for name in PACKAGES},
         }
-        | ({"processes": size()} if size() > 1 else {})
     )
-    return cache_folder(job) / f"baseline-{key}.safetensors"
+    return user_cache("baselines") / key
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_name()}"

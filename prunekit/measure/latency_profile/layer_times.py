@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -48,13 +47,6 @@ class LayerTimes:
     doubts: tuple[str, ...] = ()
 
 
-def cache_folder() -> Path:
-    """Return the folder of cached profiles: `latency` in PRUNEKIT_CACHE, or in the user's cache of prunekit."""
-    own = os.environ.get("PRUNEKIT_CACHE")
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(own or Path(user, "prunekit")).expanduser() / "latency"
-
-
 def read_times(file: Path) -> LayerTimes | None:
     """Return the cached times; None if there is no file, or it is damaged."""
     try:
@@ -69,7 +61,7 @@ class TimesCache:
     """The cache of a profile: where it cannot be written, that is said once, and costs a later profile the time.
 
     Args:
-        folder: of the files, see `cache_folder`; None for no cache.
+        folder: of the files, `latency` in the user's cache; None for no cache.
         log: gets a line if the folder cannot be written.
     """
 

@@ -127,7 +127,7 @@ def time_networks(
         inputs: of all networks: the shape of one input without the batch, or `Inputs`.
         setting: in which they run.
         repeats: how often each is run, at least 5; more often if that takes less than 1.5 seconds together.
-        cache: folder of measurements, see `cache_folder`; None for no cache.
+        cache: folder of measurements; None for no cache.
         again: whether doubtful times are measured again instead of taken from the cache.
         limit_s: seconds that the rounds of one network may take; a few are run in any case.
         log: called with a line for each network.
