@@ -68,7 +68,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "measure": (".", "latency", "causes", "runtimes", "latency_profile"),
     "planning": ("budgets", ".", "patterns"),
     "repair": (".", "patterns"),
-    "report": (".", "figures", "pages", "sections"),
+    "report": (".", "figures", "sections", "pages"),
     "training": ("callbacks", "."),
 }
 """The folders of each room, in which imports go from the later to the earlier; "." are the room's own files."""
@@ -92,7 +92,6 @@ STILL_UPWARD: set[tuple[str, str]] = {
     ("measure/latency", "measure/runtimes"),
     ("pruning", "jobs"),
     ("pruning", "training"),
-    ("report/pages", "report/sections"),
     ("training/callbacks", "training"),
 }
 """Folders that still import from a later one of their room, and rooms from a higher one.

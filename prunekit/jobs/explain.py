@@ -26,7 +26,7 @@ from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paire
 from prunekit.measure.operator_costs import subnormals
 from prunekit.measure.runtimes.session import Inputs, inputs_of
 from prunekit.modes.public_call import public_call
-from prunekit.report.pages.explain_page import operator_cells
+from prunekit.report.sections.explanation import operator_cells
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import (
     device_of,

@@ -1,11 +1,14 @@
-"""The rendering of templates to pages: filters, scripts, and links between pages."""
+"""The rendering of templates to pages: filters, scripts, contents lists, and links between pages."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import os
+import re
+from dataclasses import dataclass
 from functools import cache
+from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,6 @@ from markupsafe import Markup
 
 from prunekit.measure.latency import row_text
 from prunekit.report.measurement_notes import how
-from prunekit.report.outline import outlined
 from prunekit.utils import display as numbers
 from prunekit.utils.files import write_text
 
@@ -37,6 +39,10 @@ FILTERS = (
 )
 MISSING = Markup('<p class="soft">This run has no {}.</p>')
 """Text of a section for a file that a run did not write."""
+FEWEST = 5
+"""Sections from which on a page has a list of contents."""
+SECTION = re.compile(r"<section(?P<attributes>[^>]*)>(?P<space>\s*)<h2[^>]*>(?P<title>.*?)</h2>", re.DOTALL)
+ANCHOR = re.compile(r'\bid="([^"]*)"')
 
 
 def write(page: Path, template: str, **values: Any) -> Path:
@@ -79,3 +85,53 @@ def linked(target: Path, page: Path) -> str:
         return quote(os.path.relpath(target.resolve(), page.resolve().parent).replace(os.sep, "/"))
     except ValueError:  # on another drive
         return target.resolve().as_uri()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the contents list: the id of a section, and its heading as text."""
+
+    anchor: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The HTML of a page whose sections all have ids, and the lines of its contents list; none for a short page."""
+
+    content: Markup
+    entries: tuple[Entry, ...]
+
+
+class _Text(HTMLParser):
+    """The text of a piece of HTML, whatever its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        """Take text between tags."""
+        self.parts.append(data)
+
+
+def _text_of(html: str) -> str:
+    parser = _Text()
+    parser.feed(html)
+    parser.close()
+    return " ".join("".join(parser.parts).split())
+
+
+def outlined(content: Markup) -> Outline:
+    """Return a page with an id for each section that begins with a heading, and its contents list."""
+    entries: list[Entry] = []
+
+    def with_anchor(found: re.Match[str]) -> str:
+        named = ANCHOR.search(found["attributes"])
+        anchor = str(Markup(named[1]).unescape()) if named else f"section-{len(entries) + 1}"
+        entries.append(Entry(anchor, _text_of(found["title"])))
+        start = len("<section")
+        return found[0] if named else f'{found[0][:start]} id="{anchor}"{found[0][start:]}'
+
+    marked = Markup(SECTION.sub(with_anchor, str(content)))
+    return Outline(marked, tuple(entries) if len(entries) >= FEWEST else ())

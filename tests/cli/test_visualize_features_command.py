@@ -92,7 +92,7 @@ def test_layers_are_chosen_by_the_channels_that_they_make(here: Path, tmp_path: 
 
 
 def test_pictures_that_would_make_a_page_too_large_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.report.pages.images_page.LARGEST", 0)
+    monkeypatch.setattr("prunekit.report.sections.pictures.LARGEST", 0)
     done = run("run", "--layers", "layer1.0.conv1", "--image", "image.png", "--output", "small")
     assert done.exit_code == 0, done.output
     html = (here / "small" / "features.html").read_text()

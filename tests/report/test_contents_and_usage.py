@@ -11,8 +11,8 @@ import pytest
 from markupsafe import Markup
 from synthetic_run import metrics, write_run
 
-from prunekit.report.outline import FEWEST, outlined
 from prunekit.report.pages.run_page import write_report
+from prunekit.report.rendering import FEWEST, outlined
 from prunekit.report.run_data import read_run
 from prunekit.report.sections.usage import UsageSection
 

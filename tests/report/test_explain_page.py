@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prunekit.report.pages.explain_page import BARS, OTHERS, OUTSIDE, module_times, write_explanation
+from prunekit.report.sections.explanation import BARS, OTHERS, OUTSIDE, module_times, write_explanation
 
 
 def row(module: str, dense: float | None, pruned: float | None) -> dict[str, Any]:

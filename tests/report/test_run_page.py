@@ -324,9 +324,10 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_page_is_written_without_waiting_for_torch() -> None:
     """Whatever sections it has: that alone would take most of the three seconds that a report may take."""
-    pages = "run_page, images_page, histograms_page, compare_page, sensitivity_page"
-    figures = "charts, error_curves, gradient_flow, pareto"
-    modules = f"from prunekit.report.pages import {pages}; from prunekit.report.figures import {figures}"
+    sections = "explanation, model_tables, pictures, sensitivity_curves, training_curves, usage"
+    modules = (
+        f"from prunekit.report.pages import run_page, compare_page; from prunekit.report.sections import {sections}"
+    )
     code = f"import sys; {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 

@@ -12,8 +12,8 @@ import pytest
 from synthetic_run import write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report.figures.error_curves import heatmap, lines, most_sensitive
 from prunekit.report.pages.run_page import write_report
+from prunekit.report.sections.sensitivity_curves import heatmap, lines, most_sensitive
 
 
 def curve_rows(groups: int, *, measured: bool) -> pd.DataFrame:

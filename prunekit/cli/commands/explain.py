@@ -53,7 +53,7 @@ def explain_command(
     if output is not None:
         require_report()
     from prunekit.jobs.explain import explain
-    from prunekit.report.pages.explain_page import write_explanation
+    from prunekit.report.sections.explanation import write_explanation
 
     with console.running():
         target = one_target(names, overrides, given, needs_module="time one by one")

@@ -91,7 +91,7 @@ def features_command(
     """
     from prunekit.inspection.visualize.image_grids import GridSettings
     from prunekit.jobs.pictures import FeatureMapSettings, write_features
-    from prunekit.report.pages.images_page import write_features as write_page
+    from prunekit.report.sections.pictures import write_features as write_page
 
     with console.running():
         pair = find_model_pair(arguments, given, console)
@@ -344,7 +344,7 @@ def histograms_command(
     the page.
     """
     from prunekit.jobs.pictures import StatisticsSettings, write_statistics
-    from prunekit.report.pages.histograms_page import write_histograms
+    from prunekit.report.sections.pictures import write_histograms
     from prunekit.utils.context import resolve_device
 
     with console.running():
@@ -361,7 +361,7 @@ def histograms_command(
 
 
 def _histograms_text(payload: dict[str, Any]) -> str:
-    from prunekit.report.pages.histograms_page import by_layer
+    from prunekit.report.sections.pictures import by_layer
 
     rows = [
         (row["layer"], row["model"], _channel_list(row["dead"]), _channel_list(row["redundant"]))

@@ -110,6 +110,42 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     axes.grid(visible=False)
 
 
+def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
+    """Return a panel for each layer, with the histogram of each model as the share of its values."""
+    names, kind = list(rows["layer"].drop_duplicates()), str(rows["kind"].iloc[0])
+    chosen = evenly(names, MAX_GROUPS)
+    columns = 4
+    height = math.ceil(len(chosen) / columns)
+    with canvas(columns, height, 1.65 * height + 0.5, kind, used=len(chosen)) as (figure, panels):
+        for axes, name in zip(panels, chosen, strict=False):
+            _distribution(axes, name, rows[rows["layer"] == name], log=kind == "activations")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=2)
+        label = f"Histograms of the {kind} of each layer"
+        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
+
+
+def _distribution(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
+    for model, part in rows.groupby("model", sort=False):
+        edges = np.append(part["low"].to_numpy(), part["high"].iloc[-1])
+        if edges[0] == edges[-1]:
+            edges = edges + np.linspace(-0.5, 0.5, len(edges))  # a single value
+        shares = 100 * part["count"].to_numpy() / max(part["count"].sum(), 1)
+        # Bins of two models have the same width only if their ranges are the same.
+        shares = shares / (edges[1] - edges[0])
+        color = COLORS.get(str(model), COLORS["pruned"])
+        axes.stairs(shares, edges, color=color, fill=True, alpha=0.25)
+        axes.stairs(shares, edges, color=color, label=str(model), linewidth=1.1)
+    axes.set_title(shortened(name, 26), fontsize=9.5)
+    axes.tick_params(labelsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+    if log:
+        axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(NullFormatter() if log else FuncFormatter(lambda value, _: ""))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="y", which="both", left=False)
+
+
 def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
     """Return the modules that have the channels of each group: a row for each group, a column for each module."""
     names = list(slots["group"].drop_duplicates())

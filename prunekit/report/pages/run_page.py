@@ -100,7 +100,7 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log, *, w
 
         values = profile.values(run)
     elif kind == "sensitivity.json":
-        from prunekit.report.pages import sensitivity_page as sensitivity
+        from prunekit.report.sections import sensitivity_curves as sensitivity
 
         values = sensitivity.values(run)
     else:

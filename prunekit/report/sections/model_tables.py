@@ -1,4 +1,4 @@
-"""Sections on the models of a run: scores, sizes, latency, layers, and causes of missing speed."""
+"""Sections on the models of a run: scores, sizes, latency, exported files, layers, and channels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
 from prunekit.report.headline import scores, unit
-from prunekit.report.pages.explain_page import explained
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
@@ -121,16 +120,6 @@ def _command(path: Path, kind: str) -> list[str]:
     return ["prunekit", "predict", str(path), "image.jpg"]
 
 
-@register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)
-class ExplanationSection:
-    """Causes that keep the pruned model from its ideal speed."""
-
-    def read(self, run: Run) -> Mapping[str, Any] | None:
-        """Return causes, modules and operators; None if the run explained nothing."""
-        explanation = run.metrics.get("explanation")
-        return explained(explanation) if explanation else None
-
-
 @register_section("widths", about="the layers that compute, before and after", order=90)
 class WidthsSection:
     """The layers that compute, before and after."""
@@ -141,3 +130,30 @@ class WidthsSection:
         layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
         figure = figures.figure_or_none(figures.widths, layers)
         return {"widths": figure, "layers": records(layers), "blocks": list(headline.blocks(run.metrics))}
+
+
+@register_section("scores", about="importance scores of kept and removed channels", order=140)
+class ScoresSection:
+    """Importance scores of kept and removed channels."""
+
+    def read(self, run: Run) -> dict[str, Any]:
+        """Return histograms of each channel group."""
+        return {"histograms": figures.figure_or_none(figures.histograms, run.scores)}
+
+
+@register_section("coupling", about="channels that can only be kept or removed together", order=160)
+class CouplingSection:
+    """Channels that are coupled."""
+
+    def read(self, run: Run) -> dict[str, Any]:
+        """Return a figure of groups and modules."""
+        return {"coupling": figures.figure_or_none(figures.coupling, run.coupling)}
+
+
+@register_section("locks", about="locked channels, and why", order=170)
+class LocksSection:
+    """Locked channels, with reasons."""
+
+    def read(self, run: Run) -> dict[str, Any]:
+        """Return the rows of a table."""
+        return {"locks": records(run.locks)}

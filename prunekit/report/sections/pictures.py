@@ -1,13 +1,31 @@
-"""Sections that show pictures in the folder of a run: detections, and what `prunekit visualize` has written."""
+"""Sections that show pictures in the folder of a run, and the pages that `prunekit visualize` makes of them."""
 
 from __future__ import annotations
 
+import base64
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from prunekit.report.pages.histograms_page import histogram_counts
-from prunekit.report.pages.images_page import detections_data, features_data, filters_data, maps_data
-from prunekit.report.run_data import Run
+import pandas as pd
+
+from prunekit.errors import ArtifactError
+from prunekit.reading.text_files import read_json
+from prunekit.report.figures import charts as figures
+from prunekit.report.rendering import linked, write
+from prunekit.report.run_data import Run, read_run
 from prunekit.report.sections.section import register_section
+
+FACTS, PAGE = "histograms.json", "histograms.html"
+MOST_ROWS = 200
+"""Limit of rows of a table; all are in the CSV file."""
+LARGEST = 1_000_000
+"""Limit of bytes of feature maps in a page, which take a third more as text; other pictures are named by their file."""
+LARGEST_MAPS = 650_000
+"""Limit of bytes of class activation and saliency maps in a page."""
+LARGEST_DETECTIONS = 2_500_000
+"""Limit of bytes of images with boxes in a page."""
 
 
 @register_section("detections", about="test images with boxes, dense beside pruned", order=95)
@@ -58,3 +76,121 @@ class StatisticsSection:
         """Return what the histograms in the folder come to."""
         statistics = histogram_counts(run.folder / "histograms", run.page_folder)
         return None if statistics is None else {"statistics": statistics}
+
+
+def write_histograms(folder: Path, run: Path | None = None) -> Path:
+    """Render `histograms.html` into a folder that `prunekit.jobs.pictures.write_statistics` has written."""
+    facts = read_json(folder / FACTS)
+    try:
+        rows = pd.read_csv(folder / "histograms.csv", dtype={"layer": str}, keep_default_na=False)
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{folder / 'histograms.csv'}: expected a CSV table, but {error}") from error
+    kinds = {kind: rows[rows["kind"] == kind] for kind in ("weights", "activations")}
+    return write(
+        folder / PAGE,
+        "histograms.html",
+        facts=facts,
+        filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
+        most=MOST_ROWS,
+        parts={kind: figures.figure_or_none(figures.distributions, part) for kind, part in kinds.items()},
+        scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
+        summary=by_layer(facts["findings"]),
+    )
+
+
+def histogram_counts(folder: Path, start: Path) -> dict[str, Any] | None:
+    """Return how many channels of each model are dead and redundant, by `histograms.json` in a folder."""
+    keys = {"images", "threshold", "channels", "findings"}
+    facts = read_facts(folder / FACTS, keys, "channels and findings") if (folder / PAGE).is_file() else None
+    if facts is None:
+        return None
+    found = Counter((row["model"], row["finding"]) for row in facts["findings"])
+    rows = [
+        {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}
+        for model, channels in facts["channels"].items()
+    ]
+    page = linked(folder / PAGE, start / "report.html")
+    return {"images": facts["images"], "threshold": facts["threshold"], "page": page, "rows": rows}
+
+
+def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the dead and the redundant channels of each model and layer."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in findings:
+        key = one["model"], one["layer"]
+        row = rows.setdefault(key, {"model": key[0], "layer": key[1], "dead": [], "redundant": []})
+        row[one["finding"]].append(one["channel"])
+    return list(rows.values())
+
+
+def write_features(folder: Path) -> Path:
+    """Render `features.html` into a folder that `prunekit.jobs.pictures.write_features` has written."""
+    return write(folder / "features.html", "features.html", features=features_data(folder))
+
+
+def features_data(folder: Path) -> dict[str, Any] | None:
+    """Return `features.json` of a folder, with the pictures as data; None if there is none."""
+    facts = read_facts(folder / "features.json", {"layers"}, "`layers`")
+    if facts is None:
+        return None
+    left, layers = LARGEST, []
+    for layer in facts["layers"]:
+        data = read_picture(folder / layer["picture"])
+        left -= len(data)
+        layers.append({**layer, "data": as_data(data) if left >= 0 else None})
+    return {**facts, "folder": folder.name, "input": as_data(read_picture(folder / facts["input"])), "layers": layers}
+
+
+def filters_data(folder: Path) -> dict[str, Any] | None:
+    """Return `filters.json` of a folder, with the picture as data; None if there is none."""
+    keys = {"layer", "models", "filters", "shape", "kept"}
+    facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
+    return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
+
+
+def detections_data(folder: Path) -> dict[str, Any] | None:
+    """Return `detections.json` of a folder, with the pictures as data; None if there is none."""
+    facts = read_facts(folder / "detections.json", {"images", "models"}, "images and models")
+    if facts is None:
+        return None
+    left, images = LARGEST_DETECTIONS, []
+    for image in facts["images"]:
+        data = read_picture(folder / image["picture"])
+        left -= len(data)
+        file = f"{folder.name}/{image['picture']}"
+        images.append({**image, "file": file, "data": as_data(data) if left >= 0 else None})
+    return {**facts, "images": images}
+
+
+def maps_data(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON files of a folder of maps, each with its picture as data, the newest first."""
+    left = LARGEST_MAPS
+    for path in sorted(folder.glob("*.json"), key=lambda file: (-file.stat().st_mtime_ns, file.name)):
+        facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
+        picture = read_picture(path.with_suffix(".png"))
+        left -= len(picture)
+        name = path.with_suffix(".png").relative_to(folder.parent)
+        yield {**(facts or {}), "file": str(name), "data": as_data(picture) if left >= 0 else None}
+
+
+def read_facts(path: Path, keys: set[str], expected: str) -> dict[str, Any] | None:
+    """Read a JSON object that has the keys; None if there is no such file."""
+    if not path.is_file():
+        return None
+    facts = read_json(path)
+    if not isinstance(facts, dict) or not keys <= facts.keys():
+        raise ArtifactError(f"{path}: expected an object with {expected}; was it written by prunekit?")
+    return facts
+
+
+def read_picture(path: Path) -> bytes:
+    """Return the bytes of a file."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def as_data(picture: bytes) -> str:
+    """Return a PNG file as a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"

@@ -1,4 +1,7 @@
-"""Figures of sensitivity: errors of all groups as a table of colors, and of some groups as lines."""
+"""Sensitivity: errors of all groups as a table of colors, and of some groups as lines.
+
+A run whose plan was made from such errors shows them in a section; an analysis has a page of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,10 @@ from numpy.typing import NDArray
 
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, WIDTH, canvas, stacked, svg, wide_and_narrow
 from prunekit.report.figures.charts import shortened
+from prunekit.report.headline import Tile, capital, samples, scores, unit
+from prunekit.report.run_data import Run
+from prunekit.report.sections.section import register_section
+from prunekit.utils.display import digits, in_unit, percent
 
 WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
 WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
@@ -28,6 +35,58 @@ LOWEST, HIGHEST = 1e-3, 1.0
 HEAT = LinearSegmentedColormap.from_list("heat", ["#fdfdfb", "#fdeecb", "#fbc766", "#e3812b", "#a93a1c", "#5c1414"])
 
 Kept = Mapping[str, int]
+
+
+@register_section("sensitivity", about="error against kept channels, which a plan was made from", order=150)
+class SensitivitySection:
+    """Error against kept channels, which a plan was made from."""
+
+    def read(self, run: Run) -> dict[str, Any] | None:
+        """Return the curves, with where the plan stands; None if the plan was not made from such curves."""
+        if run.sensitivity is None or not ways(run.sensitivity):
+            return None
+        groups = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")
+        kept = None if groups is None else groups["kept"].to_dict()
+        return {"sensitivity": (heatmap(run.sensitivity, kept), lines(run.sensitivity, kept))}
+
+
+def values(run: Run) -> dict[str, Any]:
+    """Return what the template of the page shows of an analysis."""
+    rows = run.sensitivity
+    there = rows is not None and bool(ways(rows))
+    return {
+        "facts": run.analysis,
+        "tiles": _tiles(run),
+        "heatmap": heatmap(rows) if there else None,
+        "lines": lines(rows) if there else None,
+        "both": rows is not None and len(ways(rows)) == 2,
+    }
+
+
+def _tiles(run: Run) -> list[Tile]:
+    """Return the figures at the top of the page, as far as they are known."""
+    facts = run.analysis
+    if not facts:
+        return []
+    tiles = [Tile("Channel groups", str(len(facts["groups"])), f"from {facts['images']} unlabeled {samples(facts)}")]
+    if facts["groups"]:
+        first = facts["groups"][0]
+        half = first["half_fast"] if first["half_measured"] is None else first["half_measured"]
+        tiles.append(
+            Tile(
+                "Most sensitive",
+                percent(None if half is None else 100 * half, 0),
+                f"{first['group']}, at half of its channels",
+            )
+        )
+    if facts["dense"]:
+        loss = f"loss {digits(facts['dense']['loss'])}, " if facts["dense"]["loss"] is not None else ""
+        detail = f"dense, {loss}{facts['measured_images']} validation {samples(facts)}"
+        for name, label in scores(facts):
+            tiles.append(Tile(capital(label), in_unit(facts["dense"].get(name), unit(facts, name)), detail))
+    if facts["agreement"] is not None:
+        tiles.append(Tile("Fast against measured", f"{facts['agreement']:.2f}", "rank correlation over groups"))
+    return tiles
 
 
 def ways(rows: pd.DataFrame) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page of an explanation of a pruned model's time, and its values for the section of a run's page."""
+"""The section on a pruned model's time, which `prunekit explain` writes as a page of its own too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,23 @@ from markupsafe import Markup
 
 from prunekit.report.headline import Tile
 from prunekit.report.rendering import write
+from prunekit.report.run_data import Run
+from prunekit.report.sections.section import register_section
 from prunekit.utils.display import count, digits, factor, interval, share
 
 BARS = 30
 OUTSIDE = "between operators"
 OTHERS = "all other modules"
+
+
+@register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)
+class ExplanationSection:
+    """Causes that keep the pruned model from its ideal speed."""
+
+    def read(self, run: Run) -> Mapping[str, Any] | None:
+        """Return causes, modules and operators; None if the run explained nothing."""
+        explanation = run.metrics.get("explanation")
+        return explained(explanation) if explanation else None
 
 
 def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
