@@ -27,7 +27,7 @@ from prunekit.jobs.explain import explain as explain
 from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.predict import Prediction as Prediction
 from prunekit.jobs.predict import predict as predict
-from prunekit.jobs.run.interface import interface as interface
+from prunekit.jobs.inspect import interface as interface
 from prunekit.jobs.run.job_inputs import Own as Own
 from prunekit.jobs.run.results import RunResult as RunResult
 from prunekit.jobs.sensitivity import Sensitivity as Sensitivity

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import click
 
 from prunekit.distributed.launcher import leads
+from prunekit.utils.display import Displayed, text_of
 from prunekit.utils.files import require_writable, write_json
 
 # For terminals and pipes whose encoding has no such characters.
@@ -51,6 +52,22 @@ class Console:
             return
         shown = json.dumps(plain(payload), allow_nan=False) if self.as_json else text.rstrip("\n")
         click.echo(writable(shown, getattr(self._stdout, "encoding", None) or "utf-8"), file=self._stdout)
+
+    def show(self, found: Displayed, payload: Mapping[str, Any], name: str, folder: Path | None, **texts: Any) -> None:
+        """Write an analysis: as JSON into a folder, if there is one, and to stdout as text or JSON.
+
+        Args:
+            found: the analysis.
+            payload: what is written as JSON.
+            name: of the file, without its suffix.
+            folder: where it is written.
+            texts: `before` and `after` the text of the analysis; `most` and `all_in` as for `text_of`.
+        """
+        if folder is not None:
+            write_json(folder / f"{name}.json", plain(payload))
+            self.log(f"wrote {folder / f'{name}.json'}")
+        before, after = texts.pop("before", ""), texts.pop("after", "")
+        self.result(payload, "" if self.as_json else f"{before}{text_of(found, **texts)}{after}")
 
 
 def writable(text: str, encoding: str) -> str:

@@ -207,7 +207,7 @@ def merged_gradients(prepared: Prepared, model: nn.Module, images: Batches) -> T
 
 @main_process_only
 def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
-    """Return patch statistics of the calibration images; None if the criterion needs none, or outside the main process."""
+    """Return patch statistics of the calibration images; None if the criterion needs none, or in other processes."""
     job = prepared.job
     if "patches" not in get_criterion(job.prune.criterion).needs:
         return None

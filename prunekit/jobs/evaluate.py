@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.data.sources import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
@@ -18,11 +19,70 @@ from prunekit.jobs.run.agreement import share_model
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, bound_splits
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of
+from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
 from prunekit.settings.inputs import DataSettings
-from prunekit.tasks.task import described_task
+from prunekit.tasks.task import Task, described_task
 from prunekit.training.compatibility import require_class_count, require_vocabulary
 from prunekit.training.replicas import share_corrupt
+from prunekit.utils.display import Displayed, count, in_unit, interval
+from prunekit.utils.display import size as bytes_text
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evaluation(Displayed):
+    """The scores of a model on test data.
+
+    Attributes:
+        model: its name.
+        task: whose scores they are.
+        scores: of the task, on the test split.
+        costs: parameters and MACs, or the bytes of an exported file.
+        device: where the model ran.
+        corrupt: images that could not be read.
+    """
+
+    model: str
+    task: Task
+    scores: Scores
+    costs: dict[str, Any]
+    device: str
+    corrupt: dict[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """Return scores and costs as plain data."""
+        figures = {"task": described_task(self.task), **self.scores.figures(), **self.costs}
+        return {"model": self.model, **figures, "device": self.device, "corrupt_images": self.corrupt}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each score."""
+        return [
+            {"score": score.name, "value": self.scores.values[score.name], "unit": score.unit}
+            for score in self.task.scores
+        ]
+
+    def _headline(self) -> str:
+        found = self.figures()
+        named = (f"{score.label} {in_unit(found[score.name], score.unit)}" for score in self.task.scores)
+        scores = ", ".join(named)
+        if "correct" in found:
+            scores += f" {interval(found['low'], found['high'])} ({found['correct']:,} of"
+        elif "low" in found:
+            scores += f", the first {interval(found['low'], found['high'])} (of"
+        else:
+            scores += " (of"
+        if "file_bytes" in found:
+            cost = f"a file of {bytes_text(found['file_bytes'])}"
+        else:
+            cost = f"{count(found['params'])} parameters, {count(found['macs'])} MACs"
+        return f"{self.model}: {scores} {found['n_test']:,} test {self.task.samples}), {cost}"
+
+    def _parts(self) -> Iterator[str]:
+        lines = [self._headline(), *([describe_corrupt(self.corrupt)] if self.corrupt else [])]
+        if self.scores.at_chance:
+            chance = in_unit(self.scores.chance, self.task.main.unit)
+            lines.append(f"Not shown to be better than chance, {chance}: one answer for all")
+        yield "\n".join(lines)
 
 
 def evaluate(
@@ -32,7 +92,7 @@ def evaluate(
     own: Own = RECIPE_ONLY,
     task: str | None = None,
     dense: Callable[[], nn.Module] | None = None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Measure the scores of the task on the test split, whose batches the processes of a group share."""
     with in_turn():
         splits = splits_of(target, data, own, "test on", task)
@@ -46,8 +106,7 @@ def evaluate(
     costs = figures_of(target)
     found = measure(target.model, test.dealt(rank(), size()), splits.task, device, together=True)
     share_corrupt(test)
-    figures = {"task": described_task(splits.task), **found.figures(), **costs}
-    return {"model": target.name, **figures, "device": str(device), "corrupt_images": splits.corrupt}
+    return Evaluation(target.name, splits.task, found, costs, str(device), splits.corrupt)
 
 
 def _bound(splits: Splits, target: InputModel, dense: Callable[[], nn.Module] | None) -> Splits:

@@ -192,7 +192,7 @@ class StatisticsSettings:
 def write_statistics(
     pair: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
 ) -> dict[str, Any]:
-    """Run models of any task on the calibration samples of their recipe and write `histograms.csv` and `channels.csv`."""
+    """Run models of any task on their recipe's calibration samples; write `histograms.csv` and `channels.csv`."""
     if pair.job is None:
         raise UsageError(
             f"{pair.name}: expected a run's folder or a recipe, whose calibration samples the models can be shown; "

@@ -173,6 +173,7 @@ class Table:
         title: of the table.
         most: the most rows that are shown.
         all_in: where the other rows can be found.
+        widest: the most characters of a cell; the middle of longer ones is left out.
     """
 
     headings: Sequence[str]
@@ -181,6 +182,7 @@ class Table:
     title: str = ""
     most: int = MOST
     all_in: str = ".rows()"
+    widest: int = CELL
 
     @property
     def left_out(self) -> str:
@@ -266,7 +268,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> 
 
 
 def _table_text(part: Table) -> str:
-    lines = [part.title, table(part.headings, [_short(row) for row in part.rows[: part.most]], part.text)]
+    lines = [part.title, table(part.headings, [_short(row, part.widest) for row in part.rows[: part.most]], part.text)]
     lines.append(f"  {part.left_out}".rstrip())
     return "\n".join(line for line in lines if line)
 
@@ -280,11 +282,11 @@ def _wrapped(paragraph: str) -> str:
     return "\n".join(lines)
 
 
-def _short(row: Sequence[Any]) -> list[str]:
+def _short(row: Sequence[Any], widest: int) -> list[str]:
     """Return cells that fit into a column: the middle of longer ones is left out."""
     texts = (str(cell) for cell in row)
-    half = CELL // 2
-    return [text if len(text) <= CELL else f"{text[: half - 2]}...{text[1 - half :]}" for text in texts]
+    half = widest // 2
+    return [text if len(text) <= widest else f"{text[: half - 2]}...{text[1 - half :]}" for text in texts]
 
 
 def _as_html(part: str | Table) -> str:
@@ -301,4 +303,4 @@ def _as_html(part: str | Table) -> str:
 def _html_rows(part: Table) -> Iterator[str]:
     yield "<thead><tr>" + "".join(f"<th>{escape(heading, quote=False)}" for heading in part.headings) + "<tbody>"
     for row in part.rows[: part.most]:
-        yield "<tr>" + "".join(f"<td>{escape(cell, quote=False)}" for cell in _short(row))
+        yield "<tr>" + "".join(f"<td>{escape(cell, quote=False)}" for cell in _short(row, part.widest))

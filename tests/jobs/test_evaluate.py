@@ -32,7 +32,7 @@ class Constant(nn.Module):
 def test_the_test_split_and_nothing_else_is_counted() -> None:
     splits = load_splits(DATA)
     right = int((splits.test.labels == 3).sum())
-    result = evaluate(InputModel(Constant(3), "constant", (3, 8, 8)), DATA, CPU)
+    result = evaluate(InputModel(Constant(3), "constant", (3, 8, 8)), DATA, CPU).figures()
     assert (result["correct"], result["n_test"]) == (right, len(splits.test))
     assert result["top1"] == pytest.approx(100 * right / len(splits.test))
     assert result["low"] < result["top1"] < result["high"]
@@ -41,13 +41,13 @@ def test_the_test_split_and_nothing_else_is_counted() -> None:
 
 def test_a_target_with_images_of_its_own_is_tested_on_them() -> None:
     splits = load_splits(DATA)
-    result = evaluate(InputModel(Constant(0), "constant", (3, 8, 8), splits), None, CPU)
+    result = evaluate(InputModel(Constant(0), "constant", (3, 8, 8), splits), None, CPU).figures()
     assert result["n_test"] == len(splits.test)
 
 
 def test_the_images_decide_the_shape_that_macs_are_counted_for() -> None:
     model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    assert evaluate(InputModel(model, "conv", (3, 224, 224)), DATA, CPU)["macs"] == 3 * 10 * 8 * 8
+    assert evaluate(InputModel(model, "conv", (3, 224, 224)), DATA, CPU).figures()["macs"] == 3 * 10 * 8 * 8
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Residual(nn.Module):
 
 def test_groups_locks_and_macs_of_a_residual_block() -> None:
     model = Residual()
-    result = inspect(InputModel(model, "mine", (3, 4, 4)))
+    result = inspect(InputModel(model, "mine", (3, 4, 4))).figures()
     assert (result["model"], result["architecture"], result["input_shape"]) == ("mine", "Residual", [1, 3, 4, 4])
     assert sorted((group["name"], group["channels"]) for group in result["groups"]) == [("inner", 6), ("stem", 8)]
     macs = {layer["module"]: layer["macs"] for layer in result["layers"]}
@@ -69,7 +69,7 @@ class ResidualBlock(nn.Module):
 
 
 def test_blocks_that_may_go_and_those_that_stay_are_listed() -> None:
-    result = inspect(InputModel(Beside(), "mine", (3, 4, 4)))
+    result = inspect(InputModel(Beside(), "mine", (3, 4, 4))).figures()
     (block,) = result["blocks"]
     macs = {layer["module"]: layer["macs"] for layer in result["layers"]}
     assert (block["block"], block["layers"], block["channels"]) == ("block", ["block.first", "block.second"], 5)

@@ -125,7 +125,8 @@ def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
 def counted(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
     """Correct and tested images, and their share: 539 in batches of 64 are 9 batches, the last of 27."""
     torch.manual_seed(rank())  # the main process's weights count
-    found = evaluate(InputModel(load_factory(factory), "net", (3, 16, 16)), recipe.data, torch.device("cpu"))
+    target = InputModel(load_factory(factory), "net", (3, 16, 16))
+    found = evaluate(target, recipe.data, torch.device("cpu")).figures()
     return found["correct"], found["n_test"], found["top1"]
 
 

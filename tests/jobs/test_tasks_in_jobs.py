@@ -166,7 +166,7 @@ def test_texts(texts: Any) -> None:
 def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
     own = Own(f"{FILE}:bert", f"{FILE}:docstrings")
     target = resolve(texts.folder / "model", factory=own.model)
-    found = evaluate(target, DataSettings("own"), CPU, own, "text_classification")
+    found = evaluate(target, DataSettings("own"), CPU, own, "text_classification").figures()
     assert found["top1"] == texts.metrics["pruned"]["top1"]
     assert found["task"]["samples"] == "texts"
     assert found["macs"] == texts.metrics["pruned"]["macs"]

@@ -11,10 +11,9 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_command
 from prunekit.cli.options import split_overrides
-from prunekit.cli.output import Console, save
+from prunekit.cli.output import Console
 from prunekit.errors import nearest
 from prunekit.known_names import RUNTIMES, DtypeName, MemoryFormat
-from prunekit.utils.display import text_of
 
 ParseOption = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
 WHERE = ("device", "runtime", "batch", "threads")
@@ -120,8 +119,7 @@ def bench_command(
     gates = [] if max_latency_ms is None else gated(result["latency"], max_latency_ms)
     passed = all(fast for _, fast in gates) and not result["failures"]
     payload = result if max_latency_ms is None else {**result, "max_latency_ms": max_latency_ms, "passed": passed}
-    save(payload, output, "bench.json", console)
-    console.result(payload, text_of(found))
+    console.show(found, payload, "bench", output)
     _conclude(result["failures"], gates, max_latency_ms, console)
     if not passed:
         click.get_current_context().exit(1)

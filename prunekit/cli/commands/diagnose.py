@@ -16,8 +16,7 @@ from prunekit.cli.models import (
     refuse_idle_overrides,
 )
 from prunekit.cli.options import is_recipe, split_overrides
-from prunekit.cli.output import Console, save
-from prunekit.utils.display import text_of
+from prunekit.cli.output import Console
 
 
 @register_command("diagnose", about="Find what is wrong with a model and its data.", place=12)
@@ -77,8 +76,6 @@ def diagnose_command(
             seed=job.seed if job else given.seed or 0,
             task=job.task if job else given.task,
         )
-    payload = {"model": target.name, **found.as_dict()}
-    save(payload, output, "diagnose.json", console)
-    console.result(payload, f"{target.name}: {text_of(found)}")
+    console.show(found, {"model": target.name, **found.as_dict()}, "diagnose", output, before=f"{target.name}: ")
     if not found.healthy:
         click.get_current_context().exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,11 +18,8 @@ from prunekit.cli.models import (
     refuse_two_sources,
 )
 from prunekit.cli.options import is_recipe, model_options, split_overrides
-from prunekit.cli.output import Console, check_folder, save
+from prunekit.cli.output import Console, check_folder
 from prunekit.distributed.launcher import leads
-
-if TYPE_CHECKING:
-    pass
 
 
 @register_command("evaluate", about="Measure the accuracy of a model on test images.", place=6, together=True)
@@ -63,33 +59,5 @@ def evaluate_command(
         where = resolve_device(device or (job.device if job else "auto"))
         own = Own(data=given.data)
         dense = None if job is None else partial(dense_of, job, Own(given.factory))
-        result = measure(target, images, where, own, job.task if job else given.task, dense)
-    if leads():
-        save(result, output, "evaluate.json", console)
-    console.result(result, _text(result))
-
-
-def _text(result: dict[str, Any]) -> str:
-    from prunekit.data.datasets import describe_corrupt
-    from prunekit.utils.display import count, in_unit, interval, size
-
-    def size_of(result: dict[str, Any]) -> str:
-        if "file_bytes" in result:
-            return f"a file of {size(result['file_bytes'])}"
-        return f"{count(result['params'])} parameters, {count(result['macs'])} MACs"
-
-    corrupt, task = result["corrupt_images"], result["task"]
-    scores = ", ".join(f"{score['label']} {in_unit(result[score['name']], score['unit'])}" for score in task["scores"])
-    main = task["scores"][0]["unit"]
-    guessed = f"\nNot shown to be better than chance, {in_unit(result.get('chance'), main)}: one answer for all"
-    chance = guessed if result.get("at_chance") else ""
-    if "correct" in result:
-        scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
-    elif "low" in result:
-        scores += f", the first {interval(result['low'], result['high'])} (of"
-    else:
-        scores += " (of"
-    return (
-        f"{result['model']}: {scores} {result['n_test']:,} test {task['samples']}), "
-        f"{size_of(result)}" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
-    )
+        found = measure(target, images, where, own, job.task if job else given.task, dense)
+    console.show(found, found.figures(), "evaluate", output if leads() else None)

@@ -11,10 +11,9 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
 from prunekit.cli.options import split_overrides
-from prunekit.cli.output import Console, plain, save
+from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
 from prunekit.report.requirements import require_report
-from prunekit.utils.display import text_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,11 +62,9 @@ def explain_command(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
         )
     payload = plain({"pruned": target.name, "dense": dense or "its dense model", **found.figures()})
-    save(payload, output, "explain.json", console)
     if output is not None:
         console.log(f"wrote {write_explanation(output, payload)}")
-    text = text_of(found, most=SHOWN, all_in="explain.json")
-    console.result(payload, f"{target.name} {text}")
+    console.show(found, payload, "explain", output, before=f"{target.name} ", most=SHOWN, all_in="explain.json")
 
 
 def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOptions) -> nn.Module:

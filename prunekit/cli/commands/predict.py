@@ -10,9 +10,8 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, job_to_read, model_command, one_target, refuse_idle_overrides
 from prunekit.cli.options import is_recipe
-from prunekit.cli.output import Console, save
+from prunekit.cli.output import Console
 from prunekit.errors import UsageError
-from prunekit.utils.display import text_of
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.model_sources import InputModel
@@ -50,11 +49,9 @@ def predict_command(
     with console.running():
         target = _target(model, given, console)
         found = predict_target(target, list(inputs), top=top, batch=batch, device=resolve_device(device or "auto"))
-    payload = found.figures()
-    save(payload, output, "predict.json", console)
     if output is not None:
         console.log(f"wrote {found.save(output / 'outputs.safetensors')}")
-    console.result(payload, text_of(found))
+    console.show(found, found.figures(), "predict", output)
 
 
 def _target(model: str, given: ModelOptions, console: Console) -> InputModel:

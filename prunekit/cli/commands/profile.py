@@ -9,7 +9,6 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
-from prunekit.utils.display import text_of
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.job_inputs import Own
@@ -38,7 +37,5 @@ def profile_command(console: Console, job: JobSettings, own: Own, networks: int,
     with console.running():
         run = profile_job(job, networks=networks, again=again, log=console.log, own=own)
     places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
-    console.result(
-        {"folder": str(run.folder), **run.metrics},
-        f"{text_of(run.result, most=SLOWEST, all_in='profile.csv')}\n{places}",
-    )
+    payload = {"folder": str(run.folder), **run.metrics}
+    console.show(run.result, payload, "profile", None, after=f"\n{places}", most=SLOWEST, all_in="profile.csv")

@@ -9,7 +9,6 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
-from prunekit.utils.display import text_of
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.job_inputs import Own
@@ -51,9 +50,8 @@ def sensitivity_command(
             own=own,
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
-    console.result(
-        {"folder": str(run.folder), **run.metrics}, "\n".join([text_of(run.result), *_measured(run.metrics), places])
-    )
+    after = "".join(f"\n{line}" for line in (*_measured(run.metrics), places))
+    console.show(run.result, {"folder": str(run.folder), **run.metrics}, "sensitivity", None, after=after)
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:

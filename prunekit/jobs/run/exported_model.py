@@ -24,10 +24,3 @@ def require_module(target: InputModel, purpose: str) -> None:
             f"{target.name}: a file of {target.model.form} has no modules to {purpose}: give the model folder that it "
             "was exported from; bench, evaluate, predict and inspect take the file"
         )
-
-
-def inspect_exported(model: ExportedModel) -> dict[str, Any]:
-    """Return what an exported file says of itself."""
-    sizes = {file.name: file.stat().st_size for file in model.files}
-    known = {"model": str(model.path), "format": model.form, "files": sizes, "bytes": sum(sizes.values())}
-    return known | model.interface.as_dict()
