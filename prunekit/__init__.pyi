@@ -25,9 +25,9 @@ from prunekit.jobs.bench import bench as bench
 from prunekit.jobs.explain import Explanation as Explanation
 from prunekit.jobs.explain import explain as explain
 from prunekit.jobs.export.export_model import Exported as Exported
+from prunekit.jobs.inspect import interface as interface
 from prunekit.jobs.predict import Prediction as Prediction
 from prunekit.jobs.predict import predict as predict
-from prunekit.jobs.inspect import interface as interface
 from prunekit.jobs.run.job_inputs import Own as Own
 from prunekit.jobs.run.results import RunResult as RunResult
 from prunekit.jobs.sensitivity import Sensitivity as Sensitivity
@@ -67,6 +67,7 @@ from prunekit.pruning.pruned import Pruned as Pruned
 from prunekit.pruning.pruner import Pruner as Pruner
 from prunekit.recipe_jobs import export as export
 from prunekit.recipe_jobs import finetune as finetune
+from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm as recalibrate_batchnorm
 from prunekit.repair.repair_report import RepairReport as RepairReport
 from prunekit.report.pages.model_summary import ModelSummary as ModelSummary
 from prunekit.report.pages.model_summary import summary as summary
@@ -137,7 +138,6 @@ from prunekit.statistics.calibration import calibrate as calibrate
 from prunekit.statistics.channel_stats import ChannelStats as ChannelStats
 from prunekit.statistics.taylor_terms import collect_gradients as collect_gradients
 from prunekit.tasks.task import register_task as register_task
-from prunekit.training.batchnorm_statistics import recalibrate_batchnorm as recalibrate_batchnorm
 from prunekit.training.callbacks.gradient_flow import GradientFlow as GradientFlow
 from prunekit.training.optimizers import transfer as transfer
 from prunekit.training.optimizers import transfer_average as transfer_average

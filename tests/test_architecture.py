@@ -92,7 +92,6 @@ STILL_UPWARD: set[tuple[str, str]] = {
     ("measure/latency", "measure/runtimes"),
     ("pruning", "jobs"),
     ("pruning", "training"),
-    ("training/callbacks", "training"),
 }
 """Folders that still import from a later one of their room, and rooms from a higher one.
 

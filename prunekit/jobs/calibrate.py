@@ -29,7 +29,7 @@ from prunekit.statistics.moments import MomentsCollector
 from prunekit.statistics.patch_moments import PatchStats, shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
-from prunekit.training.replicas import share_buffers, share_corrupt
+from prunekit.training.parallel import share_buffers, share_corrupt
 from prunekit.utils.context import seeded, threads
 from prunekit.utils.inputs import sample_count, to_device
 from prunekit.utils.progress import StageCounter, stage, wanted

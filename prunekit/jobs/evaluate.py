@@ -24,7 +24,7 @@ from prunekit.measure.accuracy import evaluate as measure
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import Task, described_task
 from prunekit.training.compatibility import require_class_count, require_vocabulary
-from prunekit.training.replicas import share_corrupt
+from prunekit.training.parallel import share_corrupt
 from prunekit.utils.display import Displayed, count, in_unit, interval
 from prunekit.utils.display import size as bytes_text
 

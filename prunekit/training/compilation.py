@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from prunekit.training.history import Compilation
+from prunekit.training.callbacks.history import Compilation
 from prunekit.utils.private_torch import backward_compiled_at_once
 
 Forward = Callable[..., Any]

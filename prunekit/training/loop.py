@@ -31,12 +31,12 @@ from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import Measurement
 from prunekit.tasks.task import Loss, Score, Task
 from prunekit.training.callbacks.callback import Callback, CallbackList, TrainingRun
-from prunekit.training.callbacks.clamp_callback import GradientClamps
+from prunekit.training.callbacks.history import Compilation, EpochRow, History, PausedRun
 from prunekit.training.callbacks.selection import require_callbacks, task_loss
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
+from prunekit.training.clamps import GradientClamps
 from prunekit.training.compatibility import check_fits
 from prunekit.training.compilation import SEVERAL, CompiledForward
-from prunekit.training.history import Compilation, EpochRow, History, PausedRun
 from prunekit.training.memory_shortage import gradient_checkpointing, naming_batch
 from prunekit.training.nonfinite import (
     finite_step,
@@ -46,17 +46,21 @@ from prunekit.training.nonfinite import (
     non_finite_gradient,
 )
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
-from prunekit.training.precision import LongStrides, autocast, loss_scaler
-from prunekit.training.replicas import (
+from prunekit.training.parallel import (
+    give_back_buffers,
+    in_shards,
+    in_step,
     kept_apart,
     replica_of,
     require_same_weights,
+    require_shardable,
+    sharded_copy,
     share_buffers,
     share_corrupt,
     shares,
 )
+from prunekit.training.precision import LongStrides, autocast, loss_scaler
 from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
-from prunekit.training.sharding import give_back_buffers, in_shards, in_step, require_shardable, sharded_copy
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device

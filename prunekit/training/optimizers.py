@@ -23,8 +23,8 @@ from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average
+from prunekit.training.callbacks.history import PausedRun
 from prunekit.training.callbacks.scheduled_masks import PruningSchedule
-from prunekit.training.history import PausedRun
 
 MakeOptimizer = Callable[..., Optimizer]
 """The user's own optimizer: called as `make(groups, lr=lr)`, such as a class. Groups have their weight decay."""

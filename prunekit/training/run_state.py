@@ -22,11 +22,11 @@ from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import DeviceSum, added
 from prunekit.training.callbacks.callback import CallbackList
-from prunekit.training.callbacks.clamp_callback import GradientClamps
+from prunekit.training.callbacks.history import EpochRow, PausedRun
 from prunekit.training.checkpoints import BestWeights, Checkpoints
-from prunekit.training.history import EpochRow, PausedRun
+from prunekit.training.clamps import GradientClamps
 from prunekit.training.nonfinite import non_finite_tensor
-from prunekit.training.replicas import share_state
+from prunekit.training.parallel import share_state
 from prunekit.utils.context import random_state, set_random_state
 from prunekit.utils.tensors import map_tensors, require_same_kind
 

@@ -18,6 +18,7 @@ from prunekit.errors import DataError, NonFiniteError
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.pruning.prune import prune
+from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.repair.held_out_images import batches_of
 from prunekit.repair.layer_fit import LayerFitter
 from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleRequest
@@ -25,7 +26,6 @@ from prunekit.repair.memory_budget import kept_channels
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layer_graph import find_layers
-from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 
 IMAGES = torch.randn(64, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 SETTINGS = RepairSettings(ridge=1e-12, rows=2048)

@@ -18,12 +18,12 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.measure.accuracy import evaluate
 from prunekit.planning.plan import Plan
+from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.settings.train import AverageSettings, TrainSettings
-from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.history import EpochRow
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
-from prunekit.training.history import EpochRow
 from prunekit.training.loop import fit
 
 State = dict[str, torch.Tensor]

@@ -21,8 +21,8 @@ from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import CheckpointSettings, TrainSettings
 from prunekit.training import checkpoints
 from prunekit.training.callbacks.callback import Callback, TrainingRun
+from prunekit.training.callbacks.history import History
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
-from prunekit.training.history import History
 from prunekit.training.loop import TrainingLoop, fit
 from prunekit.utils import files as artifacts
 from prunekit.utils.state_folders import read_state, write_state

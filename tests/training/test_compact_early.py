@@ -21,10 +21,10 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
 from prunekit.training.callbacks.callback import Callback
+from prunekit.training.callbacks.history import History
 from prunekit.training.callbacks.scheduled_masks import Planner, PruningSchedule
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.history import History
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
 

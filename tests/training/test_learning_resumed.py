@@ -24,9 +24,9 @@ from prunekit.settings.train import (
 )
 from prunekit.training.callbacks.callback import Callback, ContextCallback
 from prunekit.training.callbacks.distillation import Distillation
+from prunekit.training.callbacks.history import History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.history import History
 from prunekit.training.loop import fit
 from prunekit.utils import files as artifacts
 

@@ -27,7 +27,7 @@ from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
-from prunekit.training.history import EpochRow, History
+from prunekit.training.callbacks.history import EpochRow, History
 from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=3, lr=0.1)

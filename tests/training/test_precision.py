@@ -22,7 +22,7 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.training import loop
 from prunekit.training.callbacks.callback import ContextCallback
-from prunekit.training.history import History
+from prunekit.training.callbacks.history import History
 from prunekit.training.loop import fit
 
 HALF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,8 +29,8 @@ from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.history import History
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule, steps_per_epoch
-from prunekit.training.history import History
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import build_schedule
 

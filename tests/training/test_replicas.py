@@ -32,8 +32,8 @@ from prunekit.settings.train import (
     TrainSettings,
 )
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
+from prunekit.training.callbacks.history import History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
-from prunekit.training.history import History
 from prunekit.training.loop import fit
 
 

@@ -31,7 +31,7 @@ from prunekit.settings.train import (
     FeatureSettings,
     TrainSettings,
 )
-from prunekit.training import sharding
+from prunekit.training import parallel
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
@@ -87,7 +87,7 @@ class Looking(Callback):
 
 def trained(settings: TrainSettings) -> dict[str, Any]:
     """The end of a run of 22 images a step, of which shares are 11, and 6 and 5."""
-    sharding.UNIT = 200  # or blocks of this size would not be units
+    parallel.UNIT = 200  # or blocks of this size would not be units
     torch.manual_seed(5)
     model = blocks()
     before = {id(parameter) for parameter in model.parameters()}
@@ -177,7 +177,7 @@ def kept(folder: Path, ending: int) -> tuple[list[Tensor], Any]:
 
 def others(folder: Path) -> dict[str, Any]:
     """A run that ends and goes on, one whose weights are not finite, and what is refused."""
-    sharding.UNIT = 200
+    parallel.UNIT = 200
     whole = kept(folder / "whole", -1)
     for step in (2, 5):
         with pytest.raises(Ends):

@@ -45,12 +45,12 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task
 from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.clamp_callback import check_clamps
 from prunekit.training.callbacks.distillation import feature_paths
+from prunekit.training.callbacks.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, needs_plan, task_loss
 from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.clamps import check_clamps
 from prunekit.training.compatibility import check_fits
-from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
 from prunekit.utils.files import atomic_file, keep_newest, user_cache

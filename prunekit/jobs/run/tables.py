@@ -13,7 +13,7 @@ from prunekit.channels.channel_map import ChannelMap
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, SensitivityCurve, keep_in_group
-from prunekit.training.history import ClampRow, EpochRow
+from prunekit.training.callbacks.history import ClampRow, EpochRow
 
 SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))
 

@@ -17,9 +17,9 @@ from prunekit.jobs.run.stage_cache import cache_repair, cached_repair
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
-from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import sample_count
 

@@ -16,8 +16,8 @@ from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.callback import Callback, CurrentPlan
+from prunekit.training.callbacks.history import EpochRow
 from prunekit.training.callbacks.tensorboard import TensorBoardLogger, filters, sparsity_figure
-from prunekit.training.history import EpochRow
 from prunekit.utils.files import flattened
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, CurrentPlan, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
+from prunekit.training.callbacks.history import ClampRow, Compilation, EpochRow, PausedRun, columns
 from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.history import ClampRow, Compilation, EpochRow, PausedRun, columns
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
 from prunekit.utils.display import training_name

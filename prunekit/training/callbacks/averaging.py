@@ -15,8 +15,8 @@ from prunekit.data.loader import Batches
 from prunekit.hooks.model_copy import copied, has_gradients
 from prunekit.masks.pruned_entries import MaskedTensor, masked_tensors
 from prunekit.planning.plan import Plan
+from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.settings.train import AverageSettings
-from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.private_torch import lerp_all
 

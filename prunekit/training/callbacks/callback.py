@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.planning.plan import Plan
-from prunekit.training.history import EpochRow
+from prunekit.training.callbacks.history import EpochRow
 
 CurrentPlan = Callable[[], Plan | None]
 """Returns the plan that masks a model now; None if the model is not masked."""

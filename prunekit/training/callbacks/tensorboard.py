@@ -24,7 +24,7 @@ from prunekit.masks.module_values import count_zeros
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import WatchSettings
 from prunekit.training.callbacks.callback import Callback, ClampCounts, CurrentPlan, TrainingRun
-from prunekit.training.history import EpochRow
+from prunekit.training.callbacks.history import EpochRow
 from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:

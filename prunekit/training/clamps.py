@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from prunekit.distributed.process_group import gather_values
 from prunekit.masks.gradient_clamps import GradientClamp, clamp_activation_grad, clamp_weight_grad
 from prunekit.settings.train import ClampSettings, TrainSettings
-from prunekit.training.history import ClampRow
+from prunekit.training.callbacks.history import ClampRow
 from prunekit.training.optimizers import build_optimizer
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import DataError
 from prunekit.hooks.hook import count_hooks
-from prunekit.training.batchnorm_statistics import recalibrate_batchnorm
+from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 
 SIZES = (7, 1, 12, 3, 2, 1)  # the last joins the one before
 
