@@ -25,7 +25,7 @@ from latency_networks import log, names, where
 from torch import nn
 
 import prunekit
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.measure.latency_profile.network_timing import Network, time_networks
 from prunekit.measure.runtimes.session import Inputs, Setting, inputs_like

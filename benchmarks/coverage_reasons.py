@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 from coverage_least import Least
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 
 NAMED = 2
 """Locks that a sentence names: the first come first, those behind them follow from these."""

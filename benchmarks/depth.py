@@ -33,7 +33,7 @@ from oneshot_cifar10 import measured
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.depth.branch import Branch
+from prunekit.channels.labels.branch import Branch
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.effort import Effort

@@ -10,7 +10,7 @@ import torch
 from latency_networks import Case as Timed
 from oneshot_methods import Case, cut
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.data.local_files import LabeledArrays
 from prunekit.errors import PlanError

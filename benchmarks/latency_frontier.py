@@ -37,7 +37,7 @@ from latency_networks import add_target, log, names, numbers, profiled, target_o
 from oneshot_cifar10 import drawn, measured
 from oneshot_methods import STREAM, Case, Method, Result, recalibrated
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.data.local_files import read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError

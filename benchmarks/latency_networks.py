@@ -15,8 +15,8 @@ import torchvision
 from torch import nn
 
 import prunekit
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
 from prunekit.measure.runtimes.session import inputs_like

@@ -1,8 +1,8 @@
 """The public names of prunekit, each once: `__init__.py` imports them from here on first use."""
 
-from prunekit.channels.channel_map import ChannelMap as ChannelMap
 from prunekit.channels.rules.rule import register_rule as register_rule
 from prunekit.channels.trace import trace as trace
+from prunekit.channels.tracing.channel_map import ChannelMap as ChannelMap
 from prunekit.compaction.compact_model import compact as compact
 from prunekit.compaction.model_folder import load as load
 from prunekit.compaction.model_folder import save as save

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.measure.latency_profile.width_features import features_of
 from prunekit.planning.budgets.budget import Budgets
 from prunekit.planning.budgets.costs import GroupPart

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.hooks.model_copy import has_gradients

@@ -58,7 +58,7 @@ WITHIN = {
 }
 """Imports between rooms of one floor that are allowed."""
 FOLDERS: dict[str, tuple[str, ...]] = {
-    "channels": ("rules", "tracing", "rewrite", "cut", "depth", "trial", "."),
+    "channels": ("labels", "rules", "tracing", "rewrite", "cut", "depth", "trial", "."),
     "cli": (".", "commands"),
     "data": (".", "detection"),
     "formats": ("files", "folders", "."),
@@ -74,17 +74,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 """The folders of each room, in which imports go from the later to the earlier; "." are the room's own files."""
 STILL_UPWARD: set[tuple[str, str]] = {
     ("channels", "models"),
-    ("channels/cut", "channels"),
-    ("channels/cut", "channels/depth"),
-    ("channels/depth", "channels"),
-    ("channels/rewrite", "channels"),
-    ("channels/rules", "channels"),
-    ("channels/rules", "channels/rewrite"),
-    ("channels/rules", "channels/tracing"),
-    ("channels/tracing", "channels"),
-    ("channels/tracing", "channels/cut"),
-    ("channels/tracing", "channels/rewrite"),
-    ("channels/trial", "channels"),
     ("data", "data/detection"),
     ("jobs/run", "jobs"),
     ("jobs/run", "jobs/stages"),
@@ -98,7 +87,7 @@ STILL_UPWARD: set[tuple[str, str]] = {
 May only shrink: a pair that no import needs fails the test too.
 """
 STILL_CIRCULAR: set[str] = {
-    "channels/rewrite/substitutes.py",
+    "channels/tracing/substitutes.py",
     "data/detection/coco.py",
     "data/detection/detection_sources.py",
     "data/detection/yolo.py",

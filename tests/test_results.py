@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torchvision.models import resnet152
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.recorder import capture
 from prunekit.inspection.diagnosis.findings import Diagnosis, Finding

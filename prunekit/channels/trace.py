@@ -10,7 +10,7 @@ rule says what an operator really does to its labels, from any package, register
 
     from prunekit.channels.labels import Field, along
     from prunekit.channels.rules.rule import OperatorCall, register_rule
-    from prunekit.channels.tracing.label_flow import LabelFlow
+    from prunekit.channels.labels.label_flow import LabelFlow
 
     @register_rule("mylib.channel_scale")  # the operator's name: torch.ops.mylib.channel_scale(x, scale)
     def channel_scale(flow: LabelFlow, call: OperatorCall) -> None:
@@ -42,10 +42,10 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.map_builder import build_map
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.channels.trial.interchangeable_axes import interchangeable_axes
+from prunekit.channels.trial.map_builder import build_map
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.model_copy import with_weights

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.channels.cut.shorter_model import AbsentModule, ConstantModule, EmptyModule, ShorterModule
 from prunekit.channels.cut.slicing import narrowed
-from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule, EmptyModule, ShorterModule
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.channels.rewrite.substitutes import SizedAttention
+from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.errors import PlanError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import unwrapped

@@ -19,14 +19,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from prunekit.channels.cut.model_match import own_buffers, require_compact
+from prunekit.channels.cut.shorter_model import shorten_
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
-from prunekit.channels.depth.branch import WHOLE, Shortening
-from prunekit.channels.depth.shorter_model import shorten_
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
-from prunekit.channels.rewrite.substitutes import Heads, heads_of, set_heads
-from prunekit.channels.tracing.fused_modules import is_inside
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
+from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.compaction.found_build import found_build

@@ -17,7 +17,7 @@ from prunekit.statistics.patch_moments import PatchStats
 from prunekit.statistics.taylor_terms import TaylorTerms
 
 if TYPE_CHECKING:
-    from prunekit.channels.channel_map import ChannelMap
+    from prunekit.channels.tracing.channel_map import ChannelMap
 
 Scores = npt.NDArray[np.float64]
 Need = Literal["weights", "stats", "moments", "patches", "ranks", "gradients", "curvature", "labels"]

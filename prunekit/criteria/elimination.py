@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_errors import relative_scale, with_ridge

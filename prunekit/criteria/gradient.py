@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_match import require_model
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.criteria.scoring import LabelMean, mean_over_slices
 from prunekit.errors import UsageError

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_match import require_model
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import Criterion, Evidence, Need, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.channel_stats import ChannelStats

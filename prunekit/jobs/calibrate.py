@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches

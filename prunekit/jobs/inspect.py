@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.trace import trace
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError

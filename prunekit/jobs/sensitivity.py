@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.channels.tracing.execution import channel_axis
 from prunekit.errors import PlanError
 from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
 from prunekit.hooks.owner import HookOwner

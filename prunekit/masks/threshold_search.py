@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.channels.tracing.execution import channel_axis
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks.owner import HookOwner
 from prunekit.masks.activation_masks import ActivationMasks, Side, change_activations

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.masks.weight_masks import WeightMasks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.substitutes import substituted_copy
+from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.trial.tolerance import rounding
 from prunekit.errors import reason_of
 from prunekit.hooks.model_copy import named_tensors

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.execution import ModuleStack, plain_operators
-from prunekit.channels.tracing.fused_modules import fused_away, is_inside
-from prunekit.channels.tracing.memory_table import record_memory
+from prunekit.channels.labels.branch import is_inside
+from prunekit.channels.memory_table import record_memory
+from prunekit.channels.tracing.execution import ModuleStack, fused_away, plain_operators
 from prunekit.channels.tracing.storages import parts_of, plain_in, shape_of, storage_of
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled

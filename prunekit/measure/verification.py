@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.cut.kept_state import NO_STATE, KeptState, cut_state_, drop_remade_, give_state_, kept_tensors
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
 from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
 from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.tracing.kept_state import (
+    NO_STATE,
+    KeptState,
+    cut_state_,
+    drop_remade_,
+    give_state_,
+    kept_tensors,
+)
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference

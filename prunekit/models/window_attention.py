@@ -16,7 +16,7 @@ from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from prunekit.channels.rewrite.substitutes import SizedAttention, substitute
+from prunekit.channels.tracing.substitutes import SizedAttention, substitute
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.channel_map import ChannelGroup, ChannelMap, Keep
-from prunekit.channels.constraints import Removal
-from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.constraints import Removal
+from prunekit.channels.labels.equal_widths import NO_EQUAL_WIDTHS
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.costs import GroupPart
 from prunekit.settings.pruning import PruneSettings

@@ -14,8 +14,8 @@ from itertools import combinations, takewhile
 
 import numpy as np
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.budgets.budget import Budgets
 from prunekit.planning.budgets.costs import GroupPart, Numbers
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, labels_matching

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.channel_map import ChannelMap, Lock
-from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.constraints import LockRecord
 from prunekit.channels.rules.quantized import PRUNE_FIRST, quantized_parts
-from prunekit.channels.tracing.tracer import hint_at_child
+from prunekit.channels.tracing.channel_map import ChannelMap, Lock
+from prunekit.channels.tracing.execution import hint_at_child
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.budget import Budgets, budgets_of
 from prunekit.planning.budgets.costs import GroupPart, Numbers

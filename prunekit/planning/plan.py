@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
-from prunekit.channels.depth.branch import Branch
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.branch import Branch
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.hooks.model_copy import named_tensors

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.planning.candidates import Scores
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import NonFiniteError, PlanError
 from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of
 from prunekit.planning.budgets.costs import GroupPart, Numbers, cost_model

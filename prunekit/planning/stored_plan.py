@@ -11,12 +11,12 @@ import torch
 from annotated_types import Ge, Le
 from pydantic import Strict, TypeAdapter, ValidationError
 
-from prunekit.channels.channel_map import ChannelMap, Lock, SizeAttribute, group_labels
-from prunekit.channels.cut.kept_state import KeptState
-from prunekit.channels.depth.branch import Branch, Branches, BranchLock, ModuleBody
-from prunekit.channels.joint_labels import NOT_JOINT
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody
+from prunekit.channels.labels.joint_labels import NOT_JOINT
+from prunekit.channels.tracing.channel_map import ChannelMap, Lock, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
+from prunekit.channels.tracing.kept_state import KeptState
 from prunekit.errors import cut_short
 from prunekit.models.bitmask import unpack_bits
 from prunekit.models.library_config import LIBRARY_CONFIG

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
 from prunekit.jobs.bench import devices

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError

@@ -15,12 +15,12 @@ from typing import Any, Self
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.model_match import require_model
-from prunekit.channels.equal_widths import EqualWidths
-from prunekit.channels.map_builder import with_equal_widths
+from prunekit.channels.labels.branch import is_inside
+from prunekit.channels.labels.equal_widths import EqualWidths
 from prunekit.channels.trace import trace
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
+from prunekit.channels.trial.map_builder import with_equal_widths
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count

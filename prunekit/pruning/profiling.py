@@ -15,9 +15,9 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.deploy.transform import AS_IT_IS, Transform

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.narrow_norms import keep_narrow_norms
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.subnormals import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import HALF
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import unread_stacks

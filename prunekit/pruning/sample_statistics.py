@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelGroup, ChannelMap
-from prunekit.channels.rewrite.substitutes import substituted_copy
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
+from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.criteria.criterion import get_criterion
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.stages.memory_need import require_memory

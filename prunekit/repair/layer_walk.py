@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.rewrite.substitutes import substituted_copy
+from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan

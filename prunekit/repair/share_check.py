@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.rewrite.substitutes import substituted_copy
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
+from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.channels.tracing.execution import channel_axis
 from prunekit.errors import NonFiniteError, UsageError, nearest
 from prunekit.hooks.hook import called_leaves, never_called
 from prunekit.hooks.wrappers import unwrapped

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.errors import NonFiniteError, UsageError, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients

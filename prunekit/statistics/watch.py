@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.substitutes import substitute_all, substitutes
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.channels.tracing.storages import is_plain
+from prunekit.channels.tracing.substitutes import substitute_all, substitutes
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.hooks.model_copy import named_tensors

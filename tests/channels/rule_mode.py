@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.rule import RULES, OperatorCall
 from prunekit.channels.tracing.channel_norms import NormFinder
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 class RuleMode(TorchDispatchMode):

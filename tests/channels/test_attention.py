@@ -24,7 +24,8 @@ from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from prunekit.channels.rewrite.substitutes import (
+from prunekit.channels.trace import trace
+from prunekit.channels.tracing.substitutes import (
     SUBSTITUTES,
     SizedMultiheadAttention,
     heads_of,
@@ -32,7 +33,6 @@ from prunekit.channels.rewrite.substitutes import (
     substitute,
     substitute_all,
 )
-from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.models.window_attention import (
     SizedRelativeAttention,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.depth.branch import Shortening
-from prunekit.channels.depth.shorter_model import shorten_
+from prunekit.channels.cut.shorter_model import shorten_
+from prunekit.channels.labels.branch import Shortening
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact, spread_
 from prunekit.compaction.model_folder import load, save

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from nets_shuffled import WIDTH, HalvedUnit, Unit, UnitOfModules, channel_shuffle, units
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import SizeAttribute
-from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_expressions
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import SizeAttribute
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save

@@ -8,7 +8,7 @@ from equivalence import randomized
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.channels.tracing.fused_modules import fused_away
+from prunekit.channels.tracing.execution import fused_away
 from prunekit.measure.model_size import count_macs
 
 X = (torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)),)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from equivalence import TOLERANCE, Net, heads_and_positions, parity, random_keep, randomized, settled_plan
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.joint_labels import Numbering, numbered
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.joint_labels import Numbering, numbered
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError
 from prunekit.planning.plan import Plan
 

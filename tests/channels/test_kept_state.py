@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.channels.cut.kept_state import kept_tensors
+from prunekit.channels.tracing.kept_state import kept_tensors
 from prunekit.errors import VerificationError
 
 

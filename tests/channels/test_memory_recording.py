@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.memory_table import record_memory
 from prunekit.channels.tracing.execution import without_fast_path
-from prunekit.channels.tracing.memory_table import record_memory
 from prunekit.errors import ModelError
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.memory_table import memory_table, record_memory, undominated
 from prunekit.channels.trace import trace
-from prunekit.channels.tracing.memory_table import memory_table, record_memory, undominated
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.plan import Plan
 

@@ -19,8 +19,8 @@ from net_cases import CASES
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.hooks.hook import count_hooks

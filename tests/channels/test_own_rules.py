@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import prunekit
 from prunekit.channels import trace
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules import rule
 from prunekit.channels.rules.rule import RULES
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 @torch.library.custom_op("mylib::channel_scale", mutates_args=())

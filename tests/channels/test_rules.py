@@ -11,9 +11,9 @@ from rule_mode import RuleMode
 from torch import Tensor
 
 from prunekit.channels.labels import Field, along
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.pointwise import KEEPS_ZERO
 from prunekit.channels.rules.rule import RULES, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 Operator = Callable[[Tensor], Tensor]
 SIZE = 6

@@ -13,7 +13,7 @@ from equivalence import TOLERANCE, parity, randomized, settled_plan
 from nets_stated import WIDTH, Correlation, ScaleOfAWidth
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.labels.code_places import CodePlace
 from prunekit.compaction.compact_model import compact
 
 EXAMPLE = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64),)

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from nets_stated import CLASSES, WIDTH, Batched, Chunks, Looping, Quotient, ReadOffAPart, UnequalParts, Unscaled
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.rewrite.call_sites import CodePlace, attribute_read, definition, place_of, slice_of_axis
+from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.rewrite.source_rewriter import attribute_values, original_of, set_expressions
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.call_sites import attribute_read, definition, place_of, slice_of_axis
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save

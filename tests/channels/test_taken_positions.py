@@ -13,7 +13,7 @@ from equivalence import TOLERANCE, parity, random_keep, randomized, settled_plan
 from nets_taken import CLASSES, WIDTH, Added, Attribute, OnAMap, Ordered, Taken, Time, example_of, waves
 from torch import Tensor, nn
 
-from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact

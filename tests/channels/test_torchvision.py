@@ -12,8 +12,8 @@ from accelerate import init_empty_weights
 from equivalence import difference, masked_double, parity, random_keep, randomized, zero_removed
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import mode_for_trace
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact

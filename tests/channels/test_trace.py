@@ -16,11 +16,10 @@ from equivalence import Net, assert_unchanged, image, parity, random_keep, rando
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.channels.channel_map import ChannelMap, group_labels
-from prunekit.channels.constraint_solver import NOT_USED
-from prunekit.channels.constraints import LockRecord
-from prunekit.channels.map_builder import with_extra
+from prunekit.channels.labels.constraints import LockRecord
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap, group_labels
+from prunekit.channels.trial.map_builder import NOT_USED, with_extra
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, PrunekitError

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import prunekit
-from prunekit.channels.constraints import NOT_ZERO
+from prunekit.channels.labels.constraints import NOT_ZERO
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.criteria.scoring import score
 from prunekit.measure.model_size import count_macs

@@ -15,7 +15,7 @@ from torch import nn
 from torchvision.models import SwinTransformer, VisionTransformer
 from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
-from prunekit.channels.rewrite.substitutes import SizedAttention
+from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.errors import ArtifactError

@@ -25,7 +25,7 @@ from torchvision.models.swin_transformer import SwinTransformerBlockV2
 from torchvision.models.video import SwinTransformer3d
 
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.channels.rewrite.substitutes import SizedAttention
+from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.compaction.model_folder import load, save

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.scoring import score
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats

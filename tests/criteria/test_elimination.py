@@ -12,9 +12,9 @@ from equivalence import image, randomized
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.channels.constraints import LockRecord
-from prunekit.channels.map_builder import with_extra
+from prunekit.channels.labels.constraints import LockRecord
 from prunekit.channels.trace import trace
+from prunekit.channels.trial.map_builder import with_extra
 from prunekit.criteria import elimination
 from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.gradient import Movement
 from prunekit.errors import ArtifactError
 from prunekit.hooks.hook import count_hooks

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision import models
 
-from prunekit.channels.channel_map import ChannelMap, group_labels
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap, group_labels
 from prunekit.criteria.criterion import Evidence, get_criterion, register_criterion
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import NonFiniteError, UsageError

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 import prunekit as pk
-from prunekit.channels.channel_map import Keep
-from prunekit.channels.depth.branch import Branch
+from prunekit.channels.labels.branch import Branch
+from prunekit.channels.tracing.channel_map import Keep
 from prunekit.errors import PlanError, SettingsError, UsageError
 from prunekit.planning.keywords import prune_settings
 from prunekit.settings.pruning import facts_of

@@ -14,7 +14,7 @@ from efforts import LITTLE
 from made_up_timings import time_by_macs
 from torch import nn
 
-from prunekit.channels.depth.shorter_model import AbsentModule, ConstantModule
+from prunekit.channels.cut.shorter_model import AbsentModule, ConstantModule
 from prunekit.channels.trace import trace
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.errors import PlanError, UsageError

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap, group_labels
+from prunekit.channels.tracing.channel_map import ChannelMap, group_labels
 from prunekit.planning.plan import Plan
 
 

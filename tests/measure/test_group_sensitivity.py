@@ -12,8 +12,8 @@ from equivalence import Net, assert_unchanged, randomized, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks.hook import count_hooks

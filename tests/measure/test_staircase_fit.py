@@ -11,8 +11,8 @@ import torch
 from chains import Chain, chain, random_table
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import sample_widths
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table

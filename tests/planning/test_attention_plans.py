@@ -10,8 +10,8 @@ import torch
 from attention_net import HEADS, Attention
 from equivalence import heads_and_positions
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import save
 from prunekit.errors import PlanError

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError
 from prunekit.measure.latency_profile.layer_times import LayerTimes

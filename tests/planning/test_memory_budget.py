@@ -14,10 +14,10 @@ from chains import Chain, kept, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.memory_table import record_memory
 from prunekit.channels.trace import trace
-from prunekit.channels.tracing.memory_table import record_memory
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.planning.budgets.budget import budgets_of

@@ -16,8 +16,8 @@ from equivalence import random_keep
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import ArtifactError, PlanError
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan

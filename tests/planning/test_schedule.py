@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import zeros
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
 from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.schedules import Stage, settings_at_stage, share_kept, timeline

@@ -12,8 +12,8 @@ from chains import chain, kept, most_kept, random_chain, random_table, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.budgets.budget import budgets_of
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import Scores, free_parts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.elimination import hull_slopes
 from prunekit.planning.candidates import Scores
 from prunekit.planning.sensitivity_curves import (

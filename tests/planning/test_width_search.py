@@ -9,8 +9,8 @@ from chains import Chain, kept, most_kept, random_chain, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.budgets.budget import budgets_of
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.solver import make_plan

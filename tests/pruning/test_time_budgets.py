@@ -17,8 +17,8 @@ from made_up_timings import DENSE_MS, took
 from torch import nn
 
 import prunekit
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.transform import transform_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan

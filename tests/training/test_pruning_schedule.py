@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from training_models import CPU, net, splits
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.criteria.scoring import score
 from prunekit.hooks.hook import count_hooks

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.slicing import take
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.labels.branch import is_inside
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError, nearest
 from prunekit.hooks.model_copy import named_tensors
 

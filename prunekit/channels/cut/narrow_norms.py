@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths, take
 from prunekit.channels.labels import Labels
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.hooks.hook import HOOK_TABLES
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner

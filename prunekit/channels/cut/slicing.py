@@ -11,15 +11,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.cut.kept_state import cut_state_
-from prunekit.channels.depth.branch import WHOLE, Shortening
-from prunekit.channels.depth.shorter_model import shorten_
+from prunekit.channels.cut.shorter_model import shorten_
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
 from prunekit.channels.rewrite.source_rewriter import Values, attribute_values, set_attributes
-from prunekit.channels.rewrite.substitutes import SizedAttention, heads_left, set_heads
 from prunekit.channels.rules.convolution import whole_groups
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
+from prunekit.channels.tracing.kept_state import cut_state_
+from prunekit.channels.tracing.substitutes import SizedAttention, heads_left, set_heads
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.utils.context import training_mode
 

@@ -9,8 +9,6 @@ from functools import cached_property
 
 import numpy as np
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.depth.branch import Branch, Branches, BranchLock, ModuleBody, Replacement, read_by
 from prunekit.channels.depth.concatenated_parts import concatenated_parts
 from prunekit.channels.depth.module_code import code_of
 from prunekit.channels.depth.run_search import (
@@ -27,8 +25,9 @@ from prunekit.channels.depth.run_search import (
     out_shape,
 )
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody, Replacement, is_inside, read_by
 from prunekit.channels.rules.compute import COUNTED
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prunekit.channels.depth.branch import Branch, Replacement
 from prunekit.channels.depth.run_search import RunSearch
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.branch import Branch, Replacement
 from prunekit.channels.rules.compute import COUNTED
 
 JOINS = frozenset({"aten.cat"})

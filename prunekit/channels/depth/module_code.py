@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from prunekit.channels.depth.branch import Step
 from prunekit.channels.depth.run_search import SCALED, SUMS, RunSearch, StaysError, is_function
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.labels.branch import Step, is_inside
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator
 
 OPEN = 1 << 62
@@ -78,7 +77,7 @@ def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
 
 
 def _require_one_reader(search: RunSearch, call: TracedCall, child: TracedCall) -> None:
-    """Raise if a child that returns what it is given, as dropout does in eval mode, cannot be placed among the steps."""
+    """Raise if a child that returns what it is given, as dropout does in eval mode, has no place among the steps."""
     if not child.plain or not child.inputs or child.inputs[:1] != child.outputs:
         raise StaysError(f"{child.path} returns what it is not given")
     made = child.outputs[0]

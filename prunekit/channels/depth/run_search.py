@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.channel_map import ChannelMap
-from prunekit.channels.depth.shorter_model import FUNCTIONS
+from prunekit.channels.cut.shorter_model import FUNCTIONS
 from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 
 SUMS = frozenset({"aten.add", "aten.add_"})

@@ -16,11 +16,13 @@ from types import CodeType
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.constraints import Constraint, EqualParts, FixedPositions, Rectangle
 from prunekit.channels.labels import Field, Labels, rows_along
-from prunekit.channels.rewrite.call_sites import (
-    CodePlace,
+from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.labels.constraints import Constraint, EqualParts, FixedPositions, Rectangle
+from prunekit.channels.rewrite.source_rewriter import can_state, integers
+from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.rules.shape import axis_groups
+from prunekit.channels.tracing.call_sites import (
     attribute_read,
     definition,
     expression_at,
@@ -33,9 +35,7 @@ from prunekit.channels.rewrite.call_sites import (
     shape_arguments,
     slice_of_axis,
 )
-from prunekit.channels.rewrite.source_rewriter import can_state, integers
-from prunekit.channels.rules.pointwise import MADE
-from prunekit.channels.rules.shape import axis_groups
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
 

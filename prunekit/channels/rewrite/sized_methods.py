@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from prunekit.channels.rewrite.call_sites import CodePlace, definition, method_of
+from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.rewrite.source_rewriter import ORDERED, ExpressionReplacer, original_of, places_of
+from prunekit.channels.tracing.call_sites import definition, method_of
 
 ORDERED = ORDERED
-"""The name of `prunekit.channels.rewrite.taken_positions.ordered` in the source of methods."""
+"""The name of `prunekit.channels.tracing.taken_positions.ordered` in the source of methods."""
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.rewrite.call_sites import (
+from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.tracing.call_sites import (
     SIZED_FILE,
-    CodePlace,
     definition,
     is_chunk,
     is_of_torch,
@@ -36,8 +35,9 @@ from prunekit.channels.rewrite.call_sites import (
     method_of,
     rearranged_by,
 )
-from prunekit.channels.rewrite.taken_positions import ordered, picked_from
-from prunekit.channels.rewrite.weak_cache import weak_cache
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.tracing.taken_positions import ordered, picked_from
+from prunekit.channels.tracing.weak_cache import weak_cache
 from prunekit.errors import ArtifactError
 
 Values = dict[str, dict[str, Any]]

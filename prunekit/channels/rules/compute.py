@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels import Field, WidthMultiple
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 _EINSUM = {
     "aten.mm": ("mk", "kn", "mn"),

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from prunekit.channels.constraints import NOT_ZERO, Grouped
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.labels.constraints import NOT_ZERO, Grouped
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.rule import OperatorCall, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 SLIDES = "a convolution slides over these channels"
 FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"

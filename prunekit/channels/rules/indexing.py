@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.labels.constraints import EqualParts, Rectangle
+from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.rules.meta_shapes import numbers_in
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.rule import OperatorCall, register_rule
 from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
-from prunekit.channels.tracing.label_flow import LabelFlow
-from prunekit.channels.tracing.meta_shapes import numbers_in
 from prunekit.hooks.model_copy import named_tensors
 
 STORED_ORDER = (

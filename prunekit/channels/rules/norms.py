@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from prunekit.channels.constraints import Normalized
 from prunekit.channels.labels import Field, along, rows_along
+from prunekit.channels.labels.constraints import Normalized
+from prunekit.channels.labels.label_flow import LabelFlow, Shape
 from prunekit.channels.rules.rule import OperatorCall, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow, Shape
 from prunekit.hooks.model_copy import named_tensors
 
 Tensor = torch.Tensor | None

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels import Field
-from prunekit.channels.rewrite.taken_positions import RunningExpression
+from prunekit.channels.labels.code_places import Expression
+from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, Operand, Shape
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
-from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, Operand, Shape
-from prunekit.channels.tracing.operator_mode import NOISE
 
+IN_PLACE = ("", "_")
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
     "sqrt square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
@@ -33,12 +33,15 @@ PRODUCTS = "mul logical_and bitwise_and div true_divide floor_divide remainder f
 DIVIDES = frozenset(aten("reciprocal rsqrt log log2 log10", ("", "_")))
 """Operators of `MOVES_ZERO` that are not finite at 0."""
 KEEPS_NONZERO = frozenset(aten("clone detach alias _to_copy lift_fresh contiguous to"))
+NOISE = frozenset(aten("normal normal_ randn randn_like"))
+"""Operators that draw numbers around 0: those of a removed channel are removed with it."""
+BELOW_ONE = frozenset(aten("uniform uniform_ rand rand_like"))
+RANDOM = NOISE | BELOW_ONE | frozenset(aten("bernoulli exponential", IN_PLACE))
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "gt", "le", "ge")}
 SLOPES = (
     "tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward elu_backward softplus_backward "
     "leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward"
 )
-IN_PLACE = ("", "_")
 
 
 def aligned(flow: LabelFlow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
@@ -71,7 +74,7 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
 
 
 def _taken(
-    flow: LabelFlow, tensors: Sequence[torch.Tensor], operands: Sequence[Operand], index: int, here: RunningExpression
+    flow: LabelFlow, tensors: Sequence[torch.Tensor], operands: Sequence[Operand], index: int, here: Expression
 ) -> Operand:
     """Return an operand; one that forward makes gets the labels of the axis that it meets, to be taken at those left.
 

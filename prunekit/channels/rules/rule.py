@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from prunekit.channels.tracing.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import LabelFlow
 
 Rule = Callable[[LabelFlow, "OperatorCall"], None]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from prunekit.channels.labels import Field
+from prunekit.channels.labels.label_flow import LabelFlow, Operand
 from prunekit.channels.rules.pointwise import IN_PLACE, is_zero
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 from prunekit.channels.rules.shape import BY_POSITION, PICKED, replay
-from prunekit.channels.tracing.label_flow import LabelFlow, Operand
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.tensors import gather as gather_tensors
 

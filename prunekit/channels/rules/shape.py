@@ -8,10 +8,10 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
+from prunekit.channels.labels.constraints import Crossed, Padded, Rectangle
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from prunekit.channels.labels import Field
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.pointwise import broadcast, keeps_zero, sums
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 register_rule(*aten("_conj _conj_physical conj_physical _neg_view resolve_conj resolve_neg angle"))(keeps_zero)
 register_rule("aten.complex")(sums)

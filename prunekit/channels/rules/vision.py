@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.rule import OperatorCall, register_rule
-from prunekit.channels.tracing.label_flow import LabelFlow
 
 SAMPLED = "sampled between places along these channels"
 

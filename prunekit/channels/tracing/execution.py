@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import linecache
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.channels.labels.code_places import ModuleCall
+from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
-
-
-class ModuleCall(NamedTuple):
-    """The number of a call of a module in a forward pass, from 1, and the line of the model's Python that makes it."""
-
-    number: int
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        text = linecache.getline(self.file, self.line).strip()
-        return f"{Path(self.file).name}:{self.line}" + (f": {text}" if text else "")
 
 
 class ModuleStack(HookOwner):
@@ -37,7 +29,7 @@ class ModuleStack(HookOwner):
         model: the model that runs.
         on_enter: is called with path, module, and a pair of its positional and named arguments.
         on_exit: is called with the same, and the result.
-        alternatives: paths of modules that run where others do, see `prunekit.channels.tracing.alternatives`.
+        alternatives: paths of modules that run where others do, see `alternatives_of`.
         run_alternative: runs one, given the module, the arguments of the other, positional and named, and its result.
 
     Attributes:
@@ -111,6 +103,12 @@ class ModuleStack(HookOwner):
                     self._run_alternative(self.model.get_submodule(other), args, named, output)
 
         return hook
+
+
+def channel_axis(module: nn.Module, ndim: int) -> int:
+    """Return the axis of an activation that holds a module's channels: the last one of linear layers, else axis 1."""
+    last = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention)
+    return ndim - 1 if isinstance(module, last) or ndim < 2 else 1
 
 
 def is_layer_of_torch(module: nn.Module) -> bool:
@@ -254,6 +252,15 @@ def line_of(error: BaseException) -> str:
     return ""
 
 
+def hint_at_child(model: nn.Module) -> str:
+    """Return advice to give the child that has all parameters of a model, for messages; empty without one."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, child in model.named_children() if own else ():
+        if own == {id(parameter) for parameter in child.parameters()}:
+            return f"; its .{name} ({type(child).__name__}) has them all: give that"
+    return ""
+
+
 def innermost_module(error: BaseException) -> nn.Module | None:
     """Return the module in whose method an error was raised; None if it was in none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -263,3 +270,80 @@ def innermost_module(error: BaseException) -> nn.Module | None:
             if isinstance(frame.f_locals.get(name), nn.Module):
                 return frame.f_locals[name]  # type: ignore[no-any-return]
     return None
+
+
+Alternatives = Mapping[str, tuple[str, ...]]
+"""Path of a module that runs -> paths of others that did not, which run after the first of those that have them."""
+
+
+def alternatives_of(
+    model: nn.Module, ran: set[str], activations: Mapping[tuple[str, str, int], Labels], union: LabelUnion
+) -> Alternatives:
+    """Return the members of lists that did not run, for those that did and are built like them.
+
+    They, such as experts that no token of the example takes, run on what another member is given: so their channels are
+    known, and both models compute with them in the trial.
+
+    Several must have run, all on the same channels and with the same channels as results: then so would the others.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for alike in _built_alike(model):
+        taken = [path for path in alike if path in ran]
+        others = tuple(path for path in alike if not any(f"{one}.".startswith(f"{path}.") for one in ran))
+        if others and len(taken) > 1 and _on_same_channels(taken, activations, union):
+            found.update(dict.fromkeys(taken, others))
+    return found
+
+
+def _built_alike(model: nn.Module) -> Iterator[list[str]]:
+    """Yield paths of the members of each list or dictionary of modules with one class and tensors of the same sizes."""
+    for path, container in model.named_modules():
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+            kinds: dict[object, list[str]] = {}
+            for name, member in container.named_children():
+                sizes = tuple((key, tuple(tensor.shape)) for key, tensor in named_tensors(member))
+                kinds.setdefault((type(member), sizes), []).append(f"{path}.{name}" if path else name)
+            yield from (paths for paths in kinds.values() if len(paths) > 1)
+
+
+def _on_same_channels(
+    paths: Iterable[str], activations: Mapping[tuple[str, str, int], Labels], union: LabelUnion
+) -> bool:
+    """Return whether modules have the same labels on their inputs, and the same on their outputs."""
+    none = np.zeros(0, dtype=np.int64)
+    sides = [[activations.get((path, side, 0), none) for path in paths] for side in ("input", "output")]
+    return all(union.equal(labels[0], other) for labels in sides for other in labels[1:])
+
+
+def fused_away(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules that `model.fuse()` removes from a copy without a replacement.
+
+    A module whose class or children change was merged, not removed. There are none if the model has no such method, or
+    it does not work on a copy.
+    """
+    fuse = getattr(model, "fuse", None)
+    if not inspect.ismethod(fuse) or any(_required(one) for one in inspect.signature(fuse).parameters.values()):
+        return ()
+    try:
+        fused = with_tensors(model, {})
+        quiet = {"verbose": False} if "verbose" in inspect.signature(fuse).parameters else {}
+        fused.fuse(**quiet)  # type: ignore[operator]
+    except Exception:  # a method of that name that is something else, or not for copies
+        return ()
+    before, after = dict(model.named_modules()), dict(fused.named_modules())
+    found = []
+    for path, module in before.items():
+        around, other = before[_around(path)], after.get(_around(path))
+        merged = other is not None and (type(other) is not type(around) or set(other._modules) - set(around._modules))
+        if path and path not in after and other is not None and not merged and any(True for _ in module.parameters()):
+            found.append(path)
+    return tuple(found)
+
+
+def _around(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    varied = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not varied

@@ -11,8 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from prunekit.channels.rules.meta_shapes import SHORTCUTS, numbers_in, remember
+from prunekit.channels.rules.pointwise import BELOW_ONE, RANDOM
 from prunekit.utils.private_torch import HigherOrderOperator, explicit_kernel, is_composite
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, map_tensors
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,12 +113,6 @@ def _wants_no_mode(kernel: Callable[..., Any]) -> bool:
     return code is None or "_get_current_dispatch_mode" in code.co_names
 
 
-NOISE = frozenset({f"aten.{name}" for name in ("normal", "normal_", "randn", "randn_like")})
-"""Operators that draw numbers around 0: those of a removed channel are removed with it."""
-_BELOW_ONE = frozenset({f"aten.{name}" for name in ("uniform", "uniform_", "rand", "rand_like")})
-RANDOM = NOISE | _BELOW_ONE | {f"aten.{name}{suffix}" for suffix in ("", "_") for name in ("bernoulli", "exponential")}
-
-
 def without_randomness(name: str, out: Any) -> Any:
     """Set the random numbers or unwritten memory that an operator returned to fixed values, in place, and return it.
 
@@ -124,9 +120,67 @@ def without_randomness(name: str, out: Any) -> Any:
     """
     if isinstance(out, torch.Tensor):
         if name in RANDOM:
-            out.fill_(0.999 if name in _BELOW_ONE else 1.0)  # code takes the logarithm of -log(x), not 0 below 1
+            out.fill_(0.999 if name in BELOW_ONE else 1.0)  # code takes the logarithm of -log(x), not 0 below 1
         elif name == "aten.randperm":
             torch.arange(out.numel(), out=out)
         elif "empty" in name:
             out.zero_()
     return out
+
+
+class OnMeta(OperatorMode):
+    """Runs all operators as a trace does, on meta tensors and on others."""
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
+
+
+def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on meta tensors, by a shortcut if there is one for this case.
+
+    Integers and booleans that depend on no floating-point number, such as positions and attention masks, are computed
+    as well, so that code may look at them; see `numbers_in`.
+    """
+    shortcut = SHORTCUTS.get(name)
+    if shortcut is not None and isinstance(args[0], torch.Tensor) and args[0].is_meta and args[0].is_floating_point():
+        out = shortcut(args, kwargs)
+        if out is not NotImplemented:
+            return out
+    if _depends_on_numbers(func) and any(tensor.is_meta for tensor in gather((args, kwargs))):
+        found = _with_numbers(func, args, kwargs)
+        if found is not None:
+            return map_tensors(found, _on_meta)
+    out = run_operator(func, args, kwargs)
+    whole = [tensor for tensor in gather(out) if tensor.is_meta and not tensor.is_floating_point()]
+    if whole:
+        found = _with_numbers(func, args, kwargs)
+        numbers = iter([one for one in gather(found) if not one.is_floating_point()])
+        for tensor in whole:
+            remember(tensor, next(numbers, None))
+    elif func._schema.is_mutable and not func._schema.returns:  # written to without being returned
+        for tensor in gather((args, kwargs)):
+            remember(tensor, None)
+    return out
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device, which remembers its numbers."""
+    found = tensor.to("meta")
+    remember(found, None if tensor.is_floating_point() else tensor)
+    return found
+
+
+def _depends_on_numbers(func: Any) -> bool:
+    """Return whether an operator returns a number, or tensors whose size depends on numbers."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operator on the numbers that tensors hold; None if some are unknown, or are floats."""
+    given = gather((args, kwargs))
+    if torch.Tag.nondeterministic_seeded in func.tags or any(numbers_in(tensor) is None for tensor in given):
+        return None
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: numbers_in(tensor).cpu())  # type: ignore[union-attr]
+    kwargs = {key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()}
+    return run_operator(func, args, kwargs)

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.kept_state import Attribute, KeptState, Place, drop_remade_, kept_tensors, map_state_
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
-from prunekit.channels.tracing.label_flow import LabelFlow
-from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
-from prunekit.channels.tracing.operator_mode import OperatorMode
+from prunekit.channels.tracing.kept_state import Attribute, KeptState, Place, drop_remade_, kept_tensors, map_state_
+from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on_meta
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.errors import reraise_shortage
 from prunekit.hooks.model_copy import with_tensors
@@ -38,7 +37,7 @@ ONE_BY_ONE = 16
 def search_state(
     model: nn.Module, run: Callable[[nn.Module], object], *, meta: bool
 ) -> tuple[set[Place], frozenset[Attribute]]:
-    """Return the tensors that a forward pass writes for the next, and the attributes that it makes where they are None."""
+    """Return the tensors that a forward pass writes for the next, and attributes that it makes where they are None."""
     if not kept_tensors(model):
         return set(), frozenset()
     moved = _moved(model, run, meta, training=False)

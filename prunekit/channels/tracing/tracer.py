@@ -17,30 +17,36 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.constraints import FixedPositions, LockRecord
-from prunekit.channels.cut.kept_state import NO_STATE, KeptState, kept_tensors, same_state
 from prunekit.channels.labels import LOCKED, Field, Labels, along
-from prunekit.channels.rewrite.call_sites import Site, caller_here, site_here, takes_sizes
-from prunekit.channels.rewrite.substitutes import substitute_all
-from prunekit.channels.rewrite.taken_positions import MEETING, PICKING, RunningExpression
+from prunekit.channels.labels.constraints import FixedPositions, LockRecord
+from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, positions_of
+from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
 from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.quantized import PRUNE_FIRST, is_quantizing, quantized_parts
 from prunekit.channels.rules.rule import OperatorCall, rule_of
 from prunekit.channels.rules.shape import SHAPES_IN_PLACE
-from prunekit.channels.tracing.alternatives import Alternatives, alternatives_of
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
+from prunekit.channels.tracing.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.tracing.channel_norms import NormFinder
-from prunekit.channels.tracing.execution import ModuleStack, TrainModeWatch, mode_for_trace, plain_operators
-from prunekit.channels.tracing.fused_modules import fused_away
-from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, positions_of
-from prunekit.channels.tracing.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow
-from prunekit.channels.tracing.made_axes import MadeAxes
-from prunekit.channels.tracing.meta_shapes import OnMeta, run_on_meta
-from prunekit.channels.tracing.operator_mode import OperatorMode, without_randomness
+from prunekit.channels.tracing.execution import (
+    Alternatives,
+    ModuleStack,
+    TrainModeWatch,
+    alternatives_of,
+    channel_axis,
+    fused_away,
+    hint_at_child,
+    mode_for_trace,
+    plain_operators,
+)
+from prunekit.channels.tracing.kept_state import NO_STATE, KeptState, kept_tensors, same_state
+from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on_meta, without_randomness
 from prunekit.channels.tracing.state_search import label_state, operators_aside, results_aside, runs_on, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
+from prunekit.channels.tracing.substitutes import substitute_all
+from prunekit.channels.tracing.taken_positions import MEETING, PICKING, RunningExpression
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients, named_tensors, owners, with_tensors
@@ -60,12 +66,6 @@ WIDEST = 8
 HALF = frozenset({torch.float16, torch.bfloat16})
 ActivationKey = tuple[str, str, int]
 """A module path, "input" or "output", and which call of the module it is, from 0."""
-
-
-def channel_axis(module: nn.Module, ndim: int) -> int:
-    """Return the axis of an activation that holds a module's channels: the last one of linear layers, else axis 1."""
-    last = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention)
-    return ndim - 1 if isinstance(module, last) or ndim < 2 else 1
 
 
 @dataclass(eq=False)
@@ -338,15 +338,6 @@ def trace_model(
     trace.fused_away = fused_away(model)
     trace.inputs = input_specs(examples[0])
     return trace
-
-
-def hint_at_child(model: nn.Module) -> str:
-    """Return advice to give the child that has all parameters of a model, for messages; empty without one."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for name, child in model.named_children() if own else ():
-        if own == {id(parameter) for parameter in child.parameters()}:
-            return f"; its .{name} ({type(child).__name__}) has them all: give that"
-    return ""
 
 
 def _traced(

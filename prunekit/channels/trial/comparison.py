@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.cut.kept_state import drop_remade_
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import take
+from prunekit.channels.labels.branch import is_inside
+from prunekit.channels.rules.pointwise import NOISE
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.execution import (
     FIXED_CODE,
     ModuleStack,
@@ -27,8 +28,8 @@ from prunekit.channels.tracing.execution import (
     mode_for_trace,
     plain_operators,
 )
-from prunekit.channels.tracing.fused_modules import is_inside
-from prunekit.channels.tracing.operator_mode import NOISE, OperatorMode, run_operator, without_randomness
+from prunekit.channels.tracing.kept_state import drop_remade_
+from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
 from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision

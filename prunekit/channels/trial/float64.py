@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from prunekit.channels.cut.shorter_model import ConstantModule
 from prunekit.channels.cut.slicing import KeptIndices, blank
-from prunekit.channels.depth.shorter_model import ConstantModule
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.slicing import resize, take
 from prunekit.channels.labels import Labels
+from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, around
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.tracing.interchangeable import Interchangeable, TensorAxis, around
 from prunekit.channels.trial.float64 import AS_DOUBLE, Float64WhileRunning, float64_inputs, to_double
 from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors

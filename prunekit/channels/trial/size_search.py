@@ -25,11 +25,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.constraints import EqualParts
 from prunekit.channels.labels import Field, rows_along
-from prunekit.channels.rewrite.call_sites import (
-    CodePlace,
+from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.labels.constraints import EqualParts
+from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
+from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
+from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.tracing.call_sites import (
     Site,
     calling_frame,
     definition,
@@ -39,9 +41,7 @@ from prunekit.channels.rewrite.call_sites import (
     place_of,
     value_of,
 )
-from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
-from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
-from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators

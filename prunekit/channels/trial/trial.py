@@ -12,21 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
-from prunekit.channels.constraints import LockRecord, Removal
 from prunekit.channels.cut.slicing import KeptIndices, kept_indices, masked_indices, narrowed
-from prunekit.channels.depth.branch import Branch, BranchLock
 from prunekit.channels.labels import Labels
-from prunekit.channels.map_builder import (
-    with_all_constraints,
-    with_extra,
-    with_sizes,
-    with_staying,
-    without_expressions,
-)
+from prunekit.channels.labels.branch import Branch, BranchLock, is_inside
+from prunekit.channels.labels.constraints import LockRecord, Removal
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.rules.pointwise import MADE
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import (
     Divergence,
@@ -46,6 +38,13 @@ from prunekit.channels.trial.float64 import (
     float64_inputs,
     to_double,
     with_zeros,
+)
+from prunekit.channels.trial.map_builder import (
+    with_all_constraints,
+    with_extra,
+    with_sizes,
+    with_staying,
+    without_expressions,
 )
 from prunekit.channels.trial.size_search import BatchAxes, Failure, Outcome, ScaleSearch, SizeSearch, fields_at, within
 from prunekit.channels.trial.tolerance import NOT_FINITE

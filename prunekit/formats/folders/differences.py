@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.channels.depth.branch import WHOLE, Shortening
-from prunekit.channels.depth.shorter_model import REPLACED, ShorterModule, shortening_of
+from prunekit.channels.cut.shorter_model import REPLACED, ShorterModule, shortening_of
+from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.channels.rewrite.substitutes import SizedAttention
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.formats.folders.literals import literal
 from prunekit.hooks.hook import HOOK_TABLES

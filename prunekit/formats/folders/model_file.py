@@ -14,7 +14,7 @@ from torch import nn
 
 from prunekit.channels.rewrite.sized_methods import SizedMethod, sized_methods
 from prunekit.channels.rewrite.source_rewriter import ORDERED, original_of
-from prunekit.channels.rewrite.substitutes import SizedAttention
+from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.errors import RunError
 from prunekit.formats.folders import included_parts
 from prunekit.formats.folders.builders import Builder
@@ -326,7 +326,7 @@ def _method(method: SizedMethod, bundle: Bundle) -> str:
             other[name] = bound
     text = method.text(base, other)
     if ORDERED in text:
-        bundle.include("prunekit.channels.rewrite.taken_positions", "ordered")
+        bundle.include("prunekit.channels.tracing.taken_positions", "ordered")
         text = text.replace(ORDERED, "ordered")
     return text
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.channels.tracing.execution import channel_axis
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks.gradient_hooks import GradientChange, InputGradients, OutputGradients, hook_gradient, tensor_hook
 from prunekit.hooks.hook import HookWarning, recomputing, refuse_compiled

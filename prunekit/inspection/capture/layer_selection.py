@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from prunekit.channels.channel_map import ChannelGroup
-from prunekit.channels.rewrite.substitutes import substitutes
+from prunekit.channels.tracing.channel_map import ChannelGroup
+from prunekit.channels.tracing.substitutes import substitutes
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.model_copy import named_tensors

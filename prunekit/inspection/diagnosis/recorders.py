@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.execution import ModuleStack
+from prunekit.channels.tracing.execution import ModuleStack, channel_axis
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
-from prunekit.channels.tracing.tracer import channel_axis
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.owner import HookOwner
 from prunekit.inspection.diagnosis.observation import Failure, NonlinearityInputs, Shape, TrailStep

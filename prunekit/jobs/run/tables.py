@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, SensitivityCurve, keep_in_group

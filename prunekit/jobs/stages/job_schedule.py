@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import UsageError
 from prunekit.jobs.calibrate import calibrate_again

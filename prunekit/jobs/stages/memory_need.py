@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.elimination import most_state_bytes
 from prunekit.errors import UsageError

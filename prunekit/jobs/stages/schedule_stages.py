@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
 from prunekit.jobs.run.agreement import share_stage

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact, spread_
 from prunekit.data.loader import batches
 from prunekit.distributed.process_group import is_main

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.rewrite.weak_cache import weak_cache
+from prunekit.channels.tracing.weak_cache import weak_cache
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime

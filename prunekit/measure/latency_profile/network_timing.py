@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.channel_map import ChannelMap, Keep
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import RunError, UsageError, reraise_shortage
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.effort import current_effort

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.width_features import ModuleFeatures, WidthProduct, features_of
 from prunekit.planning.budgets.costs import Numbers

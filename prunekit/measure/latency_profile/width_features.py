@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels, apart
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.traced_run import TracedOperator
 
 MOST = 8

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from prunekit import known_names
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.costs import CostModel, GroupPart, Numbers, Term, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable

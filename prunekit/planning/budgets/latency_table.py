@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels.channel_map import ChannelMap, Keep
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prunekit.channels.tracing.memory_table import memory_table
+from prunekit.channels.memory_table import memory_table
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Countable, register_budget
 from prunekit.planning.budgets.costs import Term, entries, presence

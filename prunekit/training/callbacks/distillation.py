@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.tracing.tracer import channel_axis
+from prunekit.channels.tracing.execution import channel_axis
 from prunekit.distributed.process_group import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import ChannelMap
 from prunekit.channels.cut.model_match import require_model
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.magnitude import NORMS
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan

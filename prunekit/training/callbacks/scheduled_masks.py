@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.channels.channel_map import Keep
+from prunekit.channels.tracing.channel_map import Keep
 from prunekit.errors import ArtifactError
 from prunekit.masks.masked_model import ChangingMasks, sparsity
 from prunekit.masks.weight_masks import PrunedValues

@@ -19,10 +19,10 @@ from torch import nn
 
 from prunekit import known_names
 from prunekit.channels.labels import Field, Labels, apart
-from prunekit.channels.rewrite.substitutes import substitute_all
 from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, storage_of
+from prunekit.channels.tracing.substitutes import substitute_all
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, reason_of, reraise_shortage

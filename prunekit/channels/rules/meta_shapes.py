@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
-from prunekit.utils.tensors import gather, map_tensors
-
 _UNARY = (
     "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "elu", "selu", "leaky_relu", "tanh", "sigmoid",
     "hardsigmoid", "softplus", "mish", "neg", "exp", "clone",
@@ -112,42 +109,6 @@ SHORTCUTS: dict[str, Shortcut] = {
 """Operator -> a function that returns its output, or NotImplemented if torch must compute it."""
 
 
-class OnMeta(OperatorMode):
-    """Runs all operators as a trace does, on meta tensors and on others."""
-
-    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
-        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
-
-
-def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on meta tensors, by a shortcut if there is one for this case.
-
-    Integers and booleans that depend on no floating-point number, such as positions and attention masks, are computed
-    as well, so that code may look at them; see `numbers_in`.
-    """
-    shortcut = SHORTCUTS.get(name)
-    if shortcut is not None and isinstance(args[0], torch.Tensor) and args[0].is_meta and args[0].is_floating_point():
-        out = shortcut(args, kwargs)
-        if out is not NotImplemented:
-            return out
-    if _depends_on_numbers(func) and any(tensor.is_meta for tensor in gather((args, kwargs))):
-        found = _with_numbers(func, args, kwargs)
-        if found is not None:
-            return map_tensors(found, _on_meta)
-    out = run_operator(func, args, kwargs)
-    whole = [tensor for tensor in gather(out) if tensor.is_meta and not tensor.is_floating_point()]
-    if whole:
-        found = _with_numbers(func, args, kwargs)
-        numbers = iter([one for one in gather(found) if not one.is_floating_point()])
-        for tensor in whole:
-            _remember(tensor, next(numbers, None))
-    elif func._schema.is_mutable and not func._schema.returns:  # written to without being returned
-        for tensor in gather((args, kwargs)):
-            _remember(tensor, None)
-    return out
-
-
 def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the integers that a tensor holds or, on a meta device, would hold; None if unknown."""
     known: torch.Tensor = getattr(tensor, "_prunekit_numbers", tensor)
@@ -155,32 +116,10 @@ def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if unknown else known
 
 
-def _remember(tensor: torch.Tensor, known: torch.Tensor | None) -> None:
+def remember(tensor: torch.Tensor, known: torch.Tensor | None) -> None:
     """Remember the numbers of a tensor; where some written to it are unknown, those of all of its views are."""
     before = getattr(tensor, "_prunekit_numbers", None)
     if known is None and before is not None:
         before.untyped_storage().resize_(0)
     elif known is not None:
         tensor._prunekit_numbers = known  # type: ignore[attr-defined]
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device, which remembers its numbers."""
-    found = tensor.to("meta")
-    _remember(found, None if tensor.is_floating_point() else tensor)
-    return found
-
-
-def _depends_on_numbers(func: Any) -> bool:
-    """Return whether an operator returns a number, or tensors whose size depends on numbers."""
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-
-
-def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator on the numbers that tensors hold; None if some are unknown, or are floats."""
-    given = gather((args, kwargs))
-    if torch.Tag.nondeterministic_seeded in func.tags or any(numbers_in(tensor) is None for tensor in given):
-        return None
-    args, kwargs = map_tensors((args, kwargs), lambda tensor: numbers_in(tensor).cpu())  # type: ignore[union-attr]
-    kwargs = {key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()}
-    return run_operator(func, args, kwargs)

@@ -1,6 +1,6 @@
 """Constraints that a trace leaves: locked labels, and choices that depend on which labels are coupled in the end.
 
-`prunekit.channels.constraint_solver` solves them.
+`prunekit.channels.labels.constraint_solver` solves them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from prunekit.channels.labels import Labels
-from prunekit.channels.rewrite.call_sites import CodePlace
-from prunekit.channels.rewrite.taken_positions import RunningExpression
-from prunekit.channels.tracing.execution import ModuleCall
+from prunekit.channels.labels.code_places import CodePlace, Expression, ModuleCall
 
 NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
 """The reason of locks on channels that a layer sums over."""
@@ -193,7 +191,7 @@ class FixedPositions:
     """
 
     record: LockRecord
-    expression: RunningExpression
+    expression: Expression
     place: CodePlace
     order: Labels
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
-from prunekit.channels.tracing.fused_modules import is_inside
 
 MOST_RESULTS = 1000
 """Entries of a tuple that a module returns."""
@@ -307,3 +306,8 @@ class Branches:
 
 
 NO_BRANCHES = Branches()
+
+
+def is_inside(path: str, parts: Iterable[str]) -> bool:
+    """Return whether a module is one of some parts, or inside one of them."""
+    return any(path == part or path.startswith(f"{part}.") for part in parts)

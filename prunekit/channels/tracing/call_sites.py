@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from prunekit.channels.rewrite.weak_cache import weak_cache
+from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.tracing.weak_cache import weak_cache
 
 SIZED = frozenset(
     f"aten.{name}"
@@ -402,47 +402,6 @@ _MOVES = (
     "swapaxes",
     "movedim",
 )
-
-
-@dataclass(frozen=True)
-class CodePlace:
-    """The place of an expression in a method: its line, counted from the method's first, its column and its text.
-
-    With an `axis` the expression is no size, but reorders the positions of that axis. With `whole`, it is a tensor that
-    has all positions of that axis, and of which some are taken.
-    """
-
-    function: str
-    line: int
-    column: int
-    text: str
-    axis: int | None = None
-    whole: bool = False
-
-    def __str__(self) -> str:
-        order = "" if self.axis is None else f" {self._kind} of axis {self.axis}"
-        return f"{self.function}+{self.line}.{self.column}{order}: {self.text}"
-
-    @property
-    def _kind(self) -> str:
-        return "size" if self.axis is None else "part" if self.whole else "order"
-
-    @property
-    def attribute(self) -> str:
-        """The name of the attribute that holds the size, or the order."""
-        return f"_{self._kind}_{self.function}_{self.line}_{self.column}"
-
-    @property
-    def is_number(self) -> bool:
-        """True if it is a literal number, the same for all modules of the class."""
-        return self.text.isdecimal()
-
-    @classmethod
-    def named(cls, name: str) -> CodePlace | None:
-        """Return the place with a name, as `str` gives it; None if it is the name of a plain attribute."""
-        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: (order|part) of axis (\d+))?: (.+)", name, re.DOTALL)
-        axis = None if match is None or match[5] is None else int(match[5])
-        return match and cls(match[1], int(match[2]), int(match[3]), match[6], axis, match[4] == "part")
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.depth.branch import ModuleBody, Replacement, Shortening, Step
+from prunekit.channels.labels.branch import ModuleBody, Replacement, Shortening, Step
 from prunekit.utils.tensors import gather
 
 FUNCTIONS = frozenset(
@@ -143,7 +143,7 @@ class ShorterModule(nn.Module):
     Its children, and the parameters that it reads itself, keep their names.
 
     Args:
-        steps: see `prunekit.channels.depth.branch.Step`.
+        steps: see `prunekit.channels.labels.branch.Step`.
         result: the number of the value that it returns.
         original: name of the class that it replaces.
     """

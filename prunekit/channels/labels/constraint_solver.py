@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from prunekit.channels.constraints import (
+from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.channels.labels.constraints import (
     Constraint,
     Contracted,
     Crossed,
@@ -23,25 +24,16 @@ from prunekit.channels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.labels import Labels, LabelUnion
-from prunekit.channels.tracing.execution import is_layer_of_torch
-from prunekit.channels.tracing.tracer import Trace
+from prunekit.channels.labels.label_flow import LabelFlow
 
-NOT_USED = (
-    "not used by the example inputs, so it stays, and what it reads may not: give inputs that use it as more_examples"
-)
-BESIDE_UNUSED = (
-    "beside a tensor of this size that the example inputs do not use: give inputs that use it as more_examples, or put "
-    "what does not belong together in modules of its own"
-)
 WHOLE_AXIS = "all channels of this axis are coupled: none can be removed alone"
 
 
 class LabeledAxes:
     """All labeled parameter axes end to end, so that one NumPy call looks at all of them."""
 
-    def __init__(self, trace: Trace) -> None:
-        pairs = [(name, axis) for name, axes in trace.labels.items() for axis in axes if axis is not None]
+    def __init__(self, labels: Mapping[str, tuple[Labels | None, ...]]) -> None:
+        pairs = [(name, axis) for name, axes in labels.items() for axis in axes if axis is not None]
         self.modules = [name.rpartition(".")[0] for name, _ in pairs]
         self.axes = [axis for _, axis in pairs]
         sizes = [axis.size for axis in self.axes]
@@ -50,21 +42,24 @@ class LabeledAxes:
 
 
 def solve(
-    trace: Trace,
-    extra: Sequence[LockRecord | EqualParts],
+    flow: LabelFlow,
     axes: LabeledAxes,
     constraints: Sequence[Constraint],
+    extra: Sequence[LockRecord | EqualParts],
+    unused: Sequence[LockRecord],
     *,
     removal: Removal = Removal.HEADS,
 ) -> tuple[Labels, list[LockRecord]]:
     """Return the class of every label with all constraints solved, 0 for locked ones; and all locks.
 
     Args:
+        extra: further locks and constraints, which trials found.
+        unused: locks of what no operator read.
         removal: what is removed where labels are summed or repeated: whole heads, the same positions in all heads, or
             the same copies of every head.
     """
-    union = trace.flow.union.copy()
-    records = [*trace.flow.locks, *(record for record in extra if isinstance(record, LockRecord))]
+    union = flow.union.copy()
+    records = [*flow.locks, *(record for record in extra if isinstance(record, LockRecord))]
     for record in records:
         if record.only in (None, removal):
             union.lock(record.labels)
@@ -77,7 +72,9 @@ def solve(
             _solve_contracted(union, constraint, whole_heads=whole_heads)
         elif isinstance(constraint, Normalized):
             _solve_normalized(union, constraint, whole_heads=whole_heads)
-    records += _lock_unused(trace, axes, union)
+    for record in unused:
+        union.lock(record.labels)
+    records += unused
     equal = [part for part in extra if isinstance(part, EqualParts)]
     # First the constraints that say what is coupled, last those that only follow it.
     ordered = sorted(constraints, key=lambda constraint: _RANK.get(type(constraint), 4))
@@ -85,7 +82,7 @@ def solve(
         before = union.find(np.arange(union.size))
         for constraint in ordered:
             found = _SOLVERS[type(constraint)](union, constraint, whole_heads)
-            records += [record for record in found if not trace.flow.only_made(record.labels)]
+            records += [record for record in found if not flow.only_made(record.labels)]
         for part in equal:
             _solve_equal_sizes(union, part)
         records += _lock_full_axes(axes, union)
@@ -102,42 +99,6 @@ def _solve_equal_sizes(union: LabelUnion, equal: EqualParts) -> None:
         union.lock(equal.labels[~whole])
     else:
         _solve_equal_parts(union, equal, whole_heads=True)
-
-
-def _lock_unused(trace: Trace, axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
-    """Lock parameters that no operator read: they belong to branches that the examples do not take."""
-    read = np.zeros(union.size, dtype=bool)
-    inputs = [f.labels.reshape(-1) for run in trace.runs for operator in run.operators for f in operator.inputs]
-    if inputs:
-        read[np.concatenate(inputs)] = True
-    records = []
-    unread = np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)) if axes.axes else ()
-    for index in unread:
-        union.lock(axes.axes[index])
-        records.append(LockRecord(NOT_USED, axes.modules[index], "", axes.axes[index]))
-    return records + _lock_beside(trace, axes, union, [int(index) for index in unread])
-
-
-def _lock_beside(trace: Trace, axes: LabeledAxes, union: LabelUnion, unread: list[int]) -> list[LockRecord]:
-    """Lock axes of tensors that are read, of the size of one that is not, in a layer whose train mode does not run.
-
-    Its Python has another way to compute, in which these meet. Where both modes ran, no mode reads the tensor.
-    """
-    model, missing = trace.model(), set(unread)
-    sizes: dict[str, set[int]] = {}
-    for index in unread:
-        sizes.setdefault(axes.modules[index], set()).add(axes.axes[index].size)
-    trained = {run.example for run in trace.runs if run.training}
-    asking = set[str]().union(*(run.asks_mode for run in trace.runs if run.example not in trained))
-    own = {path for path in sizes if path in asking and not is_layer_of_torch(model.get_submodule(path))}
-    beside = [i for i, path in enumerate(axes.modules) if path in own and i not in missing]
-    records = []
-    for index in beside:
-        path, axis = axes.modules[index], axes.axes[index]
-        if axis.size in sizes[path]:
-            union.lock(axis)
-            records.append(LockRecord(BESIDE_UNUSED, path, "", axis))
-    return records
 
 
 def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:

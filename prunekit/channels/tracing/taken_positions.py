@@ -14,14 +14,8 @@ from types import FrameType
 
 import torch
 
-from prunekit.channels.rewrite.call_sites import (
-    CodePlace,
-    Site,
-    expression_at,
-    is_of_torch,
-    operands_at,
-    place_of,
-)
+from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.tracing.call_sites import Site, expression_at, is_of_torch, operands_at, place_of
 
 MEETING = frozenset(f"aten.{name}{end}" for name in ("add", "sub", "mul", "div") for end in ("", "_"))
 """Operators one of whose two tensors may be taken at stated positions."""

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.channels.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
-from prunekit.channels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
-from prunekit.channels.constraints import (
+from prunekit.channels.depth.branch_search import find_branches
+from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.branch import BranchLock, is_inside
+from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.labels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
+from prunekit.channels.labels.constraints import (
     Constraint,
     Contracted,
     Crossed,
@@ -23,15 +26,12 @@ from prunekit.channels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.depth.branch import BranchLock
-from prunekit.channels.depth.branch_search import find_branches
-from prunekit.channels.equal_widths import EqualWidths
-from prunekit.channels.joint_labels import numbered
-from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
-from prunekit.channels.rewrite.call_sites import CodePlace
+from prunekit.channels.labels.equal_widths import EqualWidths
+from prunekit.channels.labels.joint_labels import numbered
 from prunekit.channels.rewrite.size_expressions import avoidable
+from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.execution import is_layer_of_torch
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.utils.display import listed
@@ -41,6 +41,13 @@ _LEADING = {
     Removal.QUERIES: (Repeated,),
 }
 """Kinds of channels with a solution of their own -> constraints that lead to one; without any it is that of heads."""
+NOT_USED = (
+    "not used by the example inputs, so it stays, and what it reads may not: give inputs that use it as more_examples"
+)
+BESIDE_UNUSED = (
+    "beside a tensor of this size that the example inputs do not use: give inputs that use it as more_examples, or put "
+    "what does not belong together in modules of its own"
+)
 CALLS_NAMED = 3
 """How many calls of a module the reason of a lock names."""
 
@@ -93,12 +100,15 @@ def _rebuilt(channel_map: ChannelMap, **changes: Any) -> ChannelMap:
 def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored]) -> ChannelMap:
     """Solve the constraints, number the classes of labels and group them; sets `source.final` and `source.stated`."""
     trace = source.trace
-    axes = LabeledAxes(trace)
-    constraints, sizes, heads, records = _least_locked(source, axes)
+    axes = LabeledAxes(trace.labels)
+    unused = _unused(trace, axes)
+    constraints, sizes, heads, records = _least_locked(source, axes, unused)
     solutions = [heads]
     for removal, kinds in _LEADING.items():
         differs = any(isinstance(constraint, kinds) for constraint in constraints)
-        solutions.append(solve(trace, source.extra, axes, constraints, removal=removal)[0] if differs else heads)
+        solutions.append(
+            solve(trace.flow, axes, constraints, source.extra, unused, removal=removal)[0] if differs else heads
+        )
     numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
@@ -140,7 +150,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
 
 
 def _least_locked(
-    source: MapSource, axes: LabeledAxes
+    source: MapSource, axes: LabeledAxes, unused: list[LockRecord]
 ) -> tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]:
     """Return the constraints to hold, the sizes stated in place of others, and the solution: classes and locks.
 
@@ -149,7 +159,7 @@ def _least_locked(
     """
     trace, every = source.trace, source.trace.flow.constraints
     best: tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]
-    best = (every, [], *solve(trace, source.extra, axes, every))
+    best = (every, [], *solve(trace.flow, axes, every, source.extra, unused))
     if source.all_constraints:
         return best
     for fixed in (True, False):
@@ -159,11 +169,39 @@ def _least_locked(
         found = [one for one in avoidable(trace) if one.fixed is fixed]
         needless = {constraint for one in found for constraint in one.constraints}
         needed = [constraint for constraint in best[0] if constraint not in needless]
-        free, others = solve(trace, source.extra, axes, needed)
+        free, others = solve(trace.flow, axes, needed, source.extra, unused)
         if np.count_nonzero(free[axes.all]) > np.count_nonzero(heads[axes.all]):
             stated = [size for one in found for size in one.sizes if not fixed or free[size.labels].any()]
             best = needed, [*sizes, *stated], free, others
     return best
+
+
+def _unused(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
+    """Return locks of parameters that no operator read: they belong to branches that the examples do not take."""
+    read = np.zeros(trace.flow.union.size, dtype=bool)
+    inputs = [f.labels.reshape(-1) for run in trace.runs for operator in run.operators for f in operator.inputs]
+    if inputs:
+        read[np.concatenate(inputs)] = True
+    unread = np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)).tolist() if axes.axes else []
+    records = [LockRecord(NOT_USED, axes.modules[index], "", axes.axes[index]) for index in unread]
+    return records + _beside_unused(trace, axes, unread)
+
+
+def _beside_unused(trace: Trace, axes: LabeledAxes, unread: list[int]) -> list[LockRecord]:
+    """Return locks of axes as long as one that is never read, beside it in a layer whose train mode does not run.
+
+    Its Python has another way to compute, in which these meet. Where both modes ran, no mode reads the tensor.
+    """
+    model, missing = trace.model(), set(unread)
+    sizes: dict[str, set[int]] = {}
+    for index in unread:
+        sizes.setdefault(axes.modules[index], set()).add(axes.axes[index].size)
+    trained = {run.example for run in trace.runs if run.training}
+    asking = set[str]().union(*(run.asks_mode for run in trace.runs if run.example not in trained))
+    own = {path for path in sizes if path in asking and not is_layer_of_torch(model.get_submodule(path))}
+    beside = [i for i, path in enumerate(axes.modules) if path in own and i not in missing]
+    places = [(axes.modules[index], axes.axes[index]) for index in beside]
+    return [LockRecord(BESIDE_UNUSED, path, "", axis) for path, axis in places if axis.size in sizes[path]]
 
 
 def _whole_axis(records: Iterable[LockRecord]) -> bool:

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from prunekit.channels.constraints import (
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart, collapse
+from prunekit.channels.labels.code_places import CodePlace, Expression, ModuleCall
+from prunekit.channels.labels.constraints import (
     NOT_ZERO,
     Constraint,
     Contracted,
@@ -27,11 +29,7 @@ from prunekit.channels.constraints import (
     Nested,
     Repeated,
 )
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart, collapse
-from prunekit.channels.rewrite.call_sites import CodePlace
-from prunekit.channels.rewrite.taken_positions import RunningExpression
-from prunekit.channels.tracing.execution import ModuleCall
-from prunekit.channels.tracing.interchangeable import Positions
+from prunekit.channels.labels.interchangeable import Positions
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
@@ -87,7 +85,7 @@ class LabelFlow:
         self.interchangeable: dict[str, Positions] = {}
         self.running: Callable[[], Iterable[str]] = tuple
         self.of_input: Callable[[torch.Tensor, int], bool] = lambda tensor, axis: True
-        self.expression: RunningExpression | None = None
+        self.expression: Expression | None = None
         self.divided: list[Labels] = []
         self.divisors: list[tuple[Labels, int]] = []
         self.parted: dict[Field, list[Field]] = {}
@@ -398,7 +396,7 @@ class LabelFlow:
     def summed(
         self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True
     ) -> list[Field]:
-        """Return the fields of tensors that meet in the joint space of their axes, most of which are then summed over."""
+        """Return the fields of tensors that meet in the joint space of their axes and are summed over most of them."""
         operands = [((tuple(tensor.shape), self.fields(tensor)), axes) for tensor, axes in factors]
         return self.summed_fields(operands, out_axes, product=product, count=count)
 
@@ -450,3 +448,41 @@ class LabelFlow:
         factors, covered = apart(fields)
         constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))
         self.add_macs(constant, factors)
+
+
+class MadeAxes(LabelFlow):
+    """A flow of labels of its own, on tensors that the model's code makes, such as the channels of a time embedding.
+
+    An axis of an input has the size that the input has. One that comes from a range of numbers, with which the input is
+    only multiplied, does not: of that axis the compact model may take some positions. Labels say which is which, and
+    the rules that move the labels of parameters move these as well.
+    """
+
+    def fields(self, tensor: Any) -> tuple[Field, ...]:
+        """Return the fields of a tensor in this flow."""
+        owner, found = getattr(tensor, "_prunekit_made", (None, ()))
+        return found if owner is self.owner else ()
+
+    def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
+        """Set the fields of a tensor in this flow."""
+        kept = tuple([field for field in fields if field.labels.size > 1])
+        tensor._prunekit_made = self.owner, kept  # type: ignore[attr-defined]
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Give every axis of a tensor labels."""
+        shape = enumerate(tensor.shape)
+        self.set(tensor, [Field(along(self.union.new(n), i, tensor.dim()), zero=False) for i, n in shape if n > 1])
+
+    def made(self, tensor: torch.Tensor, axis: int) -> bool:
+        """Return whether all positions of an axis were made by code."""
+        return any(axis in field.span and bool(field.labels.all()) for field in self.fields(tensor))
+
+    def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
+        """Do nothing: a lock of these labels has no effect."""
+
+    def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
+        """Do nothing, as above."""
+
+    def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
+        """Return no constraints."""
+        return ()

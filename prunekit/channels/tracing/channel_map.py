@@ -11,14 +11,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.constraints import EqualParts, LockRecord, Removal
-from prunekit.channels.cut.kept_state import NO_STATE, KeptState
-from prunekit.channels.depth.branch import NO_BRANCHES, Branches, BranchLock
-from prunekit.channels.equal_widths import NO_EQUAL_WIDTHS, EqualWidths, Family, family_of
-from prunekit.channels.joint_labels import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels, MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.branch import NO_BRANCHES, Branches, BranchLock, is_inside
+from prunekit.channels.labels.constraints import EqualParts, LockRecord, Removal
+from prunekit.channels.labels.equal_widths import NO_EQUAL_WIDTHS, EqualWidths, Family, family_of
+from prunekit.channels.labels.joint_labels import NOT_JOINT, deciders
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
-from prunekit.channels.tracing.fused_modules import is_inside
+from prunekit.channels.tracing.kept_state import NO_STATE, KeptState
 from prunekit.channels.tracing.tracer import ActivationKey, Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural, share
