@@ -21,7 +21,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -290,8 +289,8 @@ def main() -> int:
     chosen = [name for name in names() if name.startswith(only) or name.partition(":")[2].startswith(only)]
     before = json.loads(given.check.read_text()) if given.check else {}
     found, differ = {}, 0
-    with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
-        for name, row in zip(chosen, pool.map(of_model, chosen), strict=True):
+    with get_context("spawn").Pool(given.processes, maxtasksperchild=8) as pool:
+        for name, row in zip(chosen, pool.imap(of_model, chosen), strict=True):
             found[name] = row
             others = [
                 what for what in {**row, **before.get(name, {})} if before.get(name, {}).get(what) != row.get(what)
