@@ -44,9 +44,10 @@ from torch import nn
 from torchvision.models import get_model
 
 import prunekit as pk
-from prunekit.data.detection.shapes import CLASSES, DrawnShapes
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.shapes import CLASSES, DrawnShapes
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.measure.accuracy import evaluate
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.model_size import count_macs, count_parameters

@@ -32,7 +32,7 @@ from torch.optim import SGD
 from torchvision import models
 
 from prunekit.data.datasets import ImageTransform, TensorImages
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.known_names import DtypeName
 from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
 from prunekit.masks.masked_model import masked

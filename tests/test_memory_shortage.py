@@ -19,10 +19,10 @@ import prunekit
 import prunekit as pk
 from prunekit import errors
 from prunekit.cli import cli
-from prunekit.data.datasets import TensorImages
-from prunekit.data.decoded_images import FolderImages
+from prunekit.data.datasets import FolderImages, TensorImages
 from prunekit.data.library_datasets import mapped
-from prunekit.data.sources import image_transform_of, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import image_transform_of
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import MemoryShortageError, ModelError, is_shortage
 from prunekit.models.preprocessing import opened

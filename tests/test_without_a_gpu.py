@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import prunekit as pk
 from prunekit.criteria.scoring import score
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.jobs.dry_run import dry_run
 from prunekit.measure.accuracy import evaluate
 from prunekit.planning.solver import make_plan

@@ -14,8 +14,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from prunekit.data.datasets import CorruptImages, ImageTransform, check_labels, numbered_classes
-from prunekit.data.decoded_images import MappedImages, MapStyle, pixels
+from prunekit.data.datasets import (
+    CorruptImages,
+    ImageTransform,
+    MappedImages,
+    MapStyle,
+    check_labels,
+    numbered_classes,
+    pixels,
+)
 from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
 from prunekit.settings.inputs import DataSettings
 

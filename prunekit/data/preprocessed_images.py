@@ -18,7 +18,7 @@ from torch import Tensor
 from prunekit.data.augmentation import Draw
 from prunekit.data.datasets import CorruptImages, Indexable
 from prunekit.data.local_files import read_npz, scan_folder
-from prunekit.data.sources import Splits, fingerprint
+from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, nearest
 from prunekit.models.preprocessing import Preprocessing
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw, drawing
-from prunekit.data.datasets import CorruptImages, SampleDataset
-from prunekit.data.decoded_images import MapStyle
-from prunekit.data.sources import Splits, fingerprint, source_of_parts, splits_of
+from prunekit.data.datasets import CorruptImages, MapStyle, SampleDataset
+from prunekit.data.splits import Splits, fingerprint, source_of_parts, splits_of
 from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings

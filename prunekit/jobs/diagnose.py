@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose, require_kinds
 from prunekit.inspection.diagnosis.findings import Diagnosis

@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
 from prunekit.formats.exported_model import ExportedModel

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.trace import trace
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel, is_exported, open_exported

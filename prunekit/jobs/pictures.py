@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.data.loader import Batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.inspection.capture.layer_selection import Layers, channels_of, select_layers

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.errors import DataError, ModelError, reraise_shortage
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import Batch, Batches, batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import is_main, rank, size, total, wait_for_all
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer

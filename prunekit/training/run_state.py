@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank, size
 from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
 from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of, reraise_shortage

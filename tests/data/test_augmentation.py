@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms._presets import ImageClassification
 
-from prunekit.data.datasets import CorruptImages, ImageDataset, ImageTransform, TensorImages
-from prunekit.data.decoded_images import FolderImages
+from prunekit.data.datasets import CorruptImages, FolderImages, ImageDataset, ImageTransform, TensorImages
 from prunekit.data.library_datasets import mapped
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import load_splits

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from prunekit.data.datasets import ImageTransform
-from prunekit.data.decoded_images import FolderImages
+from prunekit.data.datasets import FolderImages, ImageTransform
 from prunekit.data.loader import batches
 from prunekit.data.local_files import image_files, scan_folder
 from prunekit.data.sources import load_splits

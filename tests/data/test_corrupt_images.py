@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.datasets import CorruptImages, ImageTransform, describe_corrupt
-from prunekit.data.decoded_images import FolderImages
+from prunekit.data.datasets import CorruptImages, FolderImages, ImageTransform, describe_corrupt
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.errors import DataError
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.inputs import DataSettings

@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.datasets import CorruptImages, ImageTransform
-from prunekit.data.decoded_images import FolderImages, pixels
+from prunekit.data.datasets import CorruptImages, FolderImages, ImageTransform, pixels
 from prunekit.errors import DataError
 from prunekit.inspection.visualize.image_files import Preprocessing, read_image
 

@@ -12,8 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw
-from prunekit.data.datasets import CorruptImages, ImageTransform, TensorImages
-from prunekit.data.decoded_images import FolderImages
+from prunekit.data.datasets import CorruptImages, FolderImages, ImageTransform, TensorImages
 from prunekit.data.loader import Batches, BatchRequest, _RequestReader, batches
 from prunekit.errors import DataError, UsageError
 

@@ -8,7 +8,8 @@ from importlib import resources
 import pytest
 import torch
 
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.settings.inputs import DataSettings
 

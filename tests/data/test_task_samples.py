@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own, sample_splits
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.settings.inputs import DataSettings

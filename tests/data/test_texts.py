@@ -14,8 +14,9 @@ from mutants import changed_json, changed_values, damaged_bytes, unclean
 from tiny_language import SPECIAL, WORDS, text, write_tokenizer
 from torch import Tensor
 
-from prunekit.data.sources import Splits, load_splits
-from prunekit.data.text_tokenizer import PIECE, _pieces
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
+from prunekit.data.texts import PIECE, _pieces
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.texts import IGNORED

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings
@@ -25,7 +26,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.settings.inputs import DataSettings
 
 

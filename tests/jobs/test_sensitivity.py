@@ -182,7 +182,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
 @pytest.fixture
 def unseen_test_images(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes it fail when anything looks at test images."""
-    from prunekit.data.sources import Splits
+    from prunekit.data.splits import Splits
 
     def install() -> None:
         def refuse(self: Splits) -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prunekit
 from prunekit.data.datasets import ImageTransform, TensorImages
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan

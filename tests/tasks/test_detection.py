@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import DataError, ModelError
 from prunekit.measure.accuracy import evaluate

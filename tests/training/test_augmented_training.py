@@ -10,7 +10,7 @@ from torch import nn
 from training_models import CPU, net, splits
 
 from prunekit.data.datasets import TensorImages
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.history import History
 from prunekit.training.loop import fit

@@ -18,7 +18,7 @@ from torch import Tensor
 from training_models import CPU, net, splits
 
 from prunekit.data.datasets import TensorImages
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.settings.train import CheckpointSettings, ClampSettings, TrainSettings
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit

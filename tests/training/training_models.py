@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.data.datasets import ImageTransform, TensorImages
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.training.callbacks.callback import Callback
 
 CPU = torch.device("cpu")

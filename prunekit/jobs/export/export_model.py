@@ -14,7 +14,7 @@ from torch import nn
 
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.formats.exported_model import ExportedModel
 from prunekit.formats.folders.run_facts import RUN, run_facts

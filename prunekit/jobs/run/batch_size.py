@@ -16,7 +16,7 @@ from torch import nn
 
 from prunekit.channels.trace import trace
 from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.data.user_data import TaskSamples
 from prunekit.distributed.process_group import size
 from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage

@@ -19,7 +19,8 @@ from torch import nn
 from prunekit.compaction.model_folder import load, save
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
-from prunekit.data.sources import Splits, load_splits, missing_data
+from prunekit.data.sources import load_splits, missing_data
+from prunekit.data.splits import Splits
 from prunekit.data.user_data import TaskSamples, load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import copied

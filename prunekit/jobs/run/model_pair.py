@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prunekit.channels.trace import trace
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.datasets import ImageDataset
-from prunekit.data.sources import Splits, image_transform_of
+from prunekit.data.splits import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_selection import Layers, attention_weights

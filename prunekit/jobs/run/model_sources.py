@@ -12,7 +12,7 @@ from torch import nn
 
 from prunekit.compaction.model_folder import folder_interface, load, read_manifest
 from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.formats.exported_model import is_exported, open_exported

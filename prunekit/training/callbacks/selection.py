@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits
+from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import TrainSettings

@@ -12,7 +12,8 @@ from torchvision.models.resnet import BasicBlock
 import prunekit
 from prunekit.data.datasets import IMAGENET_MEAN, IMAGENET_STD, ImageTransform
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.hooks.hook import count_hooks
 from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose

@@ -10,9 +10,9 @@ import torch
 from drawn_files import write_yolo
 from mutants import changed_json, damaged_bytes, unclean
 
-from prunekit.data.detection.shapes import CLASSES, DrawnShapes
-from prunekit.data.detection.yolo import label_file
+from prunekit.data.shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
+from prunekit.data.yolo import label_file
 from prunekit.errors import DataError
 from prunekit.settings.inputs import DataSettings
 

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from prunekit.data.annotated_images import ImageFiles, Objects, checked_boxes, require_boxes
+from prunekit.data.coco import masks_of
 from prunekit.data.datasets import CorruptImages
-from prunekit.data.detection.annotated_images import ImageFiles, Objects, checked_boxes, require_boxes
-from prunekit.data.detection.coco import masks_of
 from prunekit.data.local_files import EXTENSIONS
-from prunekit.data.sources import GET_YOLO
 from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.reading.text_files import read_text, shown
 from prunekit.reading.yaml_files import read_yaml
 
+GET_YOLO = "small ones are at https://github.com/ultralytics/assets/releases, such as coco8.zip"
 PARTS = {"train": "train", "validation": "val", "test": "test"}
 """Keys of the parts in a `data.yaml`."""
 MOST_CLASSES = 100_000

@@ -13,9 +13,8 @@ import torch
 from drawn_files import write_coco
 from mutants import changed_json, unclean
 
-from prunekit.data.detection.coco import masks_of
-from prunekit.data.detection.coco_entries import run_lengths
-from prunekit.data.detection.shapes import CLASSES, DrawnShapes
+from prunekit.data.coco import masks_of, run_lengths
+from prunekit.data.shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError
 from prunekit.settings.inputs import DataSettings

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunekit.data import coco, yolo
+from prunekit.data.annotated_images import GRAY, AnnotatedImages, BoxAugmentation, BoxedImages
 from prunekit.data.datasets import CorruptImages
-from prunekit.data.detection import coco, yolo
-from prunekit.data.detection.annotated_images import GRAY, AnnotatedImages, BoxedImages
-from prunekit.data.detection.box_augmentation import BoxAugmentation
-from prunekit.data.detection.shapes import DrawnShapes
-from prunekit.data.sources import Splits, fingerprint
+from prunekit.data.shapes import DrawnShapes
+from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from prunekit.data.detection.shapes import DrawnShapes
 from prunekit.data.loader import batches
-from prunekit.data.sources import Splits, load_splits
+from prunekit.data.shapes import DrawnShapes
+from prunekit.data.sources import load_splits
+from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.settings.inputs import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
 

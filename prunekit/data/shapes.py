@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from prunekit.data.detection.annotated_images import Objects, mirrored_points
+from prunekit.data.annotated_images import Objects, mirrored_points
 
 CLASSES = ("circle", "square", "triangle")
 KEYPOINTS = ("center", "left", "right")
@@ -41,7 +41,7 @@ class DrawnShapes:
         targets: what is given besides boxes: `masks`, `keypoints`.
 
     Example:
-        >>> from prunekit.data.detection.shapes import DrawnShapes
+        >>> from prunekit.data.shapes import DrawnShapes
         >>> image, objects = DrawnShapes(8, 64).read(0)
         >>> image.size, objects.boxes.shape[1]
         ((64, 64), 4)
