@@ -26,8 +26,17 @@ from prunekit.channels.tracing.kept_state import (
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
-from prunekit.channels.trial.float64 import RUN_PRECISIONS, Float64WhileRunning, RunPrecision, float64_copy
-from prunekit.channels.trial.tolerance import ROUNDING, TOLERANCE, largest_gap, largest_value, rounding
+from prunekit.channels.trial.float64 import (
+    ROUNDING,
+    RUN_PRECISIONS,
+    TOLERANCE,
+    Float64WhileRunning,
+    RunPrecision,
+    float64_copy,
+    largest_gap,
+    largest_value,
+    rounding,
+)
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, has_gradients, named_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped

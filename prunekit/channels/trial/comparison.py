@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.cut.slicing import take
+from prunekit.channels.cut.slicing import KeptIndices, take
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.rules.pointwise import NOISE
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
@@ -32,14 +33,29 @@ from prunekit.channels.tracing.kept_state import drop_remade_
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
-from prunekit.channels.trial.float64 import AS_DOUBLE, OWN, Precision
-from prunekit.channels.trial.recorded_values import RecordedValues
-from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference, rounding
+from prunekit.channels.trial.float64 import (
+    AS_DOUBLE,
+    OWN,
+    RUN_PRECISIONS,
+    TOLERANCE,
+    Float64WhileRunning,
+    Precision,
+    as_it_is,
+    float64_copy,
+    float64_inputs,
+    relative_difference,
+    rounding,
+    to_double,
+    with_zeros,
+)
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws
+from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.tensors import gather, leaves, map_tensors
 
+MEMORY = 2**27
+"""Bytes that are kept in memory: float64 results of all operators of a language model are gigabytes."""
 OperatorKey = tuple[str, str, int]
 """A module path, an operator, and the number of its call directly in that module, from 0."""
 
@@ -76,6 +92,12 @@ class Divergence:
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
         return f"{self.operator or 'the Python code'} in {where}: {self.detail}{self.line and f' at {self.line}'}"
+
+
+Failure = tuple[Divergence, TracedRun]
+"""Where two models differ, and in which run."""
+Outcome = tuple[float, Failure | None]
+"""The largest relative difference, and where it is too large; None if nowhere."""
 
 
 OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
@@ -208,6 +230,39 @@ def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decisio
     if not jumps or name.endswith("_") or any(tensor.is_meta for tensor in [*tensors, *outs]):
         return None
     return Decision([tensor.clone() for tensor in tensors], _without_tensors(arguments), [out.clone() for out in outs])
+
+
+class RecordedValues:
+    """Results of operators by a key.
+
+    Args:
+        memory: bytes of tensors that are kept in memory; what comes later is in a temporary file.
+    """
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._memory = FileMemory(memory)
+        self._found: dict[Hashable, tuple[str, list[Any]]] = {}
+
+    def add(self, key: Hashable, name: str, values: list[Any], shared: Collection[torch.Tensor] = ()) -> None:
+        """Record the results of an operator, tensors or None, and its name; those in `shared` may be written to."""
+        self._found[key] = name, self.kept(values, shared)
+
+    def kept(self, values: list[Any], shared: Collection[torch.Tensor] = ()) -> list[Any]:
+        """Return values as they are kept."""
+        owned = [any(one is other for other in shared) for one in values]
+        found = [self._kept(one, shared=other) for one, other in zip(values, owned, strict=True)]
+        self._memory.release()
+        return found
+
+    def _kept(self, value: Any, *, shared: bool) -> Any:
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            return self._memory.keep(value, shared=shared)
+        return value.clone() if shared else value
+
+    def get(self, key: Hashable) -> tuple[str, list[Any]] | None:
+        """Return name and results of an operator; None if there is none of this key."""
+        self._memory.release()
+        return self._found.get(key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,3 +452,99 @@ def _forward(
                 where = replace(where, detail=f"{where.detail} ({FIXED_CODE})", failed=watch.failed)
             raise _Diverged(where) from error
     return [tensor.detach() for tensor in plain_in(read)]
+
+
+@dataclass(eq=False)
+class Comparison:
+    """The comparison of one masked model, which runs once on each example, with one or several compact models.
+
+    Attributes:
+        model: the dense model.
+        kept: indices of what is no zero in the masked model.
+        channel_map, keep: the plan.
+        examples: inputs of the model.
+        references: results of the masked model, by run.
+        skipping: paths of modules that may compute their results in another way.
+    """
+
+    model: nn.Module
+    kept: KeptIndices
+    channel_map: ChannelMap
+    keep: Keep
+    examples: list[tuple[Any, ...]]
+    references: dict[TracedRun, Reference] = field(default_factory=dict)
+    skipping: frozenset[str] = frozenset()
+
+    def elsewhere(self, divergence: Divergence, compact: nn.Module) -> float | None:
+        """Return the largest difference outside of the modules that compute in another way; None if others differ too.
+
+        A function may take another path at another width, as torch's attention does where all query heads share one
+        key. What modules of the class return is still compared: it is what others read.
+        """
+        if not divergence.operator or isfinite(divergence.difference) or not divergence.module:
+            return None
+        cls = type(self.model.get_submodule(divergence.module))
+        alike = frozenset(path for path, module in self.model.named_modules() if type(module) is cls)
+        difference, found = replace(self, skipping=alike).compare(compact)
+        return difference if found is None else None
+
+    def compare(self, compact: nn.Module, *, copies: bool = False) -> Outcome:
+        """Compare on every example in eval mode, and in train mode if that differs.
+
+        Without float64 copies of the models it takes less memory, but weights that another module than their owner
+        uses may make a difference.
+        """
+        worst = 0.0
+        for run in self.channel_map.traced.trace.runs:
+            if run.repeats:
+                continue
+            difference, divergence = self._with_copies(compact, run) if copies else self._without_copies(compact, run)
+            worst = max(worst, difference)
+            if divergence is not None:
+                return worst, (divergence, run)
+        return worst, None
+
+    def failure_as_it_is(self, compact: nn.Module) -> Failure | None:
+        """Return where the compact model raises in its own precision and the dense one does not.
+
+        Kernels of narrower floats need strides that those of float64 do not, or that a conversion to it repairs.
+        """
+        run = self.channel_map.traced.trace.runs[0]
+        example = float64_inputs(run.inputs(self.examples), None)
+        with Float64WhileRunning(compact, as_it_is, borrowed=run.borrowed) as small:
+            found = failure_of(small.model, example, run)
+        if found is None:
+            return None
+        with Float64WhileRunning(self.model, as_it_is, borrowed=run.borrowed) as dense:
+            return (found, run) if failure_of(dense.model, example, run) is None else None
+
+    def _without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
+        """Compare in float64 without copies, if that is possible."""
+        example = float64_inputs(run.inputs(self.examples))
+        try:
+            if run not in self.references:
+                convert = with_zeros(to_double, self.kept)
+                whole = self.channel_map.narrow(self.keep)
+                with Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
+                    self.references[run] = record_reference(
+                        masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0]
+                    )
+            with Float64WhileRunning(compact, to_double, borrowed=run.borrowed) as small:
+                return compare(self.references[run], small.model, example, run, skipping=self.skipping)
+        except ModelError:  # a module uses another's weights
+            return self._with_copies(compact, run)
+
+    def _with_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
+        """Compare in float64 with copies; if the model runs in no kind of float64, in its own precision."""
+        for way in RUN_PRECISIONS:
+            example = way.inputs(run.inputs(self.examples))
+            masked = float64_copy(self.model, with_zeros(way.convert, self.kept))
+            try:
+                reference = record_reference(masked, self.channel_map, self.keep, example, run, way.precision)
+            except ModelError:  # the model's code asks for another precision
+                if way is RUN_PRECISIONS[-1]:
+                    raise
+                continue
+            small = float64_copy(compact, way.convert)
+            return compare(reference, small, example, run, way.tolerance, skipping=self.skipping)
+        raise AssertionError("there is a last way")

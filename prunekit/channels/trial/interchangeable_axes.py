@@ -22,8 +22,14 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, around
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.trial.float64 import AS_DOUBLE, Float64WhileRunning, float64_inputs, to_double
-from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference
+from prunekit.channels.trial.float64 import (
+    AS_DOUBLE,
+    TOLERANCE,
+    Float64WhileRunning,
+    float64_inputs,
+    relative_difference,
+    to_double,
+)
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.utils.context import same_draws, seeded
 from prunekit.utils.inputs import call

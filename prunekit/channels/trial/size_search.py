@@ -44,7 +44,7 @@ from prunekit.channels.tracing.call_sites import (
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
-from prunekit.channels.trial.comparison import Divergence, OperatorKey, watch_operators
+from prunekit.channels.trial.comparison import Divergence, Failure, OperatorKey, Outcome, watch_operators
 from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
 from prunekit.errors import ModelError
 from prunekit.utils.inputs import sample_count
@@ -244,8 +244,6 @@ class SizeOption:
     axis: int
 
 
-Failure = tuple[Divergence, TracedRun]
-Outcome = tuple[float, Failure | None]
 Found = tuple[list[SizeAttribute], Failure | None]
 """Attributes, and where the models differ with them; None if nowhere."""
 

@@ -33,13 +33,14 @@ from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.float64 import (
     AS_DOUBLE,
     RUN_PRECISIONS,
+    TOLERANCE,
     Float64WhileRunning,
     float64_copy,
     float64_inputs,
+    relative_difference,
     to_double,
 )
 from prunekit.channels.trial.size_search import axes_of_size, within
-from prunekit.channels.trial.tolerance import TOLERANCE, relative_difference
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import call
