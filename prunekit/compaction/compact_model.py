@@ -13,7 +13,7 @@ from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.errors import PlanError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config, unsayable
+from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config, unsayable
 from prunekit.models.outputs import is_frozen
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan

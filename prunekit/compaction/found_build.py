@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.models.zoo import as_build
-from prunekit.models.zoo_origin import Shapes, zoo_origins
+from prunekit.models.zoo import Shapes, as_build, zoo_origins
 from prunekit.utils.context import device_of, seeded, training_mode
 from prunekit.utils.inputs import InputSpec, call, to_device, zeros_of
 from prunekit.utils.tensors import gather

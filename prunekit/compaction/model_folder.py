@@ -33,8 +33,8 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
+from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.interface import ModelInterface, attach
-from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import tensor_problem
 from prunekit.models.zoo import as_build, build_model, from_build

@@ -17,7 +17,7 @@ from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_short
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
-from prunekit.models.library_config import LIBRARY_CONFIG, changed_config
+from prunekit.models.hugging_face import LIBRARY_CONFIG, changed_config
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan
 from prunekit.utils.files import StrPath, atomic_file, atomic_folder, folder_at, require_replaceable

@@ -1,12 +1,17 @@
 """Models by name from torchvision, timm, transformers, ultralytics and the CIFAR ResNets, or from a user's factory.
 
-Of timm and transformers nothing is downloaded; transformers' models are named by their type or their folder.
+Of timm and transformers nothing is downloaded; transformers' models are named by their type or their folder. Also which
+model of a zoo a given one is, and the preprocessing that a zoo publishes with its weights: an image of exactly the
+input's size is taken as it is, not enlarged and cropped again as there.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,7 +23,9 @@ import torch
 import torchvision
 from torch import nn
 
-from prunekit.errors import ModelError, UsageError, nearest, reraise_shortage
+from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.errors import ModelError, PrunekitError, SettingsError, UsageError, nearest, reraise_shortage
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.models import hugging_face
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.detectors import (
@@ -28,8 +35,10 @@ from prunekit.models.detectors import (
     ultralytics_detector,
     ultralytics_names,
 )
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import SUFFIXES, load_weights
 from prunekit.settings.inputs import Head, ModelSettings
+from prunekit.utils.context import seeded
 from prunekit.utils.inputs import as_example
 from prunekit.utils.user_code import run_factory
 
@@ -332,3 +341,121 @@ def load_with_example(reference: str) -> tuple[nn.Module, tuple[Any, ...] | None
         return model, None if given is None else as_example(model, given)
     except UsageError as error:
         raise ModelError(f"{reference}: {error}") from None
+
+
+def published(settings: ModelSettings, model: nn.Module) -> tuple[Preprocessing | None, tuple[str, ...]]:
+    """Return the preprocessing that a zoo's model is evaluated with, and the names of its classes, as far as known."""
+    if settings.zoo == "timm":
+        return timm_preprocessing(model), ()
+    if settings.zoo != "torchvision" or settings.weights is None or settings.name not in zoo_names():
+        return None, ()
+    known = torchvision.models.get_model_weights(settings.name).__members__
+    return torchvision_weights(known[settings.weights]) if settings.weights in known else (None, ())
+
+
+def torchvision_weights(weights: Any) -> tuple[Preprocessing | None, tuple[str, ...]]:
+    """Return the preprocessing and the classes of weights of torchvision; None for presets of other tasks.
+
+    Example:
+        >>> from torchvision.models import ResNet18_Weights
+        >>> feed, classes = torchvision_weights(ResNet18_Weights.DEFAULT)
+        >>> feed.height, feed.shorter_side, classes[0]
+        (224, 256, 'tench')
+    """
+    preset, classes = weights.transforms(), tuple(map(str, weights.meta.get("categories") or ()))
+    if type(preset).__name__ != "ImageClassification":
+        return None, classes
+    (height, width), (shorter,) = _pair(preset.crop_size), preset.resize_size
+    return _preprocessing(height, width, shorter, preset.interpolation.value, preset.mean, preset.std), classes
+
+
+def timm_preprocessing(model: nn.Module) -> Preprocessing | None:
+    """Return the preprocessing in the configuration of a model of timm; None if it has none, or another one."""
+    if not isinstance(getattr(model, "pretrained_cfg", None), dict):
+        return None
+    found = package("timm").data.resolve_data_config({}, model=model)
+    (channels, height, width), kind = found["input_size"], found["interpolation"]
+    mean, std = tuple(found["mean"])[:channels], tuple(found["std"])[:channels]
+    if found["crop_mode"] == "squash":
+        return _preprocessing(height, width, None, kind, mean, std) if found["crop_pct"] == 1 else None
+    if found["crop_mode"] != "center" or height != width:
+        return None
+    return _preprocessing(height, width, math.floor(height / found["crop_pct"]), kind, mean, std)
+
+
+def _preprocessing(
+    height: int, width: int, shorter: int | None, kind: str, mean: Any, std: Any
+) -> Preprocessing | None:
+    try:
+        return Preprocessing(height, width, shorter, kind, tuple(mean), tuple(std))  # type: ignore[arg-type]
+    except SettingsError:  # more than three channels, or an interpolation that it does not know
+        return None
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    given = list(size)
+    return given[0], given[-1]
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def zoo_origins(model: nn.Module, shapes: Shapes) -> Iterator[ModelSettings]:
+    """Yield models of zoos that have the class of a model, and dense tensors of its shapes; the likeliest first.
+
+    They may still compute something else, by another stride or rate of dropout: the caller compares.
+
+    Args:
+        shapes: of the dense model's parameters and buffers, by name.
+    """
+    for settings in zoo_candidates(model):
+        built = None
+        with suppress(Exception), seeded(0), torch.device("meta"):
+            built = build_model(settings, num_classes=None)
+        if built is None:  # a constructor that looks at its weights
+            with suppress(PrunekitError), seeded(0):
+                built = build_model(settings, num_classes=None)
+        if built is not None and _has(built, shapes):
+            yield settings
+
+
+def _has(built: nn.Module, shapes: Shapes) -> bool:
+    found = {name: tuple(tensor.shape) for name, tensor in named_tensors(built)}
+    return all(found.get(name) == tuple(shape) for name, shape in shapes.items())
+
+
+def zoo_candidates(model: nn.Module) -> Iterator[ModelSettings]:
+    """Yield settings of models of zoos that have the class of a model, dense or compact; nothing is built."""
+    cls = original_of(type(model))
+    home, classes = cls.__module__, _last_size(model)
+    if cls is CifarResNet:
+        for name in DEPTHS:
+            yield from _with_classes(name, "cifar", classes)
+    elif home.startswith("torchvision.models."):
+        for name in zoo_names():
+            if torchvision.models.get_model_builder(name).__module__ == home:
+                yield from _with_classes(name, "torchvision", classes)
+    elif home.startswith("ultralytics.nn.tasks") and isinstance(getattr(model, "yaml", None), dict):
+        given: Any = model.yaml
+        yield ModelSettings(
+            Path(str(given.get("yaml_file"))).stem, "ultralytics", arguments={"num_classes": given.get("nc")}
+        )
+    elif isinstance(getattr(model, "pretrained_cfg", None), dict) and "timm" in sys.modules:
+        name = str(model.pretrained_cfg.get("architecture"))  # type: ignore[operator,union-attr]
+        yield from _with_classes(name, "timm", getattr(model, "num_classes", None))
+    elif hasattr(model, "config") and "transformers" in sys.modules:
+        found = hugging_face.settings_of(model, cls)
+        if found is not None:
+            yield found
+
+
+def _with_classes(name: str, zoo: Any, classes: int | None) -> Iterator[ModelSettings]:
+    yield ModelSettings(name, zoo)
+    if isinstance(classes, int):
+        yield ModelSettings(name, zoo, arguments={"num_classes": classes})
+
+
+def _last_size(model: nn.Module) -> int | None:
+    """Return the first size of the last parameter, which is the number of classes of most classifiers."""
+    last = next(reversed([*model.parameters()]), None)
+    return None if last is None or not last.dim() else len(last)

@@ -19,7 +19,7 @@ from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlo
 from prunekit.channels.tracing.kept_state import KeptState
 from prunekit.errors import cut_short
 from prunekit.models.bitmask import unpack_bits
-from prunekit.models.library_config import LIBRARY_CONFIG
+from prunekit.models.hugging_face import LIBRARY_CONFIG
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 

@@ -21,7 +21,7 @@ from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.formats.folders.included_parts import without_values
 from prunekit.hooks.model_copy import copied
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.models.library_config import (
+from prunekit.models.hugging_face import (
     LIBRARY_CONFIG,
     Changes,
     ConfigSearch,

@@ -31,7 +31,7 @@ from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.model_size import count_memory
 from prunekit.measure.runtimes.session import inputs_like
-from prunekit.models.library_config import LIBRARY_CONFIG, set_noted_config
+from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
 from prunekit.planning.candidates import Scores
 from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan

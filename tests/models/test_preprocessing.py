@@ -20,7 +20,7 @@ from prunekit.data.sources import load_splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, DataError, SettingsError
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
-from prunekit.models.zoo_preprocessing import published, timm_preprocessing, torchvision_weights
+from prunekit.models.zoo import published, timm_preprocessing, torchvision_weights
 from prunekit.settings.inputs import DataSettings, ModelSettings
 
 SIZE = 24

@@ -19,8 +19,7 @@ from prunekit.formats.folders.bundled_source import importable_module
 from prunekit.formats.folders.included_parts import without_values
 from prunekit.formats.folders.literals import call_of
 from prunekit.models.cifar import DEPTHS, CifarResNet
-from prunekit.models.zoo import as_build, load_factory
-from prunekit.models.zoo_origin import zoo_candidates
+from prunekit.models.zoo import as_build, load_factory, zoo_candidates
 from prunekit.utils.context import seeded
 from prunekit.utils.user_code import is_reference
 

@@ -20,8 +20,8 @@ from torch import nn
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import first_line
 from prunekit.formats.folders.builders import Builder, builders
+from prunekit.models.hugging_face import ConfigSearch, quiet_library, shapes_of, whole_numbers
 from prunekit.models.interface import ModelInterface
-from prunekit.models.library_config import ConfigSearch, quiet_library, shapes_of, whole_numbers
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.utils.context import set_mode, without_gradients
 from prunekit.utils.files import write_json

@@ -42,9 +42,9 @@ from prunekit.models.zoo import (
     is_detector,
     load_factory,
     load_with_example,
+    published,
     zoo_names,
 )
-from prunekit.models.zoo_preprocessing import published
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
