@@ -128,12 +128,15 @@ class ResumableRun(CallInterceptor):
         opaque: whether the running pass did something that can't be resumed from a saved state: memory was made or
             written to without torch's functions, or gradients or transforms of functions were taken.
         expected: names of all calls of a pass; None: any.
+        first_reads: the number of the first call that reads a parameter or buffer, from `learn`, by the address of its
+            memory.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
         self.lifetimes = Lifetimes()
         self.expected: tuple[str, ...] | None = None
+        self.first_reads: dict[int, int] = {}
         self._model = model
         storages = map(storage_of, [*model.parameters(), *model.buffers()])
         self._fixed = frozenset(storage.data_ptr() for storage in storages if storage is not None)
@@ -149,38 +152,53 @@ class ResumableRun(CallInterceptor):
     def after(self, call: FunctionCall, result: Any) -> None:
         """Act after a call; subclasses override it."""
 
-    def learn(self, inputs: tuple[Any, ...], stop_at: int = 0) -> None:
-        """Run the model on a few samples to learn the lifetime and size of each result, up to a call (0: of all)."""
+    def learn(self, inputs: tuple[Any, ...], stop_at: int = 0) -> Any:
+        """Run the model on a few samples to learn the lifetime and size of each result, up to a call (0: of all).
+
+        Returns:
+            What the model returns; None if it was stopped.
+        """
         self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=sample_count(inputs)), None
+        self.first_reads.clear()
         try:
-            self._run(inputs, None, 0, stop_at)
+            return self._run(inputs, None, 0, stop_at)
         finally:
             self._learning = False
 
     def run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> PassState | None:
         """Run one pass over one batch."""
         again = kept is not None and not keep_at
+        self._run_checked(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
+        return self._found if keep_at else kept
+
+    def resume(self, inputs: tuple[Any, ...], kept: PassState) -> Any:
+        """Run a pass from a saved state, which stays as it is, to its end, and return what the model returns."""
+        output = self._run_checked(inputs, kept.copied(self._fixed), 0, 0)
+        return map_tensors(output, self.real)
+
+    def _run_checked(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> Any:
         try:
-            self._run(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
+            output = self._run(inputs, kept, keep_at, stop_at)
         except Exception as error:  # of code that hides that a blank was read
             if kept is None:
                 raise
             raise DivergedError from error
         if self._leaked:
             raise DivergedError
-        return self._found if keep_at else kept
+        return output
 
-    def _run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> None:
+    def _run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> Any:
         self._begin(kept, keep_at, stop_at)
         numbers = count()
         given = map_tensors(inputs, lambda tensor: self._input(next(numbers), tensor))
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
         with same_attributes(self._model), self.intercepting(), _DispatchMode(self), unfused:
             try:
-                call(self._model, given)
+                return call(self._model, given)
             except (Stopped, Exception):  # a callback from C++ may turn it into another exception
                 if not self._stopped:
                     raise
+                return None
             finally:
                 self._kept = None
                 self._live.clear()
@@ -222,6 +240,11 @@ class ResumableRun(CallInterceptor):
     def _mark(self, tensor: Tensor) -> _TensorMark | None:
         mark: _TensorMark | None = getattr(tensor, "_prunekit_place", None)
         return mark if mark is not None and mark.owner is self._owner else None
+
+    def keep_alive(self, value: Any) -> None:
+        """Count the tensors in a value as read behind the last call of the pass that was learned."""
+        marks = map(self._mark, gather(value))
+        self.lifetimes.read((mark.key for mark in marks if mark is not None), self._step + 1)
 
     def real(self, tensor: Tensor) -> Tensor:
         """Return a tensor if it has values."""
@@ -297,6 +320,7 @@ class ResumableRun(CallInterceptor):
                 self._read_all()
             elif self._learning:
                 self.lifetimes.read((mark.key for _, mark in marks), self._step)
+                self._note_first_reads(tensors, self.number + (self._depth == 1))
             result = function(*args, **named)
             if self._depth == 1:
                 self._record_untracked(function, result, marks)
@@ -340,6 +364,7 @@ class ResumableRun(CallInterceptor):
         made = [(mark.key, tensor) for tensor in inputs for mark in [self._mark(tensor)] if mark is not None]
         if self._learning:
             self.lifetimes.read((key for key, _ in made), self._step)
+            self._note_first_reads(inputs, self.number)
             for _, tensor in made:
                 self._require_same(tensor)
         known = [write_count(tensor) for tensor in inputs]
@@ -352,6 +377,11 @@ class ResumableRun(CallInterceptor):
             for tensor in (*inputs, *gather(result)):
                 self._store_checksum(tensor)
         return iter(result) if name == "__iter__" else result
+
+    def _note_first_reads(self, tensors: Iterable[Tensor], number: int) -> None:
+        for storage in map(storage_of, tensors):
+            if storage is not None and storage.data_ptr() in self._fixed:
+                self.first_reads.setdefault(storage.data_ptr(), number)
 
     def _store_checksum(self, tensor: Tensor) -> None:
         """Store a checksum of the memory of a tensor of this pass, with the present step."""

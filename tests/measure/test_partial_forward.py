@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -9,14 +10,16 @@ import torch
 from equivalence import Net, randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.trace import trace
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.measure import partial_forward
-from prunekit.measure.partial_forward import WHOLE, DensePrefix
+from prunekit.measure import group_sensitivity
+from prunekit.measure.group_sensitivity import WHOLE, PartialRuns, Quality
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import keep_in_group
+from prunekit.utils.tensors import gather
 
 PARTS = 3
 
@@ -48,12 +51,27 @@ def looped(self: Any, x: Tensor) -> Tensor:
     return chained(self, torch.stack([image / image.abs().max() for image in x]))
 
 
-def unseen(self: Any, x: Tensor) -> Tensor:
+def below_functions(self: Any, x: Tensor) -> Tensor:
+    """Torch's functions show neither what reads the masked weights nor what writes to the stream."""
     for part in self.parts:
         with torch._C.DisableTorchFunction():
             x = part(x)
         x = x * 0.9
     return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def unseen(self: Any, x: Tensor) -> Tensor:
+    """The last weight is read as an extension in C++ does, without any operator, in front of all parts."""
+    if not getattr(self, "mapped", False):
+        return chained(self, x)
+    with torch._C.DisableTorchFunction():
+        address = self.parts[-1][2].weight.data_ptr()
+    return chained(self, x * sum((ctypes.c_float * 18).from_address(address)))
+
+
+def early(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What is returned was made in front of all parts, and is read by none."""
+    return x * 2, chained(self, x)
 
 
 def net(function: Any) -> nn.Module:
@@ -63,77 +81,86 @@ def net(function: Any) -> nn.Module:
     return randomized(Net(function, parts=nn.ModuleList(parts), head=nn.Linear(3, 4))).eval()
 
 
-def prefixed(model: nn.Module, batch: int = 4) -> tuple[DensePrefix, dict[str, Plan]]:
-    """With the plans that leave two channels of the inner group of one part each."""
-    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    chart = trace(model, (x,))
+def partial(model: nn.Module) -> tuple[PartialRuns, dict[str, WeightMasks]]:
+    """With the masks that leave two channels of the inner group of one part each."""
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    chart = trace(model, (x[:2],))
+    model.mapped = True  # type: ignore[assignment]
     inner = [group for group in chart.groups if group.labels.size == 6]
     plans = {group.name: Plan(chart, keep_in_group(chart, group.labels, 2)) for group in inner}
     assert list(plans) == [f"parts.{index}.0" for index in range(PARTS)]
     tensors = {name: list(plan.kept_indices) for name, plan in plans.items()}
-    return DensePrefix(model, x, tensors, lambda name: WeightMasks(model, plans[name], restore=True), batch), plans
+    masks = {name: WeightMasks(model, plan, restore=True) for name, plan in plans.items()}
+    return PartialRuns(model, Quality(), tensors, masks, (x,)), masks
 
 
-def assert_same_bits(model: nn.Module, found: DensePrefix, plans: dict[str, Plan]) -> None:
+def assert_same_bits(model: nn.Module, runs: PartialRuns, masks: dict[str, WeightMasks]) -> None:
     for seed in (1, 2):
         images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(found.record(images), model(images))
-        for _ in range(2):  # the first must leave what was recorded as it was
-            for name, plan in plans.items():
-                with WeightMasks(model, plan, restore=True):
-                    assert torch.equal(found.run(name, images), model(images))
+        assert_equal(runs.dense((images,)).output, model(images.clone()))
+        for name, mask in masks.items():
+            runs.advance(name, (images,))
+            for _ in range(2):  # the first must leave the saved state as it was
+                with mask:
+                    assert_equal(runs.masked(name, (images,), name).output, model(images.clone()))
     assert count_hooks(model) == 0
 
 
+def assert_equal(one: Any, other: Any) -> None:
+    assert all(map(torch.equal, gather(one), gather(other)))
+
+
+class Convolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts those that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.convolution.default
+        return function(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("function", [chained, overwritten, split])
+@pytest.mark.parametrize("function", [chained, overwritten, split, early])
 def test_outputs_are_the_same_bits_as_those_of_a_whole_pass(function: Any) -> None:
     model = net(function)
-    found, plans = prefixed(model)
-    assert_same_bits(model, found, plans)
-    assert (len(set(found.starts.values())) == PARTS) == (function is chained)
+    runs, masks = partial(model)
+    assert_same_bits(model, runs, masks)
+    assert len(set(runs.starts.values())) == PARTS
 
 
 @torch.no_grad()
 def test_passes_with_other_calls_than_those_that_were_tried_are_whole() -> None:
     model = net(looped)
-    found, plans = prefixed(model)
-    assert len(set(found.starts.values())) == PARTS
-    assert_same_bits(model, found, plans)
+    runs, masks = partial(model)
+    assert len(set(runs.starts.values())) == PARTS
+    assert_same_bits(model, runs, masks)
 
 
 @torch.no_grad()
-def test_what_lies_before_a_mask_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_before_a_mask_is_not_computed_again() -> None:
     model = net(chained)
-    found, plans = prefixed(model)
-    ran: list[int] = []
-
-    class Spy(partial_forward._Replay):
-        def call(self, call: Any) -> Any:
-            if call.name == "conv2d":
-                ran.append(call.number >= self._start)
-            return super().call(call)
-
-    monkeypatch.setattr(partial_forward, "_Replay", Spy)
-    images = torch.randn(4, 3, 6, 6)
-    found.record(images)
-    for index, (name, plan) in enumerate(plans.items()):
-        ran.clear()
-        with WeightMasks(model, plan, restore=True):
-            found.run(name, images)
-        assert ran == ([False] * 2 * index + [True] * 2 * (PARTS - index) if index else [])  # of the first it is whole
+    runs, masks = partial(model)
+    images = (torch.randn(4, 3, 6, 6),)
+    runs.dense(images)
+    for index, (name, mask) in enumerate(masks.items()):
+        runs.advance(name, images)
+        with mask, Convolutions() as counted:  # type: ignore[no-untyped-call]
+            runs.masked(name, images, name)
+        assert counted.count == 2 * (PARTS - index)
 
 
 @torch.no_grad()
-def test_where_torch_does_not_see_what_reads_a_mask_the_pass_is_whole() -> None:
-    model = net(unseen)
-    found, plans = prefixed(model)
-    assert set(found.starts.values()) == {WHOLE}
-    assert_same_bits(model, found, plans)
+@pytest.mark.parametrize("function", [below_functions, unseen])
+def test_where_torch_does_not_see_what_reads_a_mask_the_pass_is_whole(function: Any) -> None:
+    model = net(function)
+    runs, masks = partial(model)
+    assert runs.starts["parts.2.0"] == WHOLE
+    assert_same_bits(model, runs, masks)
 
 
 @torch.no_grad()
-def test_what_does_not_fit_into_memory_is_not_held() -> None:
-    found, _ = prefixed(net(chained), batch=10**9)
-    assert set(found.starts.values()) == {WHOLE}
-    assert not found._needed
+def test_what_does_not_fit_into_memory_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_sensitivity, "MEMORY_BYTES", 1)
+    runs, _ = partial(net(chained))
+    assert set(runs.starts.values()) == {WHOLE}
