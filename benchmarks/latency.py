@@ -31,11 +31,10 @@ from latency_networks import Case, built, log, names, profiled, where
 
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.jobs.bench import devices
 from prunekit.measure.effort import Effort
-from prunekit.measure.latency.comparison import measure_latency
+from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.planning.plan import Plan
-from prunekit.pruning.profiling import as_latency, in_blocks, layer_setting
+from prunekit.pruning.profiling import layer_setting
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 KEYS = ("model", "plan", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size")
@@ -81,7 +80,7 @@ def quickened(case: Case, settings: PruneSettings, base: Plan) -> tuple[Plan, fl
     found: tuple[Plan, float | None] = base, None
     for asked in np.geomspace(predicted(case, base), FURTHEST / share, STEPS + 1)[1:].tolist():
         try:
-            made = planned(case, in_blocks(replace(settings, budget=BudgetSettings(macs=share, speedup=asked))))
+            made = planned(case, replace(settings, budget=BudgetSettings(macs=share, speedup=asked)).in_blocks)
         except PlanError:  # out of reach, as more would be
             break
         if left(case, made) >= USED * share:
@@ -108,7 +107,7 @@ def measured(case: Case, target: Target, repeats: int) -> Iterator[dict[str, Any
     plans["macs"] = planned(case, by_macs)
     plans["macs+time"], asked["macs+time"] = quickened(case, by_macs, plans["macs"])
     plans["capacity"], asked["capacity"] = quickened(case, replace(by_macs, scope="capacity"), plans["uniform"])
-    wanted = replace(as_latency(target), repeats=repeats)
+    wanted = replace(target.as_latency, repeats=repeats)
     models = {"dense": case.model, **{name: compact(case.model, plan) for name, plan in plans.items()}}
     found = measure_latency(models, case.example.shape[1:], wanted, devices(target.device, wanted))
     if found.failures:

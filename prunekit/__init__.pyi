@@ -6,6 +6,8 @@ from prunekit.channels.tracing.channel_map import ChannelMap as ChannelMap
 from prunekit.compaction.compact_model import compact as compact
 from prunekit.compaction.model_folder import load as load
 from prunekit.compaction.model_folder import save as save
+from prunekit.compaction.optimizer_transfer import transfer as transfer
+from prunekit.compaction.optimizer_transfer import transfer_average as transfer_average
 from prunekit.criteria.criterion import Evidence as Evidence
 from prunekit.criteria.criterion import register_criterion as register_criterion
 from prunekit.deploy.batchnorm_folding import fold_batchnorm as fold_batchnorm
@@ -139,8 +141,6 @@ from prunekit.statistics.channel_stats import ChannelStats as ChannelStats
 from prunekit.statistics.taylor_terms import collect_gradients as collect_gradients
 from prunekit.tasks.task import register_task as register_task
 from prunekit.training.callbacks.gradient_flow import GradientFlow as GradientFlow
-from prunekit.training.optimizers import transfer as transfer
-from prunekit.training.optimizers import transfer_average as transfer_average
 from prunekit.utils.inputs import Keywords as Keywords
 
 __version__: str

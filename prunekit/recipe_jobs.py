@@ -30,7 +30,6 @@ from prunekit.jobs.profile import ProfileRun, profile_job
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.model_sources import InputModel, folder_model
 from prunekit.jobs.run.results import RunResult
-from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
@@ -43,7 +42,7 @@ from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example
-from prunekit.utils.progress import reporting, stage
+from prunekit.utils.progress import Log, reporting, stage
 
 Recipe = StrPath | JobSettings
 

@@ -77,8 +77,6 @@ STILL_UPWARD: set[tuple[str, str]] = {
     ("jobs/run", "jobs/stages"),
     ("jobs/stages", "jobs"),
     ("measure/latency", "measure/runtimes"),
-    ("pruning", "jobs"),
-    ("pruning", "training"),
 }
 """Folders that still import from a later one of their room, and rooms from a higher one.
 

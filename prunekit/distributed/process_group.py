@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from prunekit.errors import PeerError, RunError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 """Of one exchange between processes that are all at work; waiting for a process that works alone has no limit."""
@@ -279,3 +281,32 @@ def _where(tensor: Tensor | None = None) -> torch.device:
     if tensor is not None and tensor.device.type in backends:
         return tensor.device
     return torch.device("cpu" if "cpu" in backends else "cuda")
+
+
+def main_process_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Make a function run in the main process alone; in the others it returns None at once."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_main() else None
+
+    return run
+
+
+def computed_by_main(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function run in the main process alone; the others wait for it, and return what it returned there.
+
+    It raises in the main process what the function raises, and `PeerError` in the others.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return from_main(lambda: function(*args, **kwargs))
+
+    return run
+
+
+@computed_by_main
+def main_has(value: object) -> bool:
+    """Return whether the main process has a value, such as a cached result, that is not None."""
+    return value is not None

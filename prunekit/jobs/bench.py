@@ -16,8 +16,7 @@ from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.model_sources import InputModel, exported_target, probe
-from prunekit.jobs.run.run_folder import Log
-from prunekit.measure.latency.comparison import choose_settings, measure_latency
+from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.measure.latency.row_text import (
     dtype_text,
     failure_lines,
@@ -26,15 +25,14 @@ from prunekit.measure.latency.row_text import (
     unstable_lines,
     unstable_mark,
 )
-from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.zero_support import unused_zeros_notes
 from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import LatencySettings
-from prunekit.utils.context import device_of, resolve_device
+from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example, input_specs
-from prunekit.utils.progress import stage
+from prunekit.utils.progress import Log, stage
 from prunekit.utils.tensors import gather
 
 SAME = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
@@ -265,29 +263,6 @@ def gated(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[tupl
     """
     rows = [row for row in latency if row["model"] == latency[-1]["model"]]
     return [(row, row["median_ms" if row["stable"] else "high_ms"] <= max_latency_ms) for row in rows]
-
-
-def devices(names: str, settings: LatencySettings) -> list[torch.device]:
-    """Return the devices of a text with commas, on which everything in the settings can be timed.
-
-    Args:
-        names: `auto` is the CPU, and CUDA if there is one, as far as the runtimes run there.
-        settings: what is timed.
-
-    Raises:
-        UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
-    """
-    found = _named(names, settings)
-    choose_settings(settings, found)
-    return found
-
-
-def _named(names: str, settings: LatencySettings) -> list[torch.device]:
-    if names != "auto":
-        return list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
-    found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
-    kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
-    return [device for device in found if device.type in kinds] or found[:1]
 
 
 def _mixed(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,12 +14,11 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
-from prunekit.distributed.process_group import gather_on_main, is_main, rank, size
+from prunekit.distributed.process_group import gather_on_main, is_main, main_has, main_process_only, rank, size
 from prunekit.errors import ArtifactError
-from prunekit.jobs.run.agreement import main_has, main_process_only
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
-from prunekit.jobs.run.run_folder import Log, digest, weights_digest
+from prunekit.jobs.run.run_folder import digest, weights_digest
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.pruning.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
@@ -32,7 +31,7 @@ from prunekit.tasks.task import pair
 from prunekit.training.parallel import share_buffers, share_corrupt
 from prunekit.utils.context import seeded, threads
 from prunekit.utils.inputs import sample_count, to_device
-from prunekit.utils.progress import StageCounter, stage, wanted
+from prunekit.utils.progress import Log, StageCounter, stage, wanted
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import pair
-from prunekit.training.callbacks.scheduled_masks import steps_per_epoch
+from prunekit.training.callbacks.pruning_schedule import steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
 
 LOOKED_AT = 1024

@@ -6,21 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from prunekit.errors import NotMeasuredError, UsageError
-from prunekit.jobs.bench import devices
 from prunekit.jobs.calibrate import criterion_inputs
 from prunekit.jobs.run.dense_model import cached_baseline, prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
-from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.run.tables import layer_rows
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.measure.effort import current_effort
+from prunekit.measure.latency.comparison import devices
 from prunekit.pruning.plan_search import DOUBT, PlanSearch
-from prunekit.pruning.profiling import in_blocks
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import PruneSettings, facts_of
-from prunekit.utils.progress import stage
+from prunekit.utils.progress import Log, stage
 
 MEASURES = (
     "dry run: a budget of time is planned for by a profile of the target: what of its {} networks is not in the cache "
@@ -118,4 +116,4 @@ def by_macs(settings: PruneSettings) -> PruneSettings:
         if facts.measured:
             macs = min(facts.as_cost(value), 1.0 if budget.macs is None else budget.macs)
             budget = budget.changed(macs=macs, **{name: None})
-    return replace(in_blocks(settings), budget=budget)
+    return replace(settings.in_blocks, budget=budget)

@@ -15,7 +15,7 @@ from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
 from prunekit.formats.exported_model import ExportedModel
-from prunekit.jobs.run.agreement import share_model
+from prunekit.jobs.run.dense_model import share_model
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, bound_splits
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of

@@ -17,7 +17,6 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes, zero_causes
 from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.cause import Cause
@@ -39,7 +38,7 @@ from prunekit.utils.context import (
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, share
 from prunekit.utils.inputs import as_example, call, running
-from prunekit.utils.progress import stage
+from prunekit.utils.progress import Log, stage
 from prunekit.utils.tensors import gather, map_tensors
 
 SLOWEST = 15

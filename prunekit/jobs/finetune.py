@@ -19,17 +19,22 @@ from prunekit.compaction.compact_model import compact, remarks
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.deploy.subnormals import without_subnormals
-from prunekit.distributed.process_group import from_main, one_for_all, wait_for_all
+from prunekit.distributed.process_group import (
+    computed_by_main,
+    from_main,
+    main_has,
+    main_process_only,
+    one_for_all,
+    wait_for_all,
+)
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.bench import devices
 from prunekit.jobs.calibrate import criterion_inputs
 from prunekit.jobs.run import results
-from prunekit.jobs.run.agreement import computed_by_main, main_has, main_process_only, require_same_plan, share_plan
 from prunekit.jobs.run.dense_model import prepare, save_weights, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
 from prunekit.jobs.run.results import RunResult
 from prunekit.jobs.run.resume import find_run, identity_of, note, run_recipe
-from prunekit.jobs.run.run_folder import Finish, Log, RunFolder, as_raised, run_folder, write_report
+from prunekit.jobs.run.run_folder import Finish, RunFolder, as_raised, run_folder, write_report
 from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cached_plan
 from prunekit.jobs.run.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
 from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
@@ -41,10 +46,12 @@ from prunekit.jobs.stages.repair_stage import repair_model, repair_summary, zero
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import Finetuning, OnEpoch, Trainings, checkpoints_of, told
 from prunekit.masks.masked_model import sparsity
+from prunekit.measure.latency.comparison import devices
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan
 from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
+from prunekit.pruning.schedule_planner import require_same_plan, share_plan
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
@@ -53,7 +60,7 @@ from prunekit.utils.context import threads
 from prunekit.utils.display import listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.inputs import inputs_as_example
-from prunekit.utils.progress import StageCounter, stage, wanted
+from prunekit.utils.progress import Log, StageCounter, stage, wanted
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""

@@ -121,7 +121,7 @@ def _costs(row: dict[str, Any], total: int) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FileInspection(Displayed):
-    """What an exported file says of itself.
+    """The contents of an exported file, as it states them.
 
     Attributes:
         model: the file.

@@ -32,7 +32,6 @@ from prunekit.jobs.run.job_inputs import (
     require_optimizer,
 )
 from prunekit.jobs.run.model_pair import ModelPair
-from prunekit.jobs.run.run_folder import Log
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.watch import run_passes
@@ -40,6 +39,7 @@ from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.loop import fit
 from prunekit.utils.context import threads
 from prunekit.utils.files import write_csv
+from prunekit.utils.progress import Log
 
 INPUT = "input.png"
 

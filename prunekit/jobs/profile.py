@@ -11,7 +11,7 @@ from prunekit.deploy.transform import transform_of
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
 from prunekit.jobs.run.resume import run_recipe
-from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
+from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
 from prunekit.measure.effort import Effort
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.runtimes.session import inputs_like
@@ -19,7 +19,7 @@ from prunekit.pruning.profiling import Profile, layer_setting, profile
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import write_csv, write_json
-from prunekit.utils.progress import stage
+from prunekit.utils.progress import Log, stage
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
 NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")

@@ -27,7 +27,7 @@ from prunekit.jobs.calibrate import calibration_images
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
 from prunekit.jobs.run.resume import run_recipe
-from prunekit.jobs.run.run_folder import Finish, Log, environment, run_folder, write_report
+from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
 from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.modes.public_call import public_call
@@ -48,7 +48,7 @@ from prunekit.utils.display import Displayed, Table, count, digits, plural, shar
 from prunekit.utils.files import write_csv, write_json
 from prunekit.utils.globs import globs, matching
 from prunekit.utils.inputs import as_example, inputs_as_example, sample_count, select_samples, to_device
-from prunekit.utils.progress import reporting, stage, wanted
+from prunekit.utils.progress import Log, reporting, stage, wanted
 from prunekit.utils.tensors import gather
 
 LIMITS = {"kept_1": 0.01, "kept_10": 0.1}

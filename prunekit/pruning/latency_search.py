@@ -11,10 +11,8 @@ import numpy as np
 from torch import nn
 
 from prunekit.errors import RunError
-from prunekit.jobs.bench import devices
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.effort import current_effort
-from prunekit.measure.latency.comparison import LatencyReport, prepared_latency
+from prunekit.measure.latency.comparison import LatencyReport, devices, prepared_latency
 from prunekit.measure.latency.row_text import failure_lines
 from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.plan import Plan
@@ -31,9 +29,9 @@ from prunekit.pruning.latency_target import (
     mean_excess,
     next_share,
 )
-from prunekit.pruning.profiling import as_latency
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import plural
+from prunekit.utils.progress import Log
 
 CERTAIN = 0.0125
 """Half of the 95 % interval of the median over processes, as a share of it, that is small enough (tolerance: 3 %)."""
@@ -167,7 +165,7 @@ def time_pair(
     memory are random, and other load changes. The less the processes agree, the more of them measure.
     """
     effort, over = current_effort(), perf_counter() + limit_s
-    wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}
+    wanted, models = settings.target.as_latency, {"dense": model, "pruned": compact}
     best: list[Timing] = []
     with prepared_latency(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
         for tried in range(effort.tries):

@@ -16,14 +16,13 @@ from torch import nn
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
-from prunekit.jobs.bench import devices
-from prunekit.measure.latency.comparison import LatencyReport, choose_settings
+from prunekit.measure.latency.comparison import LatencyReport, choose_settings, devices
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.solver import feasible_plan
-from prunekit.pruning.profiling import Profile, as_latency, in_blocks
+from prunekit.pruning.profiling import Profile
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.files import json_values
 
@@ -184,7 +183,7 @@ class LatencyTarget:
     @cached_property
     def least_share(self) -> float:
         """The least time that is predicted for any plan, over the time asked for."""
-        least = least_possible(self.channel_map, in_blocks(self.settings), self.table)
+        least = least_possible(self.channel_map, self.settings.in_blocks, self.table)
         return max(least[name] / facts_of(name).as_cost(value) for name, value in self.asked.items()) * (1 + 1e-9)
 
     @property
@@ -205,7 +204,7 @@ class LatencyTarget:
         Raises:
             PlanError: no plan is predicted to be faster than the dense model.
         """
-        settings = in_blocks(self.settings)
+        settings = self.settings.in_blocks
         aims = {name: facts_of(name).loosened(value, share) for name, value in self.asked.items()}
         if any(facts_of(name).problem(aim) is not None for name, aim in aims.items()):
             feasible_plan(self.channel_map, settings, self.table)
@@ -213,7 +212,7 @@ class LatencyTarget:
 
     def out_of_reach(self, timing: Timing) -> PlanError:
         """Return the error for budgets that the fastest plan, with this timing, does not meet."""
-        obstacles = conflicting_limits(self.channel_map, in_blocks(self.settings), self.table)
+        obstacles = conflicting_limits(self.channel_map, self.settings.in_blocks, self.table)
         return PlanError(
             f"budget {self.in_words}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
             f"{timing.speedup:.3g}x the dense model's speed (measured), and no other is predicted to be "
@@ -272,7 +271,7 @@ class LatencyResult:
         two figures for the same speedup would confuse.
         """
         target = self.target.settings.target
-        asked = as_latency(target)
+        asked = target.as_latency
         (setting,) = choose_settings(asked, devices(target.device, asked))[0]
         # A report has the memory format of the models, not of the settings.
         same = {key: value for key, value in asdict(setting).items() if key != "memory_format"}

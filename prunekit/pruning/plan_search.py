@@ -28,7 +28,6 @@ from prunekit.criteria.scoring import CalibrationWarning, normalize, score
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.model_size import count_memory
 from prunekit.measure.runtimes.session import inputs_like
 from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
@@ -46,7 +45,7 @@ from prunekit.pruning.library_layout import (
     with_known_layout,
     with_library_layout,
 )
-from prunekit.pruning.profiling import in_blocks, profile
+from prunekit.pruning.profiling import profile
 from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
@@ -57,7 +56,7 @@ from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import plural
 from prunekit.utils.files import json_values
 from prunekit.utils.outputs import Outputs
-from prunekit.utils.progress import stage
+from prunekit.utils.progress import Log, stage
 
 MEMORY = facts_of("memory_mb")
 ATTEMPTS = 6
@@ -176,7 +175,7 @@ class PlanSearch:
             raise UsageError(
                 f"budget {' and '.join(timed)}: {error}; give macs, params, channels or size_mb instead"
             ) from error
-        require_unmeasured_met(self.channel_map, in_blocks(self.settings))
+        require_unmeasured_met(self.channel_map, self.settings.in_blocks)
         found = profile(
             self.model,
             self.examples[0],
@@ -219,7 +218,7 @@ class PlanSearch:
             if timing.excess(target.asked) > 1:
                 raise target.out_of_reach(timing)
         if target.least_share <= 1:
-            feasible_plan(self.channel_map, in_blocks(self.settings), target.table)
+            feasible_plan(self.channel_map, self.settings.in_blocks, target.table)
 
     def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan within all budgets; budgets of time are met by measurement.

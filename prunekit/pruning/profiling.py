@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import NotMeasuredError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.bench import devices
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.effort import current_effort
-from prunekit.measure.latency.comparison import choose_settings
+from prunekit.measure.latency.comparison import choose_settings, devices
 from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import (
     Network,
@@ -44,13 +41,12 @@ from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency, 
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.feasibility import require_free_parts
 from prunekit.planning.plan import Plan
-from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pruning import PruneSettings, Target
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.display import NOTHING, Displayed, Table, share
 from prunekit.utils.files import StrPath, user_cache
 from prunekit.utils.inputs import as_examples
-from prunekit.utils.progress import reporting, stage, tracked
+from prunekit.utils.progress import Log, reporting, stage, tracked
 
 HELD_OUT = 5
 """One network in so many is held out of a first fit, to test its predictions."""
@@ -356,7 +352,7 @@ def profile(
     target = target or settings.target
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
-    wanted = in_blocks(replace(settings, target=target, ratios={}))
+    wanted = replace(settings, target=target, ratios={}).in_blocks
     given = list(as_examples(model, [example, *more_examples]))
     inputs = inputs_like(given[0])
     channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
@@ -401,34 +397,18 @@ def profile(
     return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
 
 
-def in_blocks(settings: PruneSettings) -> PruneSettings:
-    """Return settings that also round channel counts to the target's block."""
-    return replace(settings, round_to=lcm(settings.round_to, settings.target.block))
-
-
 def layer_setting(target: Target) -> tuple[Setting, list[str]]:
     """Return the setting in which a target's layers are timed, and notes on it.
 
     Raises:
         UsageError: the runtime is not installed, or does not take the setting.
     """
-    settings = as_latency(target)
+    settings = target.as_latency
     (wanted,), _ = choose_settings(settings, devices(target.device, settings))
     if has_layer_clock(target.runtime):
         return wanted, []
     note = f"{target.runtime} cannot tell how long each layer takes: the table is of eager, and plans are measured"
     return replace(wanted, runtime="eager"), [note]
-
-
-def as_latency(target: Target) -> LatencySettings:
-    """Return the settings of a measurement on a target."""
-    return LatencySettings(
-        (target.batch,),
-        (target.threads,),
-        runtimes=(target.runtime,),
-        dtypes=(target.dtype,),
-        memory_formats=(target.memory_format,),
-    )
 
 
 def _within(limit_s: float, times: Iterable[LayerTimes]) -> Iterator[LayerTimes]:

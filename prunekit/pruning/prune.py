@@ -20,7 +20,7 @@ from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.pruning.collected import IMAGES
-from prunekit.pruning.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.pruning.plan_search import Planned
 from prunekit.pruning.prune_request import Calibration, Request
 from prunekit.pruning.pruned import Pruned

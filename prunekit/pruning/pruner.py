@@ -16,19 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.compaction.compact_model import compact
-from prunekit.distributed.process_group import is_main
+from prunekit.compaction.optimizer_transfer import transfer, transfer_average
+from prunekit.distributed.process_group import is_main, main_process_only
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import require_trainable, unwrapped, unwrapped_for_hooks
-from prunekit.jobs.run.agreement import main_process_only, share_plan
-from prunekit.jobs.stages.pattern_stages import schedule_planner
-from prunekit.jobs.stages.schedule_stages import StagePlanner, rescored
 from prunekit.masks.gradient_clamps import GradientClamp
 from prunekit.masks.gradient_clamps import clamp_activation_grad as clamp_activations
 from prunekit.masks.gradient_clamps import clamp_weight_grad as clamp_weights
 from prunekit.masks.masked_model import Sparsity, sparsity
+from prunekit.masks.scheduled_masks import PlanChange, ScheduledMasks, straight_through
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.verification import Verification, verify
 from prunekit.modes.public_call import public_call
@@ -36,15 +35,14 @@ from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
 from prunekit.pruning.collected import IMAGES
-from prunekit.pruning.loop_statistics import LoopStatistics, check_calibration, labeled_batches
+from prunekit.pruning.pattern_zeros import schedule_planner
 from prunekit.pruning.prune_request import Calibration, Request
-from prunekit.pruning.step_counter import StepCounter
+from prunekit.pruning.schedule_planner import StagePlanner, rescored, share_plan
+from prunekit.pruning.user_loop import LoopStatistics, StepCounter, check_calibration, labeled_batches
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import Depth, Layout, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings
 from prunekit.tasks.task import Loss, Task, get_task
-from prunekit.training.callbacks.scheduled_masks import PlanChange, ScheduledMasks, straight_through
-from prunekit.training.optimizers import transfer, transfer_average
 from prunekit.utils.display import Displayed, Table
 from prunekit.utils.inputs import to_device
 from prunekit.utils.outputs import Outputs

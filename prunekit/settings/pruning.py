@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le
 
 from prunekit.errors import UsageError
 from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveFloat, PositiveInt, RuntimeName
+from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.validation import Checked
 from prunekit.utils import display as numbers
@@ -289,6 +290,17 @@ class Target(Checked):
     """Seconds that a budget of time may take to be measured in, some for the profile, for plans and for the final model
     each. What is not settled by then, as on a busy machine, is marked unstable."""
 
+    @property
+    def as_latency(self) -> LatencySettings:
+        """The settings of a measurement on the target."""
+        return LatencySettings(
+            (self.batch,),
+            (self.threads,),
+            runtimes=(self.runtime,),
+            dtypes=(self.dtype,),
+            memory_formats=(self.memory_format,),
+        )
+
 
 Layout = Literal["free", "equal", "huggingface"]
 """Which widths layers may have: each its own; equal ones where layers repeat, as the layers of a transformer do; or
@@ -441,6 +453,11 @@ class PruneSettings(Checked):
             object.__setattr__(self, "budget", BudgetSettings())
         if self.pattern is not None and self.budget.given:
             object.__setattr__(self, "round_to", math.lcm(self.round_to, self.pattern.multiple))
+
+    @property
+    def in_blocks(self) -> PruneSettings:
+        """The settings with channel counts that are also multiples of the target's block."""
+        return replace(self, round_to=math.lcm(self.round_to, self.target.block))
 
     @property
     def channels_stay(self) -> bool:

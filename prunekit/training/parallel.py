@@ -41,8 +41,8 @@ from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.gradient_flow import GradientFlow
+from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
-from prunekit.training.callbacks.scheduled_masks import PruningSchedule
 from prunekit.training.callbacks.tensorboard import TensorBoardLogger
 from prunekit.training.compatibility import two_samples
 from prunekit.utils.context import same_random_state, seeded, training_mode

@@ -26,6 +26,8 @@ WIDTH = 60
 """The most characters of a stage in the line above the bars."""
 QUIET_S = 30.0
 """Seconds without a word after which a call says its stage in a line, where its output goes to a file or a pipe."""
+Log = Callable[[str], None]
+"""A function that gets a line on what happens."""
 T = TypeVar("T")
 
 

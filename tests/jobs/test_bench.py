@@ -10,8 +10,9 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.bench import bench_targets, devices, gated
+from prunekit.jobs.bench import bench_targets, gated
 from prunekit.jobs.run.model_sources import InputModel
+from prunekit.measure.latency.comparison import devices
 from prunekit.settings.deployment import LatencySettings
 
 QUICK = LatencySettings(batches=(1, 2), threads=(1,), repeats=5)

@@ -19,13 +19,13 @@ from prunekit.distributed.process_group import from_main, rank
 from prunekit.errors import PeerError, RunError
 from prunekit.jobs.calibrate import loss_gradients
 from prunekit.jobs.evaluate import evaluate
-from prunekit.jobs.run.agreement import require_same_plan, share_plan
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.stages.training_stage import Trainings
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan
+from prunekit.pruning.schedule_planner import require_same_plan, share_plan
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings

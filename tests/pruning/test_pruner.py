@@ -26,17 +26,17 @@ from training_models import CPU, net, splits
 
 import prunekit as pk
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.stages.schedule_stages import StagePlanner, StageStatistics
 from prunekit.planning.plan import Plan
 from prunekit.pruning.plan_search import Planned, PlanSearch
 from prunekit.pruning.prune_request import Request
 from prunekit.pruning.pruner import Pruner
+from prunekit.pruning.schedule_planner import StagePlanner, StageStatistics
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.statistics.taylor_terms import STEPS, StepGradients, collect_gradients
 from prunekit.training.callbacks.callback import Callback, TrainingRun
-from prunekit.training.callbacks.scheduled_masks import PruningSchedule
+from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.loop import fit
 
 ONE_BY_ONE = Target(block=1)

@@ -16,13 +16,14 @@ from training_models import CPU, splits
 import prunekit
 from prunekit.compaction.compact_model import spread_
 from prunekit.errors import PlanError
+from prunekit.masks.scheduled_masks import Planner
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
 from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.history import History
-from prunekit.training.callbacks.scheduled_masks import Planner, PruningSchedule
+from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit

@@ -21,6 +21,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.criteria.scoring import score
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
+from prunekit.masks.scheduled_masks import Planner
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
@@ -30,7 +31,7 @@ from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSet
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.history import History
-from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule, steps_per_epoch
+from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding, PruningSchedule, steps_per_epoch
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import build_schedule
 

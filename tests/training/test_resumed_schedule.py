@@ -15,6 +15,7 @@ from training_models import CPU, net, splits
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.scoring import score
+from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage
@@ -22,7 +23,7 @@ from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import CheckpointSettings, TrainSettings
 from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding, Planner, PruningSchedule
+from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding, PruningSchedule
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.utils import files as artifacts

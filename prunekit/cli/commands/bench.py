@@ -107,7 +107,8 @@ def bench_command(
     """
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, given)
-    from prunekit.jobs.bench import bench_targets, devices, gated
+    from prunekit.jobs.bench import bench_targets, gated
+    from prunekit.measure.latency.comparison import devices
     from prunekit.settings.deployment import LatencySettings
 
     batch = batch or ((1, 16) if max_latency_ms is None else (1,))

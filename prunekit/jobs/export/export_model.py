@@ -31,7 +31,6 @@ from prunekit.jobs.export.export_inputs import (
     runs,
 )
 from prunekit.jobs.run.model_sources import InputModel
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired
@@ -43,6 +42,7 @@ from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, in_unit, interval, scientific, share, size
 from prunekit.utils.files import folder_beside, replace_folder, require_writable, set_permissions
 from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
+from prunekit.utils.progress import Log
 
 CPU = torch.device("cpu")
 

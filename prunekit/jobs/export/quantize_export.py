@@ -42,7 +42,6 @@ from prunekit.jobs.export.export_model import (
 )
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.model_sources import InputModel
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.quantization import openvino_quantization
@@ -50,6 +49,7 @@ from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.files import folder_beside
 from prunekit.utils.inputs import call, inputs_as_example, is_batched
+from prunekit.utils.progress import Log
 from prunekit.utils.tensors import gather
 
 QUANTIZERS = {

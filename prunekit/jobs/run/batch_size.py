@@ -23,7 +23,6 @@ from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
-from prunekit.jobs.run.run_folder import Log
 from prunekit.jobs.stages.activation_stage import masks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.thresholds import ActivationThresholds, chosen_paths
@@ -38,6 +37,7 @@ from prunekit.training.callbacks.callback import Callback, ContextCallback, Trai
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
+from prunekit.utils.progress import Log
 
 STEPS = 2
 """In the second one the optimizer's state and activations are in memory together."""

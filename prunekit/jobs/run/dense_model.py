@@ -16,10 +16,17 @@ from torch import nn
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.criterion import get_criterion
-from prunekit.distributed.process_group import in_turn, require_equal, size
+from prunekit.distributed.process_group import (
+    in_turn,
+    main_has,
+    main_process_only,
+    require_equal,
+    share_tensors,
+    size,
+    wait_for_all,
+)
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.jobs.run.agreement import main_has, main_process_only, share_model
 from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,
     Own,
@@ -35,7 +42,7 @@ from prunekit.jobs.run.job_inputs import (
     require_sources,
     training_sections,
 )
-from prunekit.jobs.run.run_folder import Log, digest, weights_digest
+from prunekit.jobs.run.run_folder import digest, weights_digest
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.models.outputs import require_trainable
@@ -54,6 +61,7 @@ from prunekit.training.compatibility import check_fits
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
 from prunekit.utils.files import atomic_file, keep_newest, user_cache
+from prunekit.utils.progress import Log
 from prunekit.utils.registry import registered_names
 from prunekit.utils.state_folders import read_state, write_state
 from prunekit.utils.tensors import require_same_kind
@@ -288,3 +296,9 @@ def _version(package: str) -> str | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_name()}"
+
+
+def share_model(model: nn.Module, what: str) -> None:
+    """Give every process the main one's weights and buffers, once the main one has them."""
+    wait_for_all()
+    share_tensors(named_tensors(model), what)

@@ -27,7 +27,6 @@ from prunekit.jobs.run.job_inputs import (
     job_splits,
     require_sources,
 )
-from prunekit.jobs.run.run_folder import Log
 from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
 from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
@@ -51,6 +50,7 @@ from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import get_task
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.inputs import MASK, InputSpec, call, described, zeros_of
+from prunekit.utils.progress import Log
 from prunekit.utils.tensors import gather
 
 MANIFEST = "prunekit.json"

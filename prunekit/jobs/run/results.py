@@ -13,16 +13,15 @@ from torch import nn
 from prunekit.compaction.model_folder import load
 from prunekit.data.loader import batches
 from prunekit.errors import reason_of
-from prunekit.jobs.bench import devices
 from prunekit.jobs.explain import explain_job
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
-from prunekit.jobs.run.run_folder import Log, RunFolder, environment
+from prunekit.jobs.run.run_folder import RunFolder, environment
 from prunekit.jobs.stages.activation_stage import missed_targets
 from prunekit.jobs.stages.deployment_stage import FOLDER
 from prunekit.masks.masked_model import Sparsity
 from prunekit.measure.accuracy import Scores, evaluate
-from prunekit.measure.latency.comparison import LatencyReport, measure_latency
+from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
 from prunekit.measure.latency.row_text import failure_lines, setting_text, unstable_lines, unstable_mark
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 from prunekit.measure.runtimes.session import inputs_like
@@ -39,6 +38,7 @@ from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, described_task
 from prunekit.utils.display import Displayed, Table, in_unit
 from prunekit.utils.files import write_csv
+from prunekit.utils.progress import Log
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")
 COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")

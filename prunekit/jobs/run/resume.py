@@ -15,12 +15,13 @@ import torch
 from prunekit.distributed.process_group import size
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, code_of_job, own_source
-from prunekit.jobs.run.run_folder import RESUME, Log, RunFolder, alive, digest, weights_digest
+from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, weights_digest
 from prunekit.models.zoo import is_weights_file
 from prunekit.reading.text_files import read_json
 from prunekit.settings.job import WITHOUT_EFFECT, JobSettings, dump
 from prunekit.training.checkpoints import require_same
 from prunekit.utils.files import StrPath, write_json
+from prunekit.utils.progress import Log
 from prunekit.utils.registry import registered_names, replaced_at
 from prunekit.utils.state_folders import differences
 from prunekit.utils.user_code import absolute_reference, is_reference

@@ -29,8 +29,8 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import atomic_file, remove_leftovers, write_json, write_text
+from prunekit.utils.progress import Log
 
-Log = Callable[[str], None]
 Finish = Callable[[Path], object]
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from prunekit.compaction.compact_model import compact
+from prunekit.distributed.process_group import main_process_only
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.hooks.model_copy import copied, named_tensors
-from prunekit.jobs.run.agreement import main_process_only
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import load_plan
 from prunekit.pruning.latency_search import time_binds

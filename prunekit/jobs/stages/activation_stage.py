@@ -11,11 +11,11 @@ from torch import nn
 from prunekit.data.loader import batches
 from prunekit.jobs.calibrate import calibration_batches
 from prunekit.jobs.run.job_inputs import Prepared
-from prunekit.jobs.run.run_folder import Log
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.accuracy import evaluate
 from prunekit.utils.display import in_unit
+from prunekit.utils.progress import Log
 
 TOLERANCE = 0.01
 """How far from its target a layer's share of zeros may be."""

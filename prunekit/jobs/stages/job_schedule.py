@@ -11,22 +11,24 @@ from torch import nn
 
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
+from prunekit.distributed.process_group import computed_by_main
 from prunekit.errors import UsageError
 from prunekit.jobs.calibrate import calibrate_again
-from prunekit.jobs.run.agreement import computed_by_main
 from prunekit.jobs.run.job_inputs import Prepared
-from prunekit.jobs.run.run_folder import Log, RunFolder
-from prunekit.jobs.stages.pattern_stages import RESOURCE, schedule_planner
-from prunekit.jobs.stages.schedule_stages import StageInputs, StagePlanner, StageStatistics, final_shares
+from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.masks.scheduled_masks import PlanChange
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Timeline, timeline
 from prunekit.pruning.library_layout import LibraryModel
+from prunekit.pruning.pattern_zeros import RESOURCE, schedule_planner
 from prunekit.pruning.plan_search import Planned
+from prunekit.pruning.schedule_planner import StageInputs, StagePlanner, StageStatistics, final_shares
 from prunekit.settings.pruning import WITH_REPAIR, PruneSettings, prune_contradictions
-from prunekit.training.callbacks.scheduled_masks import PlanChange, PruningSchedule, steps_per_epoch
+from prunekit.training.callbacks.pruning_schedule import PruningSchedule, steps_per_epoch
 from prunekit.utils.files import write_csv
+from prunekit.utils.progress import Log
 
 COLUMNS = ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown")
 

@@ -8,15 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.distributed.process_group import main_process_only
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.calibrate import calibration_batches, calibration_images
-from prunekit.jobs.run.agreement import main_process_only, share_model, share_plan
+from prunekit.jobs.run.dense_model import share_model
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.run.stage_cache import cache_repair, cached_repair
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.pruning.pattern_stage import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.pruning.schedule_planner import share_plan
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of

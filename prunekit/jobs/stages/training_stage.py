@@ -14,10 +14,9 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact, spread_
 from prunekit.data.loader import batches
-from prunekit.distributed.process_group import is_main
+from prunekit.distributed.process_group import computed_by_main, is_main
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.run.agreement import computed_by_main
 from prunekit.jobs.run.dense_model import Baseline
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
@@ -35,7 +34,7 @@ from prunekit.training.callbacks.callback import Callback, ContextCallback, Curr
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.callbacks.history import ClampRow, Compilation, EpochRow, PausedRun, columns
-from prunekit.training.callbacks.scheduled_masks import LearningRateRewinding
+from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit

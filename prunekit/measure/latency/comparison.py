@@ -36,7 +36,7 @@ from prunekit.measure.runtimes.runtime import RUNTIMES
 from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.availability import int8_note
-from prunekit.utils.context import set_mode
+from prunekit.utils.context import resolve_device, set_mode
 from prunekit.utils.display import plural
 from prunekit.utils.inputs import call
 
@@ -302,3 +302,26 @@ def _cuda_note(devices: Sequence[torch.device]) -> list[str]:
     if any(device.type == "cuda" for device in devices):
         return []
     return ["CUDA was not timed: it was not asked for"] if torch.cuda.is_available() else ["no CUDA device"]
+
+
+def devices(names: str, settings: LatencySettings) -> list[torch.device]:
+    """Return the devices of a text with commas, on which everything in the settings can be timed.
+
+    Args:
+        names: `auto` is the CPU, and CUDA if there is one, as far as the runtimes run there.
+        settings: what is timed.
+
+    Raises:
+        UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
+    """
+    found = _named(names, settings)
+    choose_settings(settings, found)
+    return found
+
+
+def _named(names: str, settings: LatencySettings) -> list[torch.device]:
+    if names != "auto":
+        return list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
+    found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+    kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
+    return [device for device in found if device.type in kinds] or found[:1]

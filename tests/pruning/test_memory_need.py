@@ -12,7 +12,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.criteria import elimination
 from prunekit.errors import UsageError
-from prunekit.jobs.stages.memory_need import MemoryNeed, require_memory
+from prunekit.pruning.sample_statistics import MemoryNeed, require_memory
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics import patch_moments
 from prunekit.utils import context

@@ -1,9 +1,9 @@
-"""The stages of a pruning schedule: a new plan for each, in the fine-tuning of a job."""
+"""The plans of a pruning schedule, and plans that the main process makes and every process gets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,18 +16,17 @@ from torch.optim import Optimizer
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
-from prunekit.jobs.run.agreement import share_stage
+from prunekit.distributed.process_group import computed_by_main, is_main, main_process_only, require_equal, size
+from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
 from prunekit.pruning.library_layout import LibraryModel, plan_in_layout
 from prunekit.pruning.plan_search import CriterionInputs, ranked, raw_importance
-from prunekit.pruning.profiling import in_blocks
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_from
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
-from prunekit.training.callbacks.scheduled_masks import Planner
 
 StageInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
@@ -114,7 +113,7 @@ class StagePlanner(Planner):
         self.final = final_shares(plan)
         """The share that is left of each resource at the end."""
         budget = BudgetSettings(**self.final)
-        self._settings = replace(in_blocks(self._asked), budget=budget) if fixed else self._asked
+        self._settings = replace(self._asked.in_blocks, budget=budget) if fixed else self._asked
         budgets = plan.provenance["budgets"]
         self._dense = dict.fromkeys(self.final, 1.0) | {
             name: found["dense"] for name, found in budgets.items() if name in self.final
@@ -205,3 +204,41 @@ class StagePlanner(Planner):
 def rescored(settings: PruneSettings) -> bool:
     """Return whether a criterion scores the model again at each stage, as those of Gram matrices do not."""
     return not {"moments", "patches"} & set(get_criterion(settings.criterion).needs)
+
+
+def share_plan(plan: Plan | None) -> Plan:
+    """Return the main process's plan in every process; the others need not give one."""
+
+    @computed_by_main
+    def without_trace() -> Plan:
+        assert plan is not None
+        return replace(plan, channel_map=replace(plan.channel_map, source=None))  # as a saved plan is
+
+    if size() == 1 and plan is not None:
+        return plan
+    received = without_trace()
+    result = plan if is_main() and plan is not None else received
+    require_same_plan(result, "as it was made")
+    return result
+
+
+def share_stage(make: Callable[[], Plan], before: Plan) -> Plan:
+    """Return the plan that the main process makes for a stage of a schedule, in every process."""
+    if size() == 1:
+        return make()
+    made = main_process_only(make)()
+
+    @computed_by_main
+    def parts() -> tuple[Any, ...]:  # without the channel map, which all processes have
+        assert made is not None
+        return made.keep, dict(made.provenance), dict(made.element_masks)
+
+    received = parts()
+    plan = made or Plan(before.channel_map, *received)
+    require_same_plan(plan, "at a stage of the schedule")
+    return plan
+
+
+def require_same_plan(plan: Plan, when: str) -> None:
+    """Raise unless every process has the same plan, by its hash."""
+    require_equal(plan.digest, f"the plan {when}")

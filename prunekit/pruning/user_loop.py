@@ -1,4 +1,4 @@
-"""Statistics for `Pruner`: gradients of the user's training steps, and calibration samples."""
+"""The user's own training loop as `Pruner` sees it: steps that are counted, and statistics for the criterion."""
 
 from __future__ import annotations
 
@@ -7,23 +7,70 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
-from prunekit.jobs.stages.schedule_stages import StageInputs, StageStatistics
+from prunekit.hooks.hook import OwnedHook
+from prunekit.hooks.owner import HookOwner
 from prunekit.planning.schedules import Stage
 from prunekit.pruning.prune_request import Calibration
 from prunekit.pruning.sample_statistics import activation_statistics
+from prunekit.pruning.schedule_planner import StageInputs, StageStatistics
 from prunekit.settings.pruning import PruneSettings, prune_contradictions
 from prunekit.statistics.taylor_terms import StepGradients, collect_gradients
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.task import Loss, Task
 from prunekit.utils.context import seeded
 from prunekit.utils.inputs import sample_count, to_device
+
+
+class StepCounter(HookOwner):
+    """The number of steps that an optimizer has made.
+
+    Attributes:
+        tried: with those that a GradScaler skipped.
+        told: whether the pruner's `step` was ever called.
+    """
+
+    def __init__(self, optimizer: Optimizer, last: int) -> None:
+        super().__init__()
+        self._optimizer, self._last = optimizer, last
+        self.begin_at(0)
+        self.told = False
+
+    def begin_at(self, step: int) -> None:
+        """Go on counting from a step."""
+        self.tried, self._skipped = step, torch.zeros(())
+        self.told = step > 0
+
+    def register(self) -> None:
+        """Register hooks before and after the optimizer's step."""
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before)))
+        self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._after)))
+
+    def _before(self, *_: Any) -> None:
+        if self.tried > self._last and not self.told:
+            raise UsageError(
+                f"the schedule's {self._last} steps are over, and pruner.step() was never called, so nothing was "
+                "pruned; call it after optimizer.step()"
+            )
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.tried += 1
+        skipped: Tensor | None = getattr(optimizer, "found_inf", None)  # of a fused one, which skips in its step
+        if skipped is not None:
+            self._skipped = self._skipped.to(skipped.device) + (skipped.detach() != 0).sum()
+
+    @property
+    def made(self) -> int:
+        """The number of steps that were not skipped; waits for the device."""
+        return self.tried - int(self._skipped)
+
 
 FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
 """Needs of a criterion that are collected from samples without labels."""
