@@ -1,4 +1,4 @@
-"""Known names of criteria, budgets, runtimes, tasks, formats, sections and commands, for settings and commands.
+"""Known names of criteria, budgets, runtimes, tasks, formats, sections, commands and substitutes of layers, for settings and commands.
 
 The objects themselves are not imported. Types of settings that several modules share are here too.
 """
@@ -57,6 +57,13 @@ COMMANDS: Registry[Any] = Registry(
     "prunekit.cli.commands",
     "register_command",
     _lazily("prunekit.cli.groups.accept"),
+)
+SUBSTITUTES: Registry[Any] = Registry(
+    "substitute",
+    "substitutes",
+    "prunekit.models",
+    "register_substitute",
+    _lazily("prunekit.channels.tracing.substitutes.accept"),
 )
 FORMATS: Registry[Any] = Registry(
     "format",

@@ -16,7 +16,7 @@ from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from prunekit.channels.tracing.substitutes import SizedAttention, substitute
+from prunekit.channels.tracing.substitutes import SizedAttention, register_substitute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,12 +185,12 @@ def _shift_mask(x: Tensor, padded: list[int], window: list[int], shift: list[int
     return torch.zeros(apart.shape, dtype=x.dtype, device=x.device).masked_fill(apart.to(x.device), -100.0)
 
 
-@substitute(ShiftedWindowAttention)
+@register_substitute("torchvision.models.swin_transformer.ShiftedWindowAttention")
 class SizedWindowAttention(_Windowed, ShiftedWindowAttention):  # type: ignore[misc]
     """torchvision's `ShiftedWindowAttention`."""
 
 
-@substitute(ShiftedWindowAttention3d)
+@register_substitute("torchvision.models.video.swin_transformer.ShiftedWindowAttention3d")
 class SizedWindowAttention3d(_Windowed, ShiftedWindowAttention3d):  # type: ignore[misc]
     """torchvision's `ShiftedWindowAttention3d`."""
 
@@ -208,7 +208,7 @@ def window_within(x: Tensor, window: list[int]) -> list[int]:
 torch.fx.wrap("window_within")
 
 
-@substitute(ShiftedWindowAttentionV2)
+@register_substitute("torchvision.models.swin_transformer.ShiftedWindowAttentionV2")
 class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: ignore[misc]
     """torchvision's `ShiftedWindowAttentionV2`: cosine attention with a learned scale for each head."""
 
@@ -229,7 +229,7 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
         return self._attend(x, self.get_relative_position_bias(), self.window_size, self.logit_scale)
 
 
-@substitute(RelativePositionalMultiHeadAttention)
+@register_substitute("torchvision.models.maxvit.RelativePositionalMultiHeadAttention")
 class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttention):  # type: ignore[misc]
     """torchvision's `RelativePositionalMultiHeadAttention`, whose heads are as wide as the input.
 

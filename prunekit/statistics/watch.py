@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.channels.tracing.storages import is_plain
-from prunekit.channels.tracing.substitutes import substitute_all, substitutes
+from prunekit.channels.tracing.substitutes import substitute_all, substitute_of
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.hooks.model_copy import named_tensors
@@ -373,8 +373,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
 @contextmanager
 def _substituted(model: nn.Module) -> Iterator[None]:
     """Replace attention modules whose projections torch's functions do not show by equivalents."""
-    known = substitutes()
-    originals = [module for module in model.modules() if type(module) in known]
+    originals = [module for module in model.modules() if substitute_of(type(module)) is not None]
     before = [(module, type(module), dict(vars(module))) for module in originals]
     changes = []
     try:

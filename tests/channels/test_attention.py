@@ -26,14 +26,15 @@ from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.substitutes import (
-    SUBSTITUTES,
     SizedMultiheadAttention,
     heads_of,
+    register_substitute,
     set_heads,
-    substitute,
     substitute_all,
+    substitute_of,
 )
 from prunekit.compaction.compact_model import compact
+from prunekit.known_names import SUBSTITUTES
 from prunekit.models.window_attention import (
     SizedRelativeAttention,
     SizedWindowAttention,
@@ -209,11 +210,14 @@ def test_a_subclass_is_not_substituted() -> None:
     class Own(nn.MultiheadAttention):
         pass
 
+    class Other(SizedMultiheadAttention):
+        pass
+
     module = Own(WIDTH, HEADS)
     assert substitute_all(module) == set()
     assert heads_of(module) == {}
-    with pytest.raises(ValueError, match="already has a substitute"):
-        substitute(nn.MultiheadAttention)(SizedMultiheadAttention)
+    with pytest.raises(ValueError, match="is registered already"):
+        register_substitute("torch.nn.modules.activation.MultiheadAttention")(Other)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
@@ -326,11 +330,11 @@ def test_relative_attention() -> None:
 
 
 def test_all_equivalents_are_tested_here() -> None:
-    assert set(SUBSTITUTES.values()) == {
+    assert {ours for _, ours in SUBSTITUTES.items()} == {
         SizedMultiheadAttention, SizedWindowAttention, SizedWindowAttention3d, SizedWindowAttentionV2,
         SizedRelativeAttention,
     }  # fmt: skip
-    assert nn.MultiheadAttention in SUBSTITUTES
+    assert substitute_of(nn.MultiheadAttention) is SizedMultiheadAttention
 
 
 def encoder_and_decoder() -> nn.Module:

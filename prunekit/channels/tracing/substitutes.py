@@ -7,9 +7,7 @@ those of torchvision's window attention are in `prunekit.models.window_attention
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -19,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.channels.labels import Labels
+from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
+from prunekit.known_names import SUBSTITUTES
 
 Heads = dict[str, tuple[str, int]]
 """Module path -> name of the original class, and the number of heads."""
@@ -52,37 +52,37 @@ class SizedAttention(nn.Module):
 
 
 Class = TypeVar("Class", bound=type[SizedAttention])
-SUBSTITUTES: dict[type[nn.Module], type[SizedAttention]] = {}
 
 
-def substitutes() -> dict[type[nn.Module], type[SizedAttention]]:
-    """Return all registered substitutes by the class that they replace.
-
-    Those of torchvision's classes are imported only if torchvision is, as it is wherever a model uses these classes.
-    """
-    if "torchvision.models" in sys.modules:
-        import_module("prunekit.models.window_attention")
-    return SUBSTITUTES
-
-
-def substitute(original: type[nn.Module]) -> Callable[[Class], Class]:
-    """Register the substitute of exactly one class; a subclass of it may compute something else."""
+def register_substitute(original: str) -> Callable[[Class], Class]:
+    """Register the substitute of exactly one class, given by its full name; a subclass may compute something else."""
 
     def register(ours: Class) -> Class:
-        if original in SUBSTITUTES:
-            raise ValueError(f"{original.__name__} already has a substitute: {SUBSTITUTES[original].__name__}")
-        SUBSTITUTES[original] = ours
+        SUBSTITUTES.add(original, ours, ours)
         return ours
 
     return register
 
 
+def accept(name: str, found: Any) -> type[SizedAttention]:
+    """Return the class that an installed package registers as a substitute, or raise a `UsageError`."""
+    if not (isinstance(found, type) and issubclass(found, SizedAttention)):
+        raise UsageError(f"substitute {name!r}: expected a subclass of SizedAttention, got {found!r}")
+    return found
+
+
+def substitute_of(original: type) -> type[SizedAttention] | None:
+    """Return the substitute of exactly this class, or None; that of a library's class is imported only now."""
+    name = f"{original.__module__}.{original.__qualname__}"
+    return SUBSTITUTES.get(name) if name in SUBSTITUTES.names else None
+
+
 def substitute_all(model: nn.Module) -> set[str]:
     """Put substitutes in place of all modules that have one, in place, and return their paths."""
-    known = substitutes()
-    found = {path: module for path, module in model.named_modules() if type(module) in known}
-    for module in found.values():
-        module.__class__ = known[type(module)]
+    known = {path: (module, substitute_of(type(module))) for path, module in model.named_modules()}
+    found = {path: (module, ours) for path, (module, ours) in known.items() if ours is not None}
+    for module, ours in found.values():
+        module.__class__ = ours
         module.scale = module.dense_scale()
         module.take_sizes()
     return set(found)
@@ -121,12 +121,12 @@ def heads_left(model: nn.Module, kept: Mapping[str, tuple[Labels | None, ...]]) 
 
 
 def _substitute_of(module: nn.Module) -> type[SizedAttention] | None:
-    return type(module) if isinstance(module, SizedAttention) else substitutes().get(type(module))
+    return type(module) if isinstance(module, SizedAttention) else substitute_of(type(module))
 
 
 def _original_of(ours: type[SizedAttention]) -> type[nn.Module]:
     """Return the class that a substitute replaces."""
-    return next(original for original, known in SUBSTITUTES.items() if known is ours)
+    return next(base for base in ours.__mro__ if substitute_of(base) is ours)
 
 
 def set_heads(model: nn.Module, heads: Heads) -> None:
@@ -155,7 +155,7 @@ def _set_head_count(module: Any, ours: type[SizedAttention], heads: int) -> None
         module.__class__ = original
 
 
-@substitute(nn.MultiheadAttention)
+@register_substitute("torch.nn.modules.activation.MultiheadAttention")
 class SizedMultiheadAttention(SizedAttention, nn.MultiheadAttention):
     """`nn.MultiheadAttention` in which every size is its own; parameters, arguments and results are the same.
 

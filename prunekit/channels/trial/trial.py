@@ -162,7 +162,7 @@ def _known(channel_map: ChannelMap) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Trial:
-    """What all turns of a trial share.
+    """State that all turns of a trial share.
 
     Attributes:
         model: the dense model; never changed.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.tracing.channel_map import ChannelGroup
-from prunekit.channels.tracing.substitutes import substitutes
+from prunekit.channels.tracing.substitutes import SizedAttention, substitute_of
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.model_copy import named_tensors
@@ -119,8 +119,7 @@ def _hidden(model: nn.Module) -> set[str]:
 
 
 def _is_host(module: nn.Module) -> bool:
-    known = substitutes()
-    return type(module) in known or isinstance(module, tuple(known.values()))
+    return substitute_of(type(module)) is not None or isinstance(module, SizedAttention)
 
 
 def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
