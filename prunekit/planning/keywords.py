@@ -119,7 +119,7 @@ ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items(
 
 
 def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | None) -> PatternSettings | None:
-    """Return the settings of a pattern given by its name, as settings, or by a share of zeros alone; None for neither."""
+    """Return the settings of a pattern given by name, as settings, or by a share of zeros; None for neither."""
     if isinstance(pattern, PatternSettings):
         if sparsity is not None:
             raise UsageError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.channels.cut.channel_order import with_channel_order
+from prunekit.channels.cut.slicing import with_channel_order
 from prunekit.channels.labels import Labels
 from prunekit.errors import ArtifactError, VerificationError
 from prunekit.hooks.step_hooks import StepHook, unscaled

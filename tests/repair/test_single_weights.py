@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.cut.channel_order import with_channel_order
+from prunekit.channels.cut.slicing import with_channel_order
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.models.zoo import build_model

@@ -1,1 +1,1 @@
-"""Narrow copies of a model: tensors cut to what is kept, and norms over what is kept."""
+"""Narrow and shorter copies of a model: cut tensors, stand-ins for branches, and norms over what is kept."""

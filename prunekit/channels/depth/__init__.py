@@ -1,1 +1,1 @@
-"""Branches of a model that may go as a whole: how they are found, and what is left in their place."""
+"""Branches of a model that may go as a whole, and how a traced run shows them."""

@@ -1,4 +1,25 @@
-"""The search for branches in a traced run: what is added to a stream, and is a constant without its own channels."""
+"""The search for branches in a traced run: what is added to a stream, and is a constant without its own channels.
+
+    stream ──┬──────────────────────────────── + ── stream    without the channels between conv1 and conv2,
+             └── conv1 ── relu ── conv2 ── norm ┘             the branch returns norm's bias for every input
+
+A candidate is a summand that nothing but one sum reads, with all that is computed for it alone (its cone, see
+`RunSearch.cone`). With all channels of its own removed, some operators in it have no entries left (vanished). What
+reads only vanished entries, parameters and constants is a constant too. The branch may go if it ends in such a one:
+
+    vanished          conv1, relu
+    constant          conv2 = its bias,  norm = its bias: the last bias on the way is the constant that stays
+    in its place      `ConstantModule` for conv2 and norm together, `AbsentModule` for what nothing reads any more
+
+1. A branch shares no channel and no layer with anything that stays.
+2. The constant is one tensor of the model: a bias, whose entries lie along one known axis, or zeros.
+3. Modules go as a whole. Where the sum is in a module's own code, with operators of the branch beside those of others,
+   that code is written as steps, and the steps of the branch go.
+4. What cannot be written down that way stays, with the reason (`StaysError`).
+
+Parts of a concatenation, such as the layers of a DenseNet, may go with nothing in their place; they take the channels
+that they add with them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +30,6 @@ from functools import cached_property
 
 import numpy as np
 
-from prunekit.channels.depth.concatenated_parts import concatenated_parts
-from prunekit.channels.depth.module_code import code_of
 from prunekit.channels.depth.run_search import (
     AFFINE,
     LAST_AXIS,
@@ -19,6 +38,7 @@ from prunekit.channels.depth.run_search import (
     Candidate,
     RunSearch,
     StaysError,
+    code_of,
     is_bias,
     is_function,
     moved_axis,
@@ -349,3 +369,91 @@ class BranchBuilder:
         shared = (f"{path}.{steps[index][1]}" for index in dead if steps[index][0] in ("call", "other"))
         small = dict.fromkeys([*branch.small, path, *(one for one in shared if not is_inside(one, gone))])
         return replace(branch, name=path, body=path, steps=tuple(dead), small=tuple(small)), whole
+
+
+JOINS = frozenset({"aten.cat"})
+
+
+def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Branch]]:
+    """Yield the parts of concatenations that may go, each with the operators that compute it.
+
+    A part is what one module computes for concatenations alone, among which are other tensors that stay. It goes with
+    its output channels, which readers of the concatenation lose as well.
+    """
+    for call in search.run.module_calls:
+        made = call.outputs[0] if len(call.outputs) == 1 and call.place is None else -1
+        if made < call.first or search.calls[call.path] != len(search.passes) or not _is_part(search, made):
+            continue
+        ends = [other.outputs[0] for other in search.run.module_calls if other.path == call.path]
+        inside = search.cone(ends)
+        own, here = set(range(call.first, call.end)), {one for one in inside if one < search.passes[0].end}
+        if not here <= own:
+            continue  # a module around it computes all of the part
+        if search.call_of[call.path] is not call or not any(search.operators[one].name in COUNTED for one in inside):
+            continue
+        found = _part(search, call.path, made, inside)
+        if found is not None and not own - inside - search.idle(own - inside, set(inside)):
+            yield inside, found
+
+
+def _is_part(search: RunSearch, number: int) -> bool:
+    """Return whether only concatenations read a result, and each has other parts besides."""
+    readers = search.consumers[number]
+    return (
+        bool(readers)
+        and number not in search.run.returned
+        and all(search.operators[one].name in JOINS and len(search.operators[one].reads) > 1 for one in readers)
+    )
+
+
+def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Branch | None:
+    """Return the part that a module computes; None if its output channels may not all go, or are not its own."""
+    chart, operator = search.chart, search.operators[made]
+    axis = _joined_axis(search, made)
+    fields = [chart.resolve(one) for one in operator.outputs[0] if one.span == (axis,)]
+    shape = tuple(operator.call[2][0])
+    if len(fields) != 1:
+        return None
+    rows = np.unique(fields[0])
+    ending = [chart.groups[index].labels for index in np.unique(chart.group_of[rows]) if index >= 0]
+    if not rows.all() or not ending or not np.array_equal(np.sort(np.concatenate(ending)), rows):
+        return None
+    outside = {read for one in inside for read in search.operators[one].reads} - inside - {-1}
+    sizes = [tuple(search.operators[one].call[2][0]) for one in outside]
+    if not sizes or any(_without(size, axis) != _without(shape, axis) for size in sizes):
+        return None  # its module cannot tell the size of what it returns from what it is given
+    names = {name for one in inside for name in search.operators[one].tensors}
+    own = {name for name in names if search.uses[name] <= inside}
+    groups = [group.labels for group in chart.groups if all(name in own for name, _ in group.slots)]
+    inner = [labels for labels in groups if not np.isin(labels, rows).any()]
+    weights = tuple(
+        dict.fromkeys(
+            name
+            for one in sorted(inside)
+            if search.operators[one].name in COUNTED
+            for name in search.operators[one].tensors
+            if len(chart.shapes.get(name, ())) > 1
+        )
+    )
+    parts: tuple[Labels, ...] = (*ending, *inner)
+    return Branch(
+        name=path,
+        labels=np.concatenate(parts),
+        presence=min(parts, key=len),
+        parts=parts,
+        last=rows,
+        replacements=(Replacement(path, empty=axis),),
+        layers=weights,
+    )
+
+
+def _joined_axis(search: RunSearch, made: int) -> int:
+    """Return the axis along which the first reader of a result concatenates it."""
+    reader = search.operators[search.consumers[made][0]]
+    args, named, _ = reader.call
+    axis = args[1] if len(args) > 1 else named.get("dim", 0)
+    return int(axis) % len(search.operators[made].call[2][0])
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]

@@ -1,1 +1,1 @@
-"""Sizes that a model's own Python fixes: where they stand, and how they are rewritten."""
+"""Sizes that a model's own Python states: which labels they count, and how they are set."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.rewrite.sized_methods import SizedMethod, sized_methods
-from prunekit.channels.rewrite.source_rewriter import ORDERED, original_of
+from prunekit.channels.rewrite.source_rewriter import ORDERED, SizedMethod, original_of, sized_methods
 from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.errors import RunError
 from prunekit.formats.folders import included_parts
