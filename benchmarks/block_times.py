@@ -25,10 +25,10 @@ from latency_networks import log, names, where
 from torch import nn
 
 import prunekit
+from prunekit.backends.session import Inputs, Setting, inputs_like
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.measure.latency_profile.network_timing import Network, time_networks
-from prunekit.measure.runtimes.session import Inputs, Setting, inputs_like
 from prunekit.planning.plan import Plan
 from prunekit.utils.context import seeded
 

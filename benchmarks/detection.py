@@ -44,6 +44,7 @@ from torch import nn
 from torchvision.models import get_model
 
 import prunekit as pk
+from prunekit.backends.session import inputs_like
 from prunekit.data.loader import batches
 from prunekit.data.shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
@@ -51,7 +52,6 @@ from prunekit.data.splits import Splits
 from prunekit.measure.accuracy import evaluate
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.model_size import count_macs, count_parameters
-from prunekit.measure.runtimes.session import inputs_like
 from prunekit.tasks.detection import DETECTION
 from prunekit.training.loop import fit
 

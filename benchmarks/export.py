@@ -31,7 +31,7 @@ from zoo_cases import OWN, Case, images, randomize
 from zoo_process import in_process
 
 import prunekit
-from prunekit.formats.format import FORMATS
+from prunekit.backends.backend import FORMATS
 from prunekit.utils.inputs import as_example, select_samples
 
 SAMPLES = 8

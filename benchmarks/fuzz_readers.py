@@ -306,7 +306,7 @@ def tokenizers(folder: Path) -> Sound:
 
 def _exported(form: str) -> Callable[[Path], Sound]:
     def prepare(folder: Path) -> Sound:
-        from prunekit.formats.exported_model import open_exported
+        from prunekit.backends.files.exported_model import open_exported
 
         file = photos(form, folder)
         Image.new("RGB", (12, 9), (10, 200, 30)).save(folder / "photo.png")

@@ -36,19 +36,17 @@ from common import RESULTS, as_items, as_markdown, collected, keep, ratio, show
 from oneshot_cifar10 import drawn, normalized
 
 import prunekit
+from prunekit.backends.backend import FORMATS, RUNTIMES
+from prunekit.backends.files.onnx_program import export_onnx
+from prunekit.backends.int8.quantizer import Quantized
+from prunekit.backends.onnx_runtime import KERNEL, open_session
+from prunekit.backends.session import Session, Setting, Source, Timer
 from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError
-from prunekit.formats.onnx import export_onnx
-from prunekit.measure.latency.timing import Timer, alternate, warm_up
+from prunekit.measure.latency.timing import alternate, warm_up
 from prunekit.measure.model_size import count_macs
-from prunekit.measure.runtimes.onnx_runtime import KERNEL, open_session
-from prunekit.measure.runtimes.runtime import RUNTIMES
-from prunekit.measure.runtimes.session import Session, Setting, Source
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
-from prunekit.quantization.onnx_quantization import quantize_onnx
-from prunekit.quantization.openvino_quantization import missing, quantize_openvino
-from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.availability import int8_note
@@ -71,7 +69,7 @@ def opened(file: Path, runtime: str, batch: int, options: argparse.Namespace) ->
     """A session on a file of either dtype: the file says what is in int8."""
     setting = Setting(runtime, "cpu", batch, options.threads)
     files = {(batch, "float32"): file}
-    return RUNTIMES.get(runtime).open(Source(files=files), (torch.zeros(batch, 3, 32, 32),), setting)
+    return RUNTIMES.get(runtime).session(Source(files=files), (torch.zeros(batch, 3, 32, 32),), setting)
 
 
 def runner(file: Path, runtime: str, options: argparse.Namespace) -> Run:
@@ -127,13 +125,15 @@ def quantized(
 
         limit = score if batch == SCORED else None  # the ranges of another batch size are the same
         made = folder / f"{batch}-int8.onnx"
-        return file, quantize_onnx(file, made, batches, settings=settings, score=limit)
+        return file, FORMATS.get("onnx").quantize(file, made, batches, settings=settings, score=limit)
 
     def score(path: Path) -> float:
         return top1(path, runtime, data.pixels[held], data.labels[held], options)
 
     limit = score if batch == SCORED else None
-    return file, quantize_openvino(file, folder / f"{batch}-nncf.xml", batches, settings=settings, score=limit)
+    return file, FORMATS.get("openvino").quantize(
+        file, folder / f"{batch}-nncf.xml", batches, settings=settings, score=limit
+    )
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -146,8 +146,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     models = {"dense": dense, "pruned": pruned_model(dense, rest, options)}
     with tempfile.TemporaryDirectory() as place:
         for runtime in ("onnxruntime", "openvino"):
-            if runtime == "openvino" and (reason := missing()):
-                print(f"openvino: {reason}", file=sys.stderr)
+            if runtime == "openvino" and (reason := FORMATS.get("openvino").unquantizable()):
+                print(reason, file=sys.stderr)
                 continue
             files: dict[tuple[str, str, int], Path] = {}
             facts: dict[tuple[str, str], dict[str, Any]] = {}

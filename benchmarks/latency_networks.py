@@ -15,11 +15,11 @@ import torchvision
 from torch import nn
 
 import prunekit
+from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
-from prunekit.measure.runtimes.session import inputs_like
 from prunekit.pruning.latency_target import LatencyTarget
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.profiling import Profile, profile

@@ -27,14 +27,14 @@ import torchvision
 from common import keep, ratio, shown_as_made
 from torch import Tensor, nn
 
+from prunekit.backends.files.onnx_program import export_onnx
+from prunekit.backends.int8.onnx_quantizer import input_names
+from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
+from prunekit.backends.onnx_runtime import open_session
+from prunekit.backends.openvino import compiled_file
+from prunekit.backends.session import Setting
 from prunekit.compaction.zero_patterns import zero_patterns
-from prunekit.formats.onnx import export_onnx
 from prunekit.measure.latency.timing import alternate
-from prunekit.measure.runtimes.onnx_runtime import open_session
-from prunekit.measure.runtimes.openvino import compiled_file
-from prunekit.measure.runtimes.session import Setting
-from prunekit.quantization.onnx_quantization import input_names
-from prunekit.quantization.openvino_quantization import OpenvinoQuantizer
 from prunekit.utils.availability import int8_note
 
 RATE = "CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE"

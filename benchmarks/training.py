@@ -31,13 +31,14 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torchvision import models
 
+from prunekit.backends.session import Timer
 from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.splits import Splits
 from prunekit.known_names import DtypeName
 from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad
 from prunekit.masks.masked_model import masked
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.measure.latency.timing import Timer, alternate, warm_up
+from prunekit.measure.latency.timing import alternate, warm_up
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import (
     AverageSettings,

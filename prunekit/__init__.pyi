@@ -1,5 +1,7 @@
 """The public names of prunekit, each once: `__init__.py` imports them from here on first use."""
 
+from prunekit.backends.backend import register_runtime as register_runtime
+from prunekit.backends.session import Session as Session
 from prunekit.channels.rules.rule import register_rule as register_rule
 from prunekit.channels.trace import trace as trace
 from prunekit.channels.tracing.channel_map import ChannelMap as ChannelMap
@@ -49,8 +51,6 @@ from prunekit.masks.thresholds import (
 from prunekit.masks.thresholds import (
     calibrate_thresholds as calibrate_thresholds,
 )
-from prunekit.measure.runtimes.runtime import register_runtime as register_runtime
-from prunekit.measure.runtimes.session import Session as Session
 from prunekit.measure.stored_size import stored_sizes as stored_sizes
 from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify

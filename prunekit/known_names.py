@@ -47,9 +47,10 @@ TASKS: Registry[Any] = Registry(
 RUNTIMES: Registry[Any] = Registry(
     "runtime",
     "runtimes",
-    "prunekit.measure.runtimes",
+    "prunekit.backends",
     "register_runtime",
-    _lazily("prunekit.measure.runtimes.runtime.accept"),
+    _lazily("prunekit.backends.backend.accept_runtime"),
+    "register_backend",
 )
 COMMANDS: Registry[Any] = Registry(
     "command",
@@ -68,9 +69,10 @@ SUBSTITUTES: Registry[Any] = Registry(
 FORMATS: Registry[Any] = Registry(
     "format",
     "formats",
-    "prunekit.formats",
+    "prunekit.backends",
     "register_format",
-    _lazily("prunekit.formats.format.accept"),
+    _lazily("prunekit.backends.backend.accept_format"),
+    "register_backend",
 )
 
 

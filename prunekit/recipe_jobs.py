@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.backends.backend import FORMATS
+from prunekit.backends.files.export_source import ExportOptions
 from prunekit.compaction.model_folder import ModelWithPlan, save
 from prunekit.errors import UsageError
-from prunekit.formats.format import FORMATS, ExportOptions
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.calibrate import CalibrationResult
 from prunekit.jobs.calibrate import calibrate as run_calibration

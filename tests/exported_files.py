@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.formats.format import FORMATS, ExportSource
+from prunekit.backends.backend import FORMATS
+from prunekit.backends.files.export_source import ExportSource
 from prunekit.models.interface import interface_of
 from prunekit.models.preprocessing import Preprocessing
 

@@ -22,7 +22,7 @@ FLOORS = {
     "criteria": 3,
     "planning": 4,
     "masks": 5, "compaction": 5, "repair": 5,
-    "measure": 6, "formats": 6, "quantization": 6, "deploy": 6,
+    "backends": 6, "measure": 6, "deploy": 6,
     "pruning": 7,
     "training": 8, "inspection": 8, "report": 8,
     "jobs": 9, "examples": 9,
@@ -51,20 +51,18 @@ WITHIN = {
     ("data", "tasks"),
     ("data", "models"),
     ("statistics", "tasks"),
-    ("measure", "formats"),
-    ("measure", "quantization"),
-    ("quantization", "formats"),
+    ("measure", "backends"),
     ("deploy", "measure"),
 }
 """Imports between rooms of one floor that are allowed."""
 FOLDERS: dict[str, tuple[str, ...]] = {
+    "backends": ("files", "int8", "folders", "."),
     "channels": ("labels", "rules", "tracing", "rewrite", "cut", "depth", "trial", "."),
     "cli": (".", "commands"),
-    "formats": ("files", "folders", "."),
     "inspection": ("capture", "diagnosis", "visualize"),
     "integrations": ("yolo", "."),
     "jobs": ("run", "export", "stages", "."),
-    "measure": (".", "latency", "causes", "runtimes", "latency_profile"),
+    "measure": (".", "latency", "causes", "latency_profile"),
     "planning": ("budgets", ".", "patterns"),
     "repair": (".", "patterns"),
     "report": (".", "figures", "sections", "pages"),
@@ -75,7 +73,6 @@ STILL_UPWARD: set[tuple[str, str]] = {
     ("jobs/run", "jobs"),
     ("jobs/run", "jobs/stages"),
     ("jobs/stages", "jobs"),
-    ("measure/latency", "measure/runtimes"),
 }
 """Folders that still import from a later one of their room, and rooms from a higher one.
 

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import prunekit as pk
+from prunekit.backends.backend import RUNTIMES
+from prunekit.backends.session import Setting, Source, inputs_like
 from prunekit.cli import cli
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.model_copy import copied
-from prunekit.measure.runtimes.onnx_files import onnx_source
-from prunekit.measure.runtimes.runtime import RUNTIMES
-from prunekit.measure.runtimes.session import Setting, Source, inputs_like
+from prunekit.measure.latency.timed_files import file_source
 from prunekit.repair.repair_model import repair
 from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
@@ -168,9 +168,9 @@ def test_runtimes_run_what_is_given_by_name(tmp_path: Path) -> None:
     for name in ("eager", "onnxruntime"):
         runtime, setting = RUNTIMES.get(name), Setting(name, "cpu", 2, 1)
         files = name == "onnxruntime"
-        source = onnx_source(model, inputs, [(2, "float32")], tmp_path / "files") if files else Source(model)
+        source = file_source(runtime, model, inputs, [(2, "float32")], tmp_path / "files") if files else Source(model)
         with torch.inference_mode():
-            session = runtime.open(source, sample, setting)
+            session = runtime.session(source, sample, setting)
             (got,) = gather(session.tensors(session.run()))
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 

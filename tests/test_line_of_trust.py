@@ -21,11 +21,12 @@ from PIL import Image
 from synthetic_run import write_run
 
 import prunekit as pk
+from prunekit.backends.backend import FORMATS
+from prunekit.backends.files.export_source import ExportSource
+from prunekit.backends.standalone import build_of
 from prunekit.cli import cli
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
-from prunekit.formats.format import FORMATS, ExportSource
-from prunekit.formats.standalone import build_of
 from prunekit.known_names import CRITERIA, TASKS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
@@ -226,12 +227,11 @@ DOORS = {
     "channels/rules/__init__.py: ": "the modules of a folder of the package",
     "channels/rewrite/source_rewriter.py: _compiled": "the source of a model's own class",
     "data/user_data.py: load_own": "--data, typed",
-    "formats/folders/builders.py: _own": "--model, typed; a manifest's build is of a zoo, see `build_of`",
-    "formats/folders/bundled_source.py: importable_module": "the module of a class that is loaded",
-    "formats/folders/bundled_source.py: _source": "the module of a class that is loaded",
-    "formats/hub.py: _loaded": "--model, typed; a manifest's build is of a zoo, see `build_of`",
-    "formats/standalone.py: imported": "the file that was just written",
-    "jobs/export/quantize_export.py: quantize_export": "a table of its own",
+    "backends/folders/builders.py: _own": "--model, typed; a manifest's build is of a zoo, see `build_of`",
+    "backends/folders/bundled_source.py: importable_module": "the module of a class that is loaded",
+    "backends/folders/bundled_source.py: _source": "the module of a class that is loaded",
+    "backends/hub.py: _loaded": "--model, typed; a manifest's build is of a zoo, see `build_of`",
+    "backends/standalone.py: imported": "the file that was just written",
     "jobs/run/job_inputs.py: job_model": "--model, typed",
     "jobs/run/job_inputs.py: dense_of": "--model, typed",
     "jobs/run/job_inputs.py: job_optimizer": "--optimizer, typed",

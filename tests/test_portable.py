@@ -12,7 +12,7 @@ import pytest
 MISSING = ("fcntl", "grp", "pwd", "resource", "termios", "pty", "tty", "posix_spawn", "_posixshmem", "syslog")
 EXTRAS = (
     "ultralytics", "lightning", "pytorch_lightning", "transformers", "tokenizers", "accelerate", "datasets", "onnx",
-    "onnx_ir", "onnxruntime", "onnxscript", "openvino", "tensorrt", "nncf", "torchao", "executorch", "pycocotools",
+    "onnx_ir", "onnxruntime", "onnxscript", "openvino", "tensorrt", "nncf", "executorch", "pycocotools",
     "timm", "diffusers", "matplotlib", "tensorboard", "zstandard",
 )  # fmt: skip
 """What need not be installed, and may need those modules itself."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.errors import UsageError
-from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.model_sources import InputModel, exported_target, probe

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
-from prunekit.formats.exported_model import ExportedModel
 from prunekit.jobs.run.dense_model import share_model
 from prunekit.jobs.run.exported_model import figures_of
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, bound_splits

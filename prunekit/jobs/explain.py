@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.backends.session import Inputs, inputs_of
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
@@ -20,10 +21,9 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes, zero_causes
 from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.cause import Cause
-from prunekit.measure.causes.operator_times import IsolatedLayer
+from prunekit.measure.causes.operator_calls import IsolatedLayer
 from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paired
 from prunekit.measure.operator_costs import subnormals
-from prunekit.measure.runtimes.session import Inputs, inputs_of
 from prunekit.modes.public_call import public_call
 from prunekit.report.sections.explanation import operator_cells
 from prunekit.settings.deployment import LatencySettings

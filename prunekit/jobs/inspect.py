@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.backends.files.exported_model import ExportedModel, is_exported, open_exported
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
-from prunekit.formats.exported_model import ExportedModel, is_exported, open_exported
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.model_sources import InputModel, probe
 from prunekit.measure.model_size import count_macs, count_parameters

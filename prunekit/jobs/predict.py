@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.data.local_files import image_files
 from prunekit.errors import DataError, ModelError, UsageError, nearest
-from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.model_sources import InputModel, preprocessing_of, resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of

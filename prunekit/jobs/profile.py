@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.jobs.run.dense_model import prepare
@@ -14,7 +15,6 @@ from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
 from prunekit.measure.effort import Effort
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
-from prunekit.measure.runtimes.session import inputs_like
 from prunekit.pruning.profiling import Profile, layer_setting, profile
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.backends.backend import FileBackend
+from prunekit.backends.files.export_source import Run
 from prunekit.errors import RunError, reason_of, reraise_shortage
-from prunekit.formats.format import ExportFormat, Run
 from prunekit.measure.verification import largest_difference
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import call, described, sample_count
@@ -34,7 +35,7 @@ class Parity:
 
 
 def check_export(
-    kind: ExportFormat,
+    kind: FileBackend,
     path: Path,
     run: Run,
     model: nn.Module,
@@ -46,7 +47,7 @@ def check_export(
 
 
 def _parity(
-    kind: ExportFormat, path: Path, run: Run, model: nn.Module, interface: ModelInterface, example: tuple[Any, ...]
+    kind: FileBackend, path: Path, run: Run, model: nn.Module, interface: ModelInterface, example: tuple[Any, ...]
 ) -> Parity:
     with torch.inference_mode():
         expected = gather(call(model, example))
@@ -55,14 +56,14 @@ def _parity(
     except Exception as error:  # a runtime's own errors
         reraise_shortage(error)
         raise RunError(
-            f"{kind.name}: the exported model does not run on {described(example)}: {reason_of(error)}"
+            f"{kind.format}: the exported model does not run on {described(example)}: {reason_of(error)}"
         ) from error
     worst, reason = largest_difference(expected, found)
     if not worst <= kind.tolerance:
         named = "; ".join(_parted(expected, found, interface, kind.tolerance)) or reason
         where = kind.parts(path, example, _by_module(model, example))
         raise RunError(
-            f"{kind.name}: the exported model computes something else than {type(model).__name__} on "
+            f"{kind.format}: the exported model computes something else than {type(model).__name__} on "
             f"{described(example)}: {named}{f'; it first differs at {where}' if where else ''}; the file was removed"
         )
     return Parity(described(example), sample_count(example, 1), worst)

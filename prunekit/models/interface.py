@@ -144,6 +144,15 @@ def interface_of(
     return ModelInterface(inputs, _distinct(outputs, taken, "output"), task, tuple(classes), preprocessing)
 
 
+def with_batch(interface: ModelInterface, batch: int) -> ModelInterface:
+    """Return an interface with this batch size alone."""
+    inputs, outputs = (
+        tuple(replace(one, shape=tuple(batch if axis == BATCH else axis for axis in one.shape)) for one in specs)
+        for specs in (interface.inputs, interface.outputs)
+    )
+    return replace(interface, inputs=inputs, outputs=outputs)
+
+
 def input_specs_of(
     model: nn.Module, example: tuple[Any, ...], taken: set[str] | None = None
 ) -> tuple[TensorSpec, ...]:  # fmt: skip

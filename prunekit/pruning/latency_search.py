@@ -10,11 +10,11 @@ from time import perf_counter
 import numpy as np
 from torch import nn
 
+from prunekit.backends.session import Inputs
 from prunekit.errors import RunError
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import LatencyReport, devices, prepared_latency
 from prunekit.measure.latency.row_text import failure_lines
-from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.plan import Plan
 from prunekit.pruning.latency_target import (
     FINAL_SHARE,

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from prunekit.backends.session import Inputs
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
 from prunekit.measure.latency.comparison import LatencyReport, choose_settings, devices
 from prunekit.measure.latency.row_text import setting_text
-from prunekit.measure.runtimes.session import Inputs
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.solver import feasible_plan

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 from torch import nn
 
+from prunekit.backends.session import inputs_like
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.equal_widths import EqualWidths
@@ -29,7 +30,6 @@ from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.model_size import count_memory
-from prunekit.measure.runtimes.session import inputs_like
 from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
 from prunekit.planning.candidates import Scores
 from prunekit.planning.feasibility import require_unmeasured_met

@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from prunekit.backends.session import Setting, inputs_like
 from prunekit.channels.labels import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
@@ -34,7 +35,6 @@ from prunekit.measure.latency_profile.network_timing import (
     time_networks,
 )
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
-from prunekit.measure.runtimes.session import Setting, inputs_like
 from prunekit.modes.public_call import public_call
 from prunekit.planning.budgets.costs import GroupPart
 from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency, round_up

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prunekit.known_names import CRITERIA, RUNTIMES, TASKS
+from prunekit.known_names import CRITERIA, FORMATS, RUNTIMES, TASKS
 from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
@@ -37,8 +37,6 @@ GOES_WITH = {
     "window": ("text", "huggingface"),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
-QUANTIZED = {"onnx", "openvino"}
-"""Formats of exports that can be quantized."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -177,7 +175,9 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
     if deploy.get("channels_last") is not True:
         return
     runtimes, formats = latency.get("runtimes", ["eager"]), latency.get("memory_formats", [])
-    laid_out = [name for name, declared in RUNTIMES.declared.items() if declared.facts.get("carrier") != "onnx"]
+    laid_out = [
+        name for name, declared in RUNTIMES.declared.items() if {"format", "carrier"}.isdisjoint(declared.facts)
+    ]
     if isinstance(runtimes, list) and set(map(str, runtimes)) <= RUNTIMES.declared.keys() - set(laid_out):
         text = f"expected one of {', '.join(map(repr, laid_out))} among them, because deploy.channels_last is true"
         yield ("latency", "runtimes"), f"{text}, and other runtimes choose layouts themselves"
@@ -290,8 +290,9 @@ def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
     wanted, formats = values.get("quantize"), values.get("export", ())
-    if wanted is not None and isinstance(formats, (list, tuple)) and not {*map(str, formats)} & QUANTIZED:
-        text = f"expected null, or {' or '.join(sorted(QUANTIZED))} among the formats of export, got {show(wanted)}"
+    able = [name for name, facts in FORMATS.facts().items() if facts.get("quantizer")]
+    if wanted is not None and isinstance(formats, (list, tuple)) and {*map(str, formats)}.isdisjoint(able):
+        text = f"expected null, or {' or '.join(able)} among the formats of export, got {show(wanted)}"
         yield ("quantize",), f"{text} with export {show(list(formats))}"
 
 

@@ -50,12 +50,20 @@ class Registry(Generic[Item]):
         registers: name of the function that registers an object; its first argument is the name.
         accept: turns a reference `file.py:object`, and the object of the file, into an object of the kind; raises a
             `UsageError` that says what was expected.
+        also: name of a function that registers objects of several kinds; its argument of this kind's name is the name.
     """
 
     def __init__(
-        self, kind: str, plural: str, package: str, registers: str, accept: Callable[[str, Any], Item]
+        self,
+        kind: str,
+        plural: str,
+        package: str,
+        registers: str,
+        accept: Callable[[str, Any], Item],
+        also: str = "",
     ) -> None:
         self.kind, self.plural, self.package, self.registers, self.accept = kind, plural, package, registers, accept
+        self.also = also
         self._items: dict[str, Item] = {}
         self._homes: dict[str, tuple[str, str]] = {}
 
@@ -83,8 +91,10 @@ class Registry(Generic[Item]):
         found: dict[str, Declaration] = {}
         for path in self._files():
             module = f"{self.package}.{path.stem}"
-            for name, facts in _registrations(path, self.registers):
-                found[name] = Declaration(module, facts)
+            for function, name, facts in _registrations(path, (self.registers, self.also)):
+                called = facts.get(self.kind, "") if function == self.also else name
+                if called:
+                    found[called] = Declaration(module, facts)
         return found
 
     def _files(self) -> list[Path]:
@@ -255,14 +265,15 @@ def _home(defined: object) -> tuple[str, str] | None:
     return str(getattr(sys.modules.get(module), "__file__", None) or module), getattr(defined, "__qualname__", "")
 
 
-def _registrations(path: Path, function: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the literal keyword arguments of each registering call in a file."""
+def _registrations(path: Path, functions: tuple[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield each registering call in a file: the function, its first argument if that is a text, other literals."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+        if not isinstance(node, ast.Call):
             continue
         called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        if called == function and isinstance(node.args[0].value, str):
-            yield node.args[0].value, dict(_literals(node.keywords))
+        if called in functions:
+            first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+            yield called, first if isinstance(first, str) else "", dict(_literals(node.keywords))
 
 
 def _literals(keywords: list[ast.keyword]) -> Iterator[tuple[str, Any]]:

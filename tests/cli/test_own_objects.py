@@ -13,7 +13,7 @@ from prunekit.cli import cli
 CODE = """
 import numpy as np
 import prunekit as pk
-from prunekit.measure.runtimes.eager import placed
+from prunekit.backends.eager import placed
 
 
 @pk.register_criterion("first", needs=("weights",), measures="how late a channel comes")

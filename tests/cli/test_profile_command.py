@@ -95,7 +95,7 @@ def test_bad_input_is_refused_with_what_was_expected(recipe: Path, override: str
 
 
 def test_a_runtime_that_is_not_installed_names_its_extra(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.measure.runtimes.runtime.find_spec", lambda name: None)
+    monkeypatch.setattr("prunekit.utils.availability.find_spec", lambda name: None)
     found = invoke(recipe, "prune.target.runtime=onnxruntime")
     assert found.exit_code == 2
     assert "pip install 'prunekit[export]'" in found.output

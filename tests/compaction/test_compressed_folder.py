@@ -17,12 +17,12 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 import prunekit as pk
+from prunekit.backends.files.export_source import ExportSource
+from prunekit.backends.hub import Hub
+from prunekit.backends.standalone import Standalone
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.errors import ArtifactError
-from prunekit.formats.format import ExportSource
-from prunekit.formats.hub import Hub
-from prunekit.formats.standalone import Standalone
 from prunekit.jobs.run.model_sources import folder_model
 from prunekit.models.interface import interface_of
 from prunekit.models.state_dicts import load_weights

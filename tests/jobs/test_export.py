@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import prunekit as pk
+from prunekit.backends.backend import FileBackend, register_format
+from prunekit.backends.files.export_source import ExportSource, Run
+from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.errors import ModelError, RunError, UsageError
-from prunekit.formats.exported_model import ExportedModel
-from prunekit.formats.format import ExportFormat, ExportSource, Run, register_format
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
@@ -25,7 +26,7 @@ def twin() -> type[Any]:
     """A format whose files say nothing, and that runs the model itself, wrong by a factor."""
 
     @register_format("twin", about="the model itself", suffix=".twin")
-    class Twin(ExportFormat):
+    class Twin(FileBackend):
         factor: ClassVar[float] = 1.0
         sources: ClassVar[list[ExportSource]] = []
 

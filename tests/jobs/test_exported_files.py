@@ -15,9 +15,9 @@ from exported_files import CLASSES, FORMS, Two, classifier, exported, photos
 from PIL import Image
 
 import prunekit as pk
+from prunekit.backends.files.exported_model import open_exported
 from prunekit.cli import cli
 from prunekit.errors import UsageError
-from prunekit.formats.exported_model import open_exported
 from prunekit.utils.inputs import Keywords
 
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 import prunekit as pk
+from prunekit.backends.onnx_runtime import OnnxRuntime
+from prunekit.backends.openvino import OpenVino
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, RunError, UsageError
-from prunekit.formats.onnx import OnnxFormat
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.stages import export_stage
-from prunekit.quantization import openvino_quantization
 from prunekit.recipe_jobs import job_of
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
@@ -152,7 +152,7 @@ def test_one_that_fails_is_a_shortfall_and_leaves_nothing(tmp_path: Path, monkey
     def write(*_: Any) -> None:
         raise RunError("onnx has no operator for this")
 
-    monkeypatch.setattr(OnnxFormat, "write", write)
+    monkeypatch.setattr(OnnxRuntime, "write", write)
     result = run(job(tmp_path))
     assert [row["format"] for row in result.metrics["exports"]] == ["pt2"]
     assert any("export to onnx not made: RunError: onnx has no operator" in one for one in result.shortfalls)
@@ -162,15 +162,15 @@ def test_one_that_fails_is_a_shortfall_and_leaves_nothing(tmp_path: Path, monkey
 def test_what_cannot_be_written_here_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OnnxFormat, "missing", lambda self: "needs onnx, not installed here: pip install onnx")
+    monkeypatch.setattr(OnnxRuntime, "packages", ("not_here",))
     monkeypatch.setattr(export_stage, "export_models", None)
-    with pytest.raises(UsageError, match="export 'onnx' needs onnx, not installed here"):
+    with pytest.raises(UsageError, match="export 'onnx' needs not_here, not installed here"):
         run(job(tmp_path))
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    monkeypatch.setattr(openvino_quantization, "missing", lambda: "needs nncf, not installed here")
+    monkeypatch.setattr(OpenVino, "quantizer", "not_here")
     pytest.importorskip("openvino")
-    with pytest.raises(UsageError, match="int8 for openvino needs nncf, not installed here"):
+    with pytest.raises(UsageError, match="int8 for openvino needs not_here, not installed here"):
         run(job(tmp_path, export=("onnx", "openvino"), quantize="int8"))
     assert not list(tmp_path.iterdir())
 

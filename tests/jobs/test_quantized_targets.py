@@ -10,13 +10,13 @@ import torch
 from chains import Chain
 
 import prunekit
+from prunekit.backends.backend import RUNTIMES
+from prunekit.backends.session import INT8, Setting, Source, inputs_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure.latency.comparison import choose_settings, measure_latency
+from prunekit.measure.latency.timed_files import file_source
 from prunekit.measure.latency.timing_job import TimingJob, run_job
 from prunekit.measure.latency_profile.layer_times import conditions
-from prunekit.measure.runtimes.onnx_files import onnx_source
-from prunekit.measure.runtimes.runtime import RUNTIMES
-from prunekit.measure.runtimes.session import INT8, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target, prune_contradictions
 from prunekit.utils.availability import int8_note
@@ -82,7 +82,7 @@ def test_a_file_that_computes_something_else_is_not_timed(wrong: str, tmp_path: 
     torch.manual_seed(1)
     other = Chain([16, 24, 16], [3, 3, 3], shortcut=True).eval()
     sources = [
-        onnx_source(model, inputs_of(SHAPE), [key], tmp_path / str(index))
+        file_source(runtime, model, inputs_of(SHAPE), [key], tmp_path / str(index))
         for index, model in enumerate((chain(), other))
     ]
     mixed = {

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from prunekit.backends.backend import RUNTIMES, FunctionBackend
+from prunekit.backends.session import Session
 from prunekit.errors import UsageError
 from prunekit.measure.latency.comparison import choose_settings
-from prunekit.measure.runtimes import runtime as registry
-from prunekit.measure.runtimes.runtime import RUNTIMES
-from prunekit.measure.runtimes.session import Session
 from prunekit.settings.deployment import LatencySettings
+from prunekit.utils import availability
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -26,7 +26,7 @@ def test_why_a_runtime_is_unusable_here() -> None:
     assert RUNTIMES.get("eager").unusable() == ""
     if not torch.cuda.is_available():
         assert RUNTIMES.get("cudagraphs").unusable() == "runs on cuda, and there is none here"
-    own = registry.Runtime("own", lambda *_: Session(lambda: None), packages=("prunekit", "not_here.at_all"))
+    own = FunctionBackend("own", lambda *_: Session(lambda: None), packages=("prunekit", "not_here.at_all"))
     assert own.unusable() == "needs not_here.at_all, not installed here: pip install not_here.at_all"
 
 
@@ -70,7 +70,7 @@ def test_a_runtime_that_is_not_installed_names_its_extra(monkeypatch: pytest.Mon
     def without(name: str) -> object:
         return None if name in ("onnxruntime", "openvino", "tensorrt") else find_spec(name)
 
-    monkeypatch.setattr(registry, "find_spec", without)
+    monkeypatch.setattr(availability, "find_spec", without)
     for name, extra in (("onnxruntime", "export"), ("openvino", "openvino"), ("tensorrt", "tensorrt")):
         with pytest.raises(UsageError, match=rf"needs {name}, not installed here: pip install 'prunekit\[{extra}\]'"):
             choose_settings(LatencySettings((1,), runtimes=("eager", name)), [CPU])  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ import torch
 from mutants import changed_json, unclean
 from torch import Tensor, nn
 
+from prunekit.backends.backend import RUNTIMES, FunctionBackend
+from prunekit.backends.session import LayerClock, Sample, Session, Setting, Source, inputs_of
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency.timing_job import SettingFailure
@@ -30,8 +32,6 @@ from prunekit.measure.latency_profile.network_timing import (
     has_layer_clock,
     time_networks,
 )
-from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
-from prunekit.measure.runtimes.session import LayerClock, Sample, Session, Setting, Source, inputs_of
 
 EAGER = Setting("eager", "cpu", 1, 1)
 
@@ -265,7 +265,7 @@ def test_times_are_lower_quartiles_of_passes_that_were_timed() -> None:
         module = source.module
         return Session(lambda: module(*sample), layers=lambda: LayerClock(lambda: runs.append(1), passes))
 
-    runtime = Runtime("own", open_session, times_layers=True)
+    runtime = FunctionBackend("own", open_session, times_layers=True)
     x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     dense, network = (PreparedNetwork(str(width), Source(net(width)), [net(width)(x).detach()]) for width in (8, 4))
     times = NetworkTimer(runtime, dense, inputs_of((3, 6, 6)), EAGER, 5)(network)

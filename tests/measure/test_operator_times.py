@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prunekit.backends.session import OperatorTimer
 from prunekit.hooks.hook import count_hooks
-from prunekit.measure.causes.operator_times import IsolatedLayer, OperatorTimer, record_calls
+from prunekit.measure.causes.operator_calls import IsolatedLayer, record_calls
 from prunekit.measure.model_size import count_macs
 from prunekit.measure.operator_costs import subnormals
 

@@ -12,8 +12,8 @@ import pytest
 from made_up_timings import DENSE_MS, took
 from torch import nn
 
+from prunekit.backends.session import inputs_of
 from prunekit.measure.effort import Effort, effort_of
-from prunekit.measure.runtimes.session import inputs_of
 from prunekit.pruning import latency_search
 from prunekit.pruning.latency_target import Timing
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target

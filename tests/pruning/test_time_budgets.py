@@ -17,13 +17,13 @@ from made_up_timings import DENSE_MS, took
 from torch import nn
 
 import prunekit
+from prunekit.backends.session import Inputs, inputs_like
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
-from prunekit.measure.runtimes.session import Inputs, inputs_like
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.pruning import latency_search, plan_search, profiling

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.user_data import sample_splits
 from prunekit.jobs.export.quantize_export import _with_lower_better
 from prunekit.measure.accuracy import evaluate
-from prunekit.quantization.quantized import Quantized
 from prunekit.report.figures.pareto import Point, front
 from prunekit.report.headline import compared, sentence, tiles
 from prunekit.settings.train import TrainSettings

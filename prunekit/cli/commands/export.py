@@ -87,7 +87,7 @@ def export_command(
         raise UsageError("--max-drop goes with --int8")
     whole = any(map(is_recipe, targets))
     job = None if data_recipe is None else job_of_data(data_recipe, overrides, options, whole=whole)
-    from prunekit.formats.format import ExportOptions
+    from prunekit.backends.files.export_source import ExportOptions
     from prunekit.jobs.export.export_model import ExportRequest, require_exportable
     from prunekit.jobs.export.quantize_export import export_target, require_quantizable
     from prunekit.settings.deployment import QuantizeSettings

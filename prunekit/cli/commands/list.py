@@ -49,10 +49,11 @@ def _with_availability(registry: Registry[Any]) -> Callable[[], Iterator[Row]]:
     """Return a function that yields what is registered, and whether it can be used here; built-in ones unimported."""
 
     def rows() -> Iterator[Row]:
-        for name in registry.names:
-            declared = registry.declared.get(name)
-            about = declared.facts["about"] if declared else registry.get(name).about
-            missing = unusable(declared.facts) if declared else registry.get(name).unusable()
+        for name in registry.installed:
+            registry.get(name)  # only its package knows its facts
+        for name, facts in registry.facts().items():
+            about = (registry is RUNTIMES and facts.get("runs")) or facts["about"]
+            missing = unusable(facts)
             yield {"name": name, "about": about, "usable": not missing, "missing": missing}
 
     return rows

@@ -14,7 +14,7 @@ from prunekit.data.loader import Batches, batches
 from prunekit.errors import ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, splits_of
-from prunekit.models.interface import BATCH, ModelInterface, TensorSpec, interface_of
+from prunekit.models.interface import ModelInterface, TensorSpec, interface_of, with_batch
 from prunekit.settings.inputs import DataSettings
 from prunekit.utils.inputs import call, inputs_as_example, is_batched, sample_count, select_samples
 from prunekit.utils.tensors import map_tensors
@@ -128,11 +128,7 @@ def described_interface(
         feed = found.preprocessing or splits.preprocessing
         found = replace(found, task=splits.task.name, classes=tuple(splits.classes), preprocessing=feed)
     if batch is not None:
-        fixed = [
-            [replace(one, shape=tuple(batch if axis == BATCH else axis for axis in one.shape)) for one in each]
-            for each in (found.inputs, found.outputs)
-        ]
-        found = replace(found, inputs=tuple(fixed[0]), outputs=tuple(fixed[1]))
+        found = with_batch(found, batch)
     return replace(found, inputs=tuple(dynamic_inputs(found.inputs, dynamic)))
 
 

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.backends.backend import FORMATS
+from prunekit.backends.files.export_source import ExportOptions, ExportSource, Run
+from prunekit.backends.files.exported_model import ExportedModel
+from prunekit.backends.folders.model_card import RUN, run_facts
+from prunekit.backends.standalone import BUILD
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
-from prunekit.formats.exported_model import ExportedModel
-from prunekit.formats.folders.run_facts import RUN, run_facts
-from prunekit.formats.format import FORMATS, ExportOptions, ExportSource, Run
-from prunekit.formats.standalone import BUILD
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
@@ -200,11 +201,11 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     """Return the path of an export, and raise for what is wrong with the request before anything is computed."""
     kind = FORMATS.get(request.to)
     if missing := kind.unusable():
-        raise UsageError(f"export to {kind.name} {missing}")
+        raise UsageError(f"export to {kind.format} {missing}")
     path = request.path or Path(f"{Path(name).resolve().name if name else 'model'}{kind.suffix}")
     if not path.name.endswith(kind.suffix):
         better = f"{path.name.partition('.')[0]}{kind.suffix}"
-        raise UsageError(f"{path}: expected a name with {kind.suffix} for {kind.name}, such as {better}")
+        raise UsageError(f"{path}: expected a name with {kind.suffix} for {kind.format}, such as {better}")
     if path.exists() and not request.force:
         raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
     if path.exists() and path.is_dir() == bool(kind.suffix):
@@ -241,7 +242,7 @@ def export_float(
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, request.dynamic, request.batch)
     source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
-    log(f"export: writing {path} ({kind.name})")
+    log(f"export: writing {path} ({kind.format})")
     with folder_beside(path) as aside:
         written = aside / path.name
         notes = kind.write(source, written)
@@ -253,15 +254,15 @@ def export_float(
             notes.append("compared with the model with weights rounded to float16, as the file stores them")
         if len(usable) < len(resized):
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
-        notes += exported_zeros_notes(zero_patterns(model), kind.name)
+        notes += exported_zeros_notes(zero_patterns(model), kind.format)
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
-        scores = score_export(ExportedModel(written, kind.name, interface, run), target.splits, log)
+        scores = score_export(ExportedModel(written, kind.format, interface, run), target.splits, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         bytes_written = size_of(aside)
         del run
         move_into_place(aside, path)
-    return Exported(path, kind.name, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
+    return Exported(path, kind.format, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
 
 
 def _facts(target: InputModel, folder: Path | None, facts: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.backends.backend import FORMATS, FileBackend
+from prunekit.backends.files.export_source import ExportSource, Run
+from prunekit.backends.files.exported_model import ExportedModel
+from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
-from prunekit.formats.exported_model import ExportedModel
-from prunekit.formats.format import FORMATS, ExportFormat, ExportSource, Run
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.export.export_inputs import (
     READ,
@@ -44,32 +45,16 @@ from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
-from prunekit.quantization import openvino_quantization
-from prunekit.quantization.quantized import Quantized
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.files import folder_beside
 from prunekit.utils.inputs import call, inputs_as_example, is_batched
 from prunekit.utils.progress import Log
 from prunekit.utils.tensors import gather
 
-QUANTIZERS = {
-    "onnx": "prunekit.quantization.onnx_quantization.quantize_onnx",
-    "openvino": "prunekit.quantization.openvino_quantization.quantize_openvino",
-}
-"""Functions that quantize a file, by its format."""
-
-
-def unquantizable(name: str) -> str:
-    """Return why files of a format cannot be quantized here, and what would help; empty if they can."""
-    if name not in QUANTIZERS:
-        return f"int8: expected the format {' or '.join(QUANTIZERS)}, got {name}"
-    absent = openvino_quantization.missing() if name == "openvino" else ""
-    return f"int8 for {name} {absent}" if absent else ""
-
 
 def require_quantizable(request: ExportRequest) -> None:
     """Raise if a request asks for int8 in a format that has none, or that needs a package for it."""
-    if request.quantize is not None and (problem := unquantizable(request.to)):
+    if request.quantize is not None and (problem := FORMATS.get(request.to).unquantizable()):
         raise UsageError(problem)
 
 
@@ -132,20 +117,18 @@ def quantize_export(
     assert settings is not None
     require_calibration(target)
     data = list(_calibration(target, exported.interface, settings))
-    place, _, name = QUANTIZERS[exported.format].rpartition(".")
-    quantize: Callable[..., Any] = getattr(import_module(place), name)
     score = None if target.splits is None else partial(_validation_merit, kind, exported.interface, target)
     log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, sum(map(_count, data)))} samples")
     with folder_beside(path) as beside_it:
         aside = beside_it / "written"
         aside.mkdir()
-        found = quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
+        found = kind.quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
         if target.splits is not None and target.splits.task.main.lower_is_better:
             found = _with_lower_better(found)
         run = kind.open_trusted(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
-        module = ExportedModel(aside / path.name, kind.name, exported.interface, run)
+        module = ExportedModel(aside / path.name, kind.format, exported.interface, run)
         scores = score_export(module, target.splits, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         others = {"float": kind.open_trusted(exported.path, threads=request.threads)}
@@ -199,18 +182,18 @@ def _with_lower_better(found: Quantized) -> Quantized:
     return replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
 
 
-def _validation_merit(kind: ExportFormat, interface: ModelInterface, target: InputModel, file: Path) -> float:
+def _validation_merit(kind: FileBackend, interface: ModelInterface, target: InputModel, file: Path) -> float:
     """Return the main score of a file on the validation samples; its negative if less is better."""
     assert target.splits is not None
     held_out = batches(target.splits.validation, READ, shuffle_seed=None)
-    module = ExportedModel(file, kind.name, interface, kind.open_trusted(file))
+    module = ExportedModel(file, kind.format, interface, kind.open_trusted(file))
     found = evaluate(module, held_out, target.splits.task, CPU)
     score = next(iter(found.values.values()))
     return -score if found.lower_is_better else score
 
 
 def _dense_run(
-    kind: ExportFormat,
+    kind: FileBackend,
     dense: nn.Module,
     samples: tuple[Any, ...],
     interface: ModelInterface,

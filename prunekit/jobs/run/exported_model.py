@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.errors import UsageError
-from prunekit.formats.exported_model import ExportedModel
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.measure.model_size import count_macs, count_parameters
 

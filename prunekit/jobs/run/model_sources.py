@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from prunekit.backends.files.exported_model import is_exported, open_exported
+from prunekit.backends.session import Inputs, inputs_like, inputs_of
 from prunekit.compaction.model_folder import folder_interface, load, read_manifest
 from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
 from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of, reraise_shortage
-from prunekit.formats.exported_model import is_exported, open_exported
 from prunekit.jobs.run.dense_model import prepare, train_baseline
 from prunekit.jobs.run.job_inputs import (
     RECIPE_ONLY,
@@ -27,7 +28,6 @@ from prunekit.jobs.run.job_inputs import (
     job_splits,
     require_sources,
 )
-from prunekit.measure.runtimes.session import Inputs, inputs_like, inputs_of
 from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.models.preprocessing import Preprocessing

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from prunekit.backends.session import inputs_like
 from prunekit.compaction.model_folder import load
 from prunekit.data.loader import batches
 from prunekit.errors import reason_of
@@ -24,7 +25,6 @@ from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
 from prunekit.measure.latency.row_text import failure_lines, setting_text, unstable_lines, unstable_mark
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
-from prunekit.measure.runtimes.session import inputs_like
 from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
 from prunekit.models.zoo import load_factory

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.backends.backend import FORMATS
+from prunekit.backends.standalone import DENSE
 from prunekit.errors import UsageError
-from prunekit.formats.format import FORMATS
-from prunekit.formats.standalone import DENSE
 from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
-from prunekit.jobs.export.quantize_export import QUANTIZERS, quantize_export, unquantizable
+from prunekit.jobs.export.quantize_export import quantize_export
 from prunekit.jobs.run.job_inputs import Prepared
 from prunekit.jobs.run.model_sources import InputModel
 from prunekit.jobs.run.results import Attempts
@@ -30,7 +30,8 @@ def require_formats(prepared: Prepared) -> None:
     unusable = {name: FORMATS.get(name).unusable() for name in prepared.job.export}
     problems = [f"export {name!r} {reason}" for name, reason in unusable.items() if reason]
     if prepared.job.quantize is not None:
-        problems += [reason for name in prepared.job.export if name in QUANTIZERS and (reason := unquantizable(name))]
+        quantizing = [kind for name in prepared.job.export if (kind := FORMATS.get(name)).quantizer]
+        problems += [reason for kind in quantizing if (reason := kind.unquantizable())]
     if problems:
         raise UsageError("; ".join(problems))
 
@@ -69,5 +70,5 @@ def _requests(prepared: Prepared, run: Path) -> Iterator[ExportRequest]:
         path = run / FOLDER / (f"{NAME}{suffix}" if suffix else name)
         timed, threads = tuple(job.latency.batches), job.latency.threads[0]
         wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
-        quantize = wanted if isinstance(wanted, QuantizeSettings) and name in QUANTIZERS else None
+        quantize = wanted if isinstance(wanted, QuantizeSettings) and FORMATS.get(name).quantizer else None
         yield ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)

@@ -10,16 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.measure.causes.operator_times import (
-    OperatorCalls,
-    OperatorKey,
-    OperatorTimer,
-    measure_floor,
-    record_calls,
-)
+from prunekit.backends.eager import weight_movers
+from prunekit.backends.session import OperatorKey, OperatorTimer, Timer, measure_floor
+from prunekit.measure.causes.operator_calls import OperatorCalls, record_calls
 from prunekit.measure.latency.machine import Load
-from prunekit.measure.latency.memory_layout import weight_movers
-from prunekit.measure.latency.timing import Contention, Estimate, Timer, alternate, paired_ratio, warm_up
+from prunekit.measure.latency.timing import Contention, Estimate, alternate, paired_ratio, warm_up
 from prunekit.utils.inputs import call
 
 

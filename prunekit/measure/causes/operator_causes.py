@@ -53,7 +53,7 @@ FAR = 0.25
 def memory_bound(
     rows: Iterable[OperatorRow], copy_ms: Callable[[float], float], floor_ms: float, pruned_ms: float, batch: int
 ) -> Cause | None:
-    """Return the time of operators that move bytes at the speed of a copy, and multiply far slower than the best layer."""
+    """Return the time of operators as fast as a copy of their bytes, which multiply far slower than the best layer."""
     rows = tuple(rows)
     best = max((_rate(row.pruned) for row in rows if row.pruned is not None), default=0.0)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from prunekit.measure.causes.cause import LEAST, Cause
-from prunekit.measure.causes.operator_times import Widths
+from prunekit.measure.causes.operator_calls import Widths
 from prunekit.measure.latency.timing import Estimate
 from prunekit.utils.display import plural
 

@@ -1,4 +1,4 @@
-"""Latency of several models, timed time_runs, so that what slows the machine slows all of them."""
+"""Latency of several models, timed alternately, so that what slows the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.backends.backend import RUNTIMES, Backend
+from prunekit.backends.eager import layout_of
+from prunekit.backends.files.exported_model import ExportedModel
+from prunekit.backends.session import MODULE, FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.errors import RunError, UsageError
-from prunekit.formats.exported_model import ExportedModel
 from prunekit.hooks.model_copy import copied
 from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
+from prunekit.measure.latency.timed_files import exported_source, file_source, require_timable, runtime_of
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
 from prunekit.measure.latency.timing_job import (
     Outcome,
@@ -29,11 +33,6 @@ from prunekit.measure.latency.timing_job import (
     output_tensors,
     run_job_apart,
 )
-from prunekit.measure.runtimes.eager import layout_of
-from prunekit.measure.runtimes.exported_files import exported_source, require_timable, runtime_of
-from prunekit.measure.runtimes.onnx_files import onnx_source
-from prunekit.measure.runtimes.runtime import RUNTIMES
-from prunekit.measure.runtimes.session import FileKey, Inputs, Setting, Source, inputs_of
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.availability import int8_note
 from prunekit.utils.context import resolve_device, set_mode
@@ -210,50 +209,54 @@ def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tup
 
 @dataclass
 class _ModelSources:
-    """The models in the forms that runtimes take, each made once: runtimes share ONNX files.
+    """The models in the forms that runtimes take, each made once: runtimes share files.
 
     Attributes:
-        files: ONNX files by model and key.
-        errors: of the export, by key.
+        files: by model, format and key.
+        errors: of the export, by format and key.
     """
 
     models: Mapping[str, nn.Module]
     inputs: Inputs
     folder: Path
     log: Log
-    files: dict[str, dict[FileKey, Path]] = field(default_factory=dict)
-    errors: dict[FileKey, str] = field(default_factory=dict)
+    files: dict[tuple[str, str], dict[FileKey, Path]] = field(default_factory=dict)
+    errors: dict[tuple[str, FileKey], str] = field(default_factory=dict)
 
     def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
         """Return the sources for a runtime, the settings that they exist for, and failures for the others."""
         runtime = RUNTIMES.get(settings[0].runtime)
         exported = {name: exported_source(m) for name, m in self.models.items() if isinstance(m, ExportedModel)}
-        if runtime.carrier == "module":
+        if runtime.carrier == MODULE:
             modules = {name: exported.get(name) or Source(model) for name, model in self.models.items()}
             return modules, list(settings), []
         keys = [runtime.file_key(setting) for setting in settings]
         for key in dict.fromkeys(keys):
-            self._export(key)
-        reasons = [self.errors.get(key) for key in keys]
+            self._export(runtime, key)
+        reasons = [self.errors.get((runtime.carrier, key)) for key in keys]
         able = [setting for setting, reason in zip(settings, reasons, strict=True) if reason is None]
         failed = [
             SettingFailure(setting, why) for setting, why in zip(settings, reasons, strict=True) if why is not None
         ]
-        made = {name: exported.get(name) or Source(files=self.files.get(name, {})) for name in self.models}
+        made = {
+            name: exported.get(name) or Source(files=self.files.get((name, runtime.carrier), {}))
+            for name in self.models
+        }
         return made, able, list(failed)
 
-    def _export(self, key: FileKey) -> None:
+    def _export(self, runtime: Backend, key: FileKey) -> None:
         """Export every model for a batch and dtype, unless one failed before."""
         for index, (name, model) in enumerate(self.models.items()):
             if isinstance(model, ExportedModel):
                 continue
-            files = self.files.setdefault(name, {})
-            if key not in files and key not in self.errors:
+            files = self.files.setdefault((name, runtime.carrier), {})
+            if key not in files and (runtime.carrier, key) not in self.errors:
                 self.log(f"latency: exporting {name}, batch {key[0]}, {key[1]}")
                 try:
-                    files |= onnx_source(model, self.inputs, [key], self.folder / str(index)).files
+                    place = self.folder / str(index)
+                    files |= file_source(runtime, model, self.inputs, [key], place).files
                 except RunError as error:
-                    self.errors[key] = str(error)
+                    self.errors[runtime.carrier, key] = str(error)
 
 
 def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:
@@ -274,7 +277,7 @@ def _setting(models: Mapping[str, nn.Module], name: str, found: SettingTimes) ->
     model = models[name]
     if isinstance(model, ExportedModel):
         return row | {"runtime": runtime_of(model, found.setting.runtime)}
-    if RUNTIMES.get(found.setting.runtime).carrier == "module":
+    if RUNTIMES.get(found.setting.runtime).carrier == MODULE:
         row["memory_format"] = layout_of(model, found.setting.memory_format)
     return row
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from prunekit.backends.session import Timer
 from prunekit.measure.effort import current_effort
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.display import plural
@@ -24,38 +25,6 @@ TOLERANCE = 0.05
 WARM_UP_MS = 3000.0
 STEADY_S = {"cuda": 1.0}
 """A GPU raises its clock over tenths of a second once it has work: calls that agree before agree on a slow clock."""
-
-
-class Timer:
-    """A clock for one model: calling it runs a forward pass and returns its milliseconds."""
-
-    def __init__(self, forward: Callable[[], object], device: torch.device) -> None:
-        self.forward, self.device = forward, device
-
-    def __call__(self) -> float:
-        """Run one forward pass and return its milliseconds."""
-        return self._events() if self.device.type == "cuda" else self._clock()
-
-    def _clock(self) -> float:
-        start = time.perf_counter_ns()
-        self.forward()
-        if self.device.type == "mps":
-            torch.mps.synchronize()
-        return (time.perf_counter_ns() - start) / 1e6
-
-    def _events(self) -> float:
-        with torch.cuda.device(self.device):
-            start, end = _event(), _event()
-            torch.cuda.synchronize()
-            start.record()
-            self.forward()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end))
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunekit.backends.backend import Backend
+from prunekit.backends.int8.quantizer import relative_error
+from prunekit.backends.session import INT8, Inputs, Sample, Session, Setting, Source, Timer
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.errors import VerificationError, first_line
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.machine import Load, clock_mhz
 from prunekit.measure.latency.peak_memory import PeakMemory
-from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, warm_up
+from prunekit.measure.latency.timing import Contention, Times, alternate, warm_up
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
-from prunekit.measure.runtimes.runtime import Runtime
-from prunekit.measure.runtimes.session import INT8, Inputs, Sample, Session, Setting, Source
 from prunekit.measure.verification import largest_difference
-from prunekit.quantization.accuracy_limit import relative_error
 from prunekit.utils.context import on_device
 from prunekit.utils.context import threads as with_threads
 
@@ -57,7 +57,7 @@ class TimingJob:
         limit_s: seconds that the rounds of a setting may take; a few are run in any case.
     """
 
-    runtime: Runtime
+    runtime: Backend
     settings: tuple[Setting, ...]
     sources: Mapping[str, Source]
     expected: Mapping[tuple[str, int], list[Tensor]]
@@ -165,7 +165,7 @@ def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:
 
 def _session(job: TimingJob, source: Source, sample: Sample, setting: Setting) -> Session:
     """Return a session of the runtime, or of what the source opens itself."""
-    return job.runtime.open(source, sample, setting) if source.open is None else source.open(sample, setting)
+    return job.runtime.session(source, sample, setting) if source.open is None else source.open(sample, setting)
 
 
 def weight_moves(*sessions: Session) -> list[Callable[[], object]]:
@@ -174,12 +174,12 @@ def weight_moves(*sessions: Session) -> list[Callable[[], object]]:
 
 
 def check_float_file(
-    name: str, runtime: Runtime, source: Source, sample: Sample, setting: Setting, expected: list[Tensor]
+    name: str, runtime: Backend, source: Source, sample: Sample, setting: Setting, expected: list[Tensor]
 ) -> None:
     """Raise a VerificationError if the file that a quantized one is made from does not compute what the model does."""
     if setting.dtype == INT8:
         plain = replace(setting, dtype="float32")
-        check_outputs(name, runtime.open(source, sample, plain), plain, expected, FLOAT_FILE_TOLERANCE)
+        check_outputs(name, runtime.session(source, sample, plain), plain, expected, FLOAT_FILE_TOLERANCE)
 
 
 def check_outputs(

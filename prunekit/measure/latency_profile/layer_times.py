@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.backends.backend import RUNTIMES, Backend
+from prunekit.backends.session import INT8, Inputs, Setting
 from prunekit.channels.tracing.weak_cache import weak_cache
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.measure.latency.machine import cpu_name
-from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
-from prunekit.measure.runtimes.session import INT8, Inputs, Setting
 from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import require_writable, write_json
@@ -110,11 +110,8 @@ LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
 def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
     """Return what every network of a profile has in common: setting, machine, versions, inputs and repeats."""
     runtime, device = RUNTIMES.get(setting.runtime), torch.device(setting.device)
-    packages = (
-        "torch",
-        *runtime.packages,
-        *(("nncf",) if setting.dtype == INT8 and runtime.quantizer == "nncf" else ()),
-    )
+    quantizers = {runtime.quantizer} - {*runtime.packages} if setting.dtype == INT8 else set[str]()
+    packages = ("torch", *runtime.packages, *quantizers)
     return asdict(setting) | {
         "way": VERSION_MOVED if runtime.moves_weights(setting) else VERSION,
         "sample_shape": inputs.described(),
@@ -126,9 +123,9 @@ def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]
     }
 
 
-def _runtime_code(runtime: Runtime) -> dict[str, str]:
+def _runtime_code(runtime: Backend) -> dict[str, str]:
     """Return a hash of the code of a user's runtime, which may change from one run to the next."""
-    module = inspect.getmodule(runtime.open)
+    module = inspect.getmodule(runtime.defined)
     if module is None or module.__name__.partition(".")[0] in LIBRARIES:
         return {}
     return {"runtime_code": hashlib.sha256(_source(module).encode()).hexdigest()}

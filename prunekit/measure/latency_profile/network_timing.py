@@ -19,13 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.backends.backend import RUNTIMES, Backend
+from prunekit.backends.session import MODULE, Inputs, Session, Setting, Source, Timer, inputs_of
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import RunError, UsageError, reraise_shortage
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load
-from prunekit.measure.latency.timing import Contention, Timer, Times, alternate, doubts, warm_up, warm_up_briefly
+from prunekit.measure.latency.timed_files import file_source
+from prunekit.measure.latency.timing import Contention, Times, alternate, doubts, warm_up, warm_up_briefly
 from prunekit.measure.latency.timing_job import (
     SettingFailure,
     check_float_file,
@@ -43,9 +46,6 @@ from prunekit.measure.latency_profile.layer_times import (
     read_times,
     structure_hash,
 )
-from prunekit.measure.runtimes.onnx_files import onnx_source
-from prunekit.measure.runtimes.runtime import RUNTIMES, Runtime
-from prunekit.measure.runtimes.session import Inputs, Session, Setting, Source, inputs_of
 from prunekit.planning.budgets.costs import GroupPart
 from prunekit.planning.depth_search import Block
 from prunekit.utils.context import on_device, set_mode
@@ -140,7 +140,7 @@ def time_networks(
         RunError: a network cannot be exported, computes something else in the runtime, or fails there.
     """
     if not has_layer_clock(setting.runtime):
-        able = ", ".join(name for name, runtime in RUNTIMES.items() if runtime.times_layers)
+        able = ", ".join(name for name, facts in RUNTIMES.facts().items() if facts.get("times_layers"))
         raise UsageError(f"runtime {setting.runtime!r} cannot tell how long each layer takes; these can: {able}")
     taken = inputs_of(inputs)
     common, dense_hash = conditions(setting, taken, repeats), structure_hash(dense)
@@ -227,10 +227,11 @@ class _ProfileProcess(ExitStack):
         except Exception as error:  # the model's own code, at a batch or widths at which it was not tried
             reraise_shortage(error)
             raise RunError(f"{name}: does not run in eager: {error_line(error)}") from error
-        if self.runtime.carrier == "module":
+        if self.runtime.carrier == MODULE:
             return PreparedNetwork(name, Source(plain), expected)
         keys = [self.runtime.file_key(self.setting)]
-        return PreparedNetwork(name, onnx_source(plain, self.inputs, keys, self.folder / folder), expected)
+        source = file_source(self.runtime, plain, self.inputs, keys, self.folder / folder)
+        return PreparedNetwork(name, source, expected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +252,7 @@ class NetworkTimer:
         limit_s: seconds that the rounds may take; a few are run in any case.
     """
 
-    runtime: Runtime
+    runtime: Backend
     dense: PreparedNetwork
     inputs: Inputs
     setting: Setting
@@ -292,7 +293,7 @@ class NetworkTimer:
     def _open(self, network: PreparedNetwork) -> Session:
         sample = self.inputs.sample(self.setting.batch)
         check_float_file(network.name, self.runtime, network.source, sample, self.setting, network.expected)
-        session = self.runtime.open(network.source, sample, self.setting)
+        session = self.runtime.session(network.source, sample, self.setting)
         check_outputs(network.name, session, self.setting, network.expected)
         return session
 

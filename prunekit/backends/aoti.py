@@ -1,0 +1,96 @@
+"""Export of a model to AOTInductor packages: compiled for this machine's CPU, run by PyTorch without compiling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prunekit.backends.backend import ProgramBackend, register_backend
+from prunekit.backends.files.export_source import ExportSource, Run
+from prunekit.backends.files.file_interface import KEY, arguments, interface_of_json
+from prunekit.backends.files.model_location import failure
+from prunekit.backends.files.program import program_of, tracing
+from prunekit.backends.files.pt2_archive import COMPILED, Archive, archive_file
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.models.interface import ModelInterface
+from prunekit.utils.context import threads as threads_of
+from prunekit.utils.tensors import gather
+
+
+@register_backend(
+    format="aoti",
+    about="AOTInductor package, compiled for this machine's CPU",
+    suffix=".aoti.pt2",
+    compiler=True,
+)
+class Aoti(ProgramBackend):
+    """Packages of `torch._inductor.aoti_compile_and_package`. They hold a compiled library, so only open your own."""
+
+    loader = "torch._inductor.aoti_load_package"
+
+    def write(self, source: ExportSource, path: Path) -> list[str]:
+        """Compile a model; the package is for the operating system and the instructions of this CPU."""
+        if source.options.half:
+            raise UsageError("half: a compiled package stores weights in the dtype of its model; use onnx or openvino")
+        if problem := self.unusable():
+            raise UsageError(f"aoti: {problem}")
+        program = program_of(source, flat=False)
+        metadata = {KEY: json.dumps(program.interface.as_dict())}
+        with tracing(), archive_file(path) as stream:
+            try:
+                torch._inductor.aoti_compile_and_package(
+                    program.exported, package_path=stream, inductor_configs={"aot_inductor.metadata": metadata}
+                )
+            except Exception as error:  # of Inductor, or of the compiler
+                reraise_shortage(error)
+                raise RunError(
+                    f"{type(source.model).__name__} cannot be compiled by AOTInductor: {failure(error, source.model)}; "
+                    "use another format, such as pt2"
+                ) from error
+        return [*program.notes, "it holds code for this CPU and operating system; export it again for others"]
+
+    def code_in(self, path: Path) -> str:
+        """Return that a package is a compiled library."""
+        found = [name for name in Archive(path).names if name.startswith(COMPILED)]
+        library = next((name for name in found if name.endswith(".so")), next(iter(found), "no library"))
+        return f"{library} is machine code, compiled by AOTInductor"
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Return a function that runs a package. Loading it runs the library in it."""
+        interface = self.interface(path)
+        with tracing():
+            try:
+                model = torch._inductor.aoti_load_package(str(path))
+            except Exception as error:  # of its loader
+                reraise_shortage(error)
+                raise ArtifactError(f"{path}: expected an AOTInductor package, but {reason_of(error)}") from error
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            positional, named = arguments(example)
+            with threads_of(threads), torch.no_grad():
+                try:
+                    found = gather(model(*positional, **named))
+                except Exception as error:  # of its checks of sizes
+                    reraise_shortage(error)
+                    raise RunError(f"{path}: the package cannot run: {reason_of(error)}") from error
+            if len(found) != len(interface.outputs):
+                raise ArtifactError(f"{path}: its interface has {len(interface.outputs)} outputs, it gave {len(found)}")
+            return [one.clone() for one in found]
+
+        return run
+
+    def interface(self, path: Path) -> ModelInterface:
+        """Return the interface in a package's metadata."""
+        archive = Archive(path)
+        for name in archive.names:
+            if name.startswith(COMPILED) and name.endswith("wrapper_metadata.json"):
+                text = archive.json(name).get(KEY)
+                if text is not None:
+                    return interface_of_json(text, str(path))
+        raise ArtifactError(
+            f"{path}: expected an AOTInductor package with prunekit's interface in its metadata, got none"
+        )

@@ -1,0 +1,144 @@
+"""Export of a model to ExecuTorch, with operators of XNNPACK, for phones and small devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from prunekit.backends.backend import ProgramBackend, register_backend
+from prunekit.backends.files.export_source import ExportSource, Run
+from prunekit.backends.files.file_interface import KEY, fed, interface_of_json
+from prunekit.backends.files.model_location import failure, place_of_node
+from prunekit.backends.files.program import SAMPLES, Program, largest_sizes, program_of, tracing
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.models.interface import ModelInterface
+from prunekit.utils.private_torch import OpOverload
+
+
+@register_backend(
+    format="executorch",
+    about="ExecuTorch program with XNNPACK's operators, for phones and small devices",
+    suffix=".pte",
+    packages=("executorch",),
+)
+class Executorch(ProgramBackend):
+    """Programs of ExecuTorch; their interface is what the method `prunekit` returns, as JSON."""
+
+    most_samples = SAMPLES
+    loader = "ExecuTorch's runtime"
+    runs_for_interface = True
+
+    def write(self, source: ExportSource, path: Path) -> list[str]:
+        """Write a program; memory is planned for the largest sizes, which the notes name."""
+        if source.options.half:
+            raise UsageError(
+                "half: an ExecuTorch program stores weights in the dtype of its model; use onnx or openvino"
+            )
+        most = largest_sizes(source)
+        program = program_of(source, flat=True, most=most)
+        path.write_bytes(_lowered(source, program, most))
+        return [*program.notes, *(f"memory is planned for a {name} of at most {size}" for name, size in most.items())]
+
+    def code_in(self, path: Path) -> str:
+        """Return that a program is not checked by what runs it."""
+        return "it is a program of ExecuTorch, whose runtime takes the addresses in it on trust"
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Return a function that runs a program in ExecuTorch's own runtime, which has threads of its own number."""
+        interface, method = self.interface(path), _method(path, "forward")
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            given = fed(example, interface)
+            try:
+                return [one.clone() for one in method.execute([tensor.contiguous() for tensor in given.values()])]
+            except Exception as error:  # of the runtime
+                reraise_shortage(error)
+                raise RunError(
+                    f"{path}: ExecuTorch cannot run it: {reason_of(error)}; inputs may be no larger "
+                    "than memory was planned for, as its export noted"
+                ) from error
+
+        return run
+
+    def interface(self, path: Path) -> ModelInterface:
+        """Return the interface that a program carries."""
+        found = _method(path, KEY).execute([])
+        return interface_of_json(str(found[0]), str(path))
+
+
+def _lowered(source: ExportSource, program: Program, most: Mapping[str, int]) -> bytes:
+    carried = {KEY: json.dumps(program.interface.as_dict())}
+    with tracing():
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+        # Its verifier runs the graph on sizes that it compares, which can fix an axis of any size.
+        unverified = EdgeCompileConfig(_check_ir_validity=False)
+        try:
+            lowered = to_edge_transform_and_lower(
+                program.exported,
+                partitioner=[XnnpackPartitioner()],
+                constant_methods=carried,
+                compile_config=unverified,
+            )
+            planned = lowered.to_executorch()
+        except Exception as error:  # of its compiler
+            reraise_shortage(error)
+            raise RunError(
+                f"{type(source.model).__name__} cannot be exported to ExecuTorch: {failure(error, source.model)}; "
+                "compute it there with operators that ExecuTorch has, or use another format, such as onnx"
+            ) from error
+    _require_known(source, planned.exported_program())
+    _require_planned(source, program, planned.exported_program(), most)
+    return bytes(planned.buffer)
+
+
+def _require_known(source: ExportSource, planned: Any) -> None:
+    """Raise if a program has an operator that ExecuTorch's runtime lacks."""
+    with tracing():
+        from executorch.runtime import Runtime
+    known = set(Runtime.get().operator_registry.operator_names)
+    for node in planned.graph.nodes:
+        name = node.target.name() if isinstance(node.target, OpOverload) else ""  # type: ignore[no-untyped-call]
+        if name and name not in known:
+            place = place_of_node(node)
+            raise RunError(
+                f"{type(source.model).__name__} cannot be exported to ExecuTorch: its runtime has no operator "
+                f"{name}" + (f", at {place}" if place else "") + "; compute it there with operators that "
+                "it has, or use another format, such as onnx"
+            )
+
+
+def _require_planned(source: ExportSource, program: Program, planned: Any, most: Mapping[str, int]) -> None:
+    """Raise if ExecuTorch's compiler has fixed an axis of any size to that of the example."""
+    taken = set(planned.graph_signature.user_inputs)
+    entries = [node.meta["spec"] for node in planned.graph.nodes if node.op == "placeholder" and node.name in taken]
+    for spec, entry in zip(program.interface.inputs, entries, strict=True):
+        for axis, (name, size) in enumerate(zip(spec.shape, entry.shape, strict=True)):
+            if isinstance(name, str) and size < most[name]:
+                raise RunError(
+                    f"{type(source.model).__name__}: the {name} (axis {axis} of {spec.name}) cannot be of any size in "
+                    f"ExecuTorch, whose compiler fixes it to {size}; export it with a fixed {name}"
+                )
+
+
+def _method(path: Path, name: str) -> Any:
+    if not path.is_file():
+        raise ArtifactError(f"{path}: expected an ExecuTorch program, and there is no file")
+    with tracing():  # its modules warn while they are imported
+        from executorch.runtime import Runtime
+    try:
+        program = Runtime.get().load_program(path)
+        method = program.load_method(name) if name in program.method_names else None
+    except Exception as error:  # of the runtime
+        reraise_shortage(error)
+        raise ArtifactError(f"{path}: expected an ExecuTorch program, but {reason_of(error)}") from error
+    if method is None:
+        raise ArtifactError(
+            f"{path}: expected an ExecuTorch program that prunekit wrote, but it has no method {name!r}"
+        )
+    return method

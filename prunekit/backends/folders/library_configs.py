@@ -1,0 +1,281 @@
+"""Configurations by which timm and transformers load a model themselves, where they can say its widths."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.backends.folders.builders import Builder, builders
+from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.errors import first_line
+from prunekit.models.hugging_face import ConfigSearch, quiet_library, shapes_of, whole_numbers
+from prunekit.models.interface import ModelInterface
+from prunekit.models.preprocessing import Preprocessing
+from prunekit.utils.context import set_mode, without_gradients
+from prunekit.utils.files import write_json
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
+
+TOLERANCE = 1e-5
+"""Largest relative difference of the outputs of a model that its library loads; its kernels may be other ones."""
+_CANDIDATES = 64
+_RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
+"""Numbers of Pillow's filters, which transformers' files have."""
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class LibraryLoading:
+    """The way that a model's own library loads it from a folder.
+
+    Attributes:
+        library: `timm` or `transformers`.
+        config: what `config.json` holds; None if the library cannot load the model.
+        code: Python that loads it; `FOLDER` stands for the folder.
+        reason: why it cannot, in a sentence; empty if it can.
+    """
+
+    library: str
+    config: Mapping[str, Any] | None
+    code: str = ""
+    reason: str = ""
+
+
+def library_loading(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    interface: ModelInterface,
+    build: Mapping[str, Any] | None,
+    weights: Path,
+) -> LibraryLoading | None:
+    """Return how a model's own library loads it; None if it is of neither library.
+
+    Configurations are tried: each must make tensors of the model's shapes, and the library must then really load the
+    weights with it, offline, and compute the same.
+    """
+    found = next((builder for builder in builders(model, build) if builder.package in ("timm", "transformers")), None)
+    if found is None:
+        return None
+    tried = _transformers if found.package == "transformers" else _timm
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries
+        return tried(model, found, example, interface, build, weights)
+
+
+def _first_misfit(dense: nn.Module, model: nn.Module) -> str:
+    """Return the first tensor of a model that the dense one has in another shape."""
+    theirs = shapes_of(dense)
+    name, shape = next((name, shape) for name, shape in shapes_of(model).items() if theirs.get(name) != shape)
+    return (
+        "no configuration that was tried has the widths of all its layers; the first that differs from the dense model "
+        f"is `{name}`, {shape} of {theirs.get(name)}"
+    )
+
+
+def _sizes(dense: nn.Module, model: nn.Module) -> dict[int, set[int]]:
+    """Return the sizes that axes of each dense size have in a model."""
+    found: dict[int, set[int]] = {}
+    ours = shapes_of(model)
+    for name, shape in shapes_of(dense).items():
+        for before, after in zip(shape, ours.get(name, shape), strict=False):
+            found.setdefault(before, set()).add(after)
+    return found
+
+
+def _choices(options: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield combinations of values by name, a limited number."""
+    for values in islice(product(*options.values()), _CANDIDATES):
+        yield dict(zip(options, values, strict=True))
+
+
+def _fitting(make: Callable[[], nn.Module], model: nn.Module) -> bool:
+    """Return whether a constructor makes tensors of the shapes of a model."""
+    with suppress(Exception):  # sizes that the constructor refuses
+        return shapes_of(Builder(make, "").skeleton()[0]) == shapes_of(model)
+    return False
+
+
+def _transformers(
+    model: Any,
+    builder: Builder,
+    example: tuple[Any, ...],
+    interface: ModelInterface,
+    build: Mapping[str, Any] | None,
+    weights: Path,
+) -> LibraryLoading:
+    cls, config = original_of(type(model)), model.config
+    search, wanted, reason = ConfigSearch(model, config), shapes_of(model), ""
+    for chosen in itertools.chain([{}] if search.dense == wanted else [], search.fitting(wanted)):
+        made = search.made(chosen) if chosen else config
+        entries = json.loads(made.to_json_string(use_diff=False))
+        entries |= {"architectures": [cls.__name__]}
+        if interface.classes and len(interface.classes) == config.num_labels:
+            entries["id2label"] = {str(index): name for index, name in enumerate(interface.classes)}
+            entries["label2id"] = {name: index for index, name in enumerate(interface.classes)}
+        reason = _differs(model, example, entries, weights, partial(_from_pretrained, cls))
+        if not reason:
+            code = f"from transformers import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(FOLDER).eval()"
+            return LibraryLoading("transformers", entries, code)
+    return LibraryLoading("transformers", None, reason=reason or _first_misfit(builder.skeleton()[0], model))
+
+
+def _from_pretrained(cls: Any, folder: str) -> nn.Module:
+    """Load a model as transformers does, without its progress bars."""
+    with quiet_library():
+        model: nn.Module = cls.from_pretrained(folder, local_files_only=True)
+        return model
+
+
+def _timm(
+    model: Any,
+    builder: Builder,
+    example: tuple[Any, ...],
+    interface: ModelInterface,
+    build: Mapping[str, Any] | None,
+    weights: Path,
+) -> LibraryLoading:
+    import timm
+
+    given = getattr(model, "pretrained_cfg", None)
+    name = str((build or {}).get("name") or (given or {}).get("architecture"))
+    dense = builder.skeleton()[0]
+    arguments = {
+        key: value for key, value in dict((build or {}).get("arguments") or {}).items() if key != "num_classes"
+    }
+    classes = model.num_classes
+    for chosen in _timm_arguments(dense, model):
+        own = {**arguments, **chosen}
+        if not _fitting(lambda own=own: timm.create_model(name, num_classes=classes, **own), model):  # type: ignore[misc]
+            continue
+        entries = {
+            "architecture": name,
+            "num_classes": classes,
+            "num_features": model.num_features,
+            **({"label_names": list(interface.classes)} if interface.classes else {}),
+            **({"model_args": own} if own else {}),
+            "pretrained_cfg": _timm_input(dict(given or {}), interface.preprocessing, classes),
+        }
+
+        def load(folder: str) -> Any:
+            return timm.create_model(f"local-dir:{folder}", pretrained=True)
+
+        reason = _differs(model, example, entries, weights, load)
+        if not reason:
+            code = 'import timm\n\nmodel = timm.create_model(f"local-dir:{FOLDER}", pretrained=True).eval()'
+            return LibraryLoading("timm", entries, code)
+        return LibraryLoading("timm", None, reason=reason)
+    return LibraryLoading("timm", None, reason=_first_misfit(dense, model))
+
+
+def _timm_arguments(dense: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield arguments of constructors that may make the widths of a model: those that timm's transformers share."""
+    options: dict[str, list[Any]] = {}
+    sizes = _sizes(dense, model)
+    width = getattr(dense, "embed_dim", None)
+    if type(width) is int:
+        options["embed_dim"] = sorted(sizes.get(width, set()) | {width}, reverse=True)
+    heads = whole_numbers(model).get("num_heads", set())
+    if heads:
+        options["num_heads"] = sorted(heads)
+    first = [getattr(module, "fc1", None) for module in model.modules()]
+    ratios = {layer.out_features / layer.in_features for layer in first if isinstance(layer, nn.Linear)}
+    if len(ratios) == 1:
+        options["mlp_ratio"] = sorted(ratios)
+    yield {}
+    for chosen in _choices(options):
+        yield {key: value for key, value in chosen.items() if not (key == "embed_dim" and value == width)}
+
+
+def _timm_input(given: dict[str, Any], preprocessing: Preprocessing | None, classes: int) -> dict[str, Any]:
+    """Return timm's entry for input and preprocessing."""
+    kept = {key: value for key, value in given.items() if key not in _OF_SOURCE and value is not None}
+    with suppress(TypeError, ValueError):
+        kept = json.loads(json.dumps(kept))
+    kept["num_classes"], kept["custom_load"] = classes, False
+    if preprocessing is not None:
+        kept |= {
+            "input_size": [len(preprocessing.mean), preprocessing.height, preprocessing.width],
+            "mean": list(preprocessing.mean),
+            "std": list(preprocessing.std),
+            "interpolation": preprocessing.interpolation,
+            "crop_pct": preprocessing.height / (preprocessing.shorter_side or preprocessing.height),
+            "crop_mode": "center" if preprocessing.shorter_side else "squash",
+        }
+    return kept
+
+
+_OF_SOURCE = frozenset(
+    {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "custom_load",
+     "license", "label_names", "label_descriptions", "label_offset"}
+)  # fmt: skip
+
+
+def _differs(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    entries: Mapping[str, Any],
+    weights: Path,
+    load: Callable[[str], nn.Module],
+) -> str:
+    """Return why a library does not load a model with a configuration; empty if it does, and computes the same.
+
+    The configuration is written beside the weights.
+    """
+    folder = weights.parent
+    write_json(folder / CONFIG, dict(entries))
+    try:
+        loaded = set_mode(load(str(folder)), False)
+        found = gather(without_gradients(lambda: call(loaded, example)))
+    except Exception as error:
+        first = first_line(error).replace(str(folder), "the folder")
+        return f"loading it raises {type(error).__name__}: {first}"
+    expected = gather(without_gradients(lambda: call(model, example)))
+    if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
+        return "what it loads returns other shapes"
+    distance = max((_distance(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
+    if not distance <= TOLERANCE:
+        return (
+            f"what it loads computes something else, by {distance:.1e}; its code derives a size or a scale from others"
+        )
+    return ""
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference of two tensors, as a share of the largest value."""
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    largest = float(a.double().abs().max())
+    return float((a.double() - b.double()).abs().max()) / largest if largest else math.inf
+
+
+def processor_config(preprocessing: Preprocessing) -> dict[str, Any] | None:
+    """Return the preprocessing as transformers' `AutoImageProcessor` reads it; None if it has no such steps."""
+    if preprocessing.channel_order != "rgb" or len(preprocessing.mean) != 3 or preprocessing.padding is not None:
+        return None
+    size = {"height": preprocessing.height, "width": preprocessing.width}
+    crops = preprocessing.shorter_side is not None
+    return {
+        "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": preprocessing.shorter_side} if crops else size,
+        "resample": _RESAMPLING[preprocessing.interpolation],
+        **({"do_center_crop": True, "crop_size": size} if crops else {}),
+        "do_rescale": True,
+        "rescale_factor": 1 / preprocessing.white,
+        "do_normalize": True,
+        "image_mean": list(preprocessing.mean),
+        "image_std": list(preprocessing.std),
+    }

@@ -1,0 +1,270 @@
+"""Static quantization of an ONNX file to int8, by ONNX Runtime: QDQ format, weights per channel."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prunekit.backends.files.node_modules import NodeModules
+from prunekit.backends.int8.quantizer import (
+    Array,
+    Batch,
+    LayerError,
+    Quantizer,
+    calibration_batches,
+    sensitivity_batches,
+)
+from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
+from prunekit.utils.availability import int8_instructions, int8_note
+from prunekit.utils.display import share
+
+WEIGHTED = ("Conv", "Gemm", "MatMul")
+"""Operators with weights that have int8 kernels."""
+JOINING = ("Add", "Concat")
+"""Operators that join what layers compute, quantized in networks of convolutions."""
+PASSING = (
+    "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Reshape", "Transpose", "Squeeze", "Unsqueeze",
+    "Flatten", "Slice", "Pad", "Split", "Resize",
+)  # fmt: skip
+"""Operators that are computed in int8 where their input is in int8."""
+PRECISE = ("LayerNormalization", "RMSNormalization", "Attention", "GroupNormalization", "InstanceNormalization")
+"""Operators of networks whose sums stay in float, as transformers' do: int8 is for layers with weights alone."""
+COMPUTING = (*WEIGHTED, *PRECISE, "ConvTranspose", "LSTM", "GRU", "RNN", "Softmax", "Einsum")
+"""Operators that a layer is named for if it computes in float."""
+WAYS = ("MinMax", "Percentile")
+"""Names of ONNX Runtime's ways of calibration, in the order in which they are tried."""
+
+
+class OnnxQuantizer(Quantizer):
+    """Quantizes an ONNX file.
+
+    Args:
+        file: in float.
+        folder: for files, which are left there.
+        batches: calibration data.
+        images: number of samples to take of them.
+    """
+
+    ways = WAYS
+    kinds = WEIGHTED
+
+    def __init__(self, file: Path, folder: Path, batches: Iterable[Batch], images: int) -> None:
+        self.file, self._folder, self._number = file, folder, 0
+        model = _opened(file)
+        self.notes = [int8_note()]
+        self._metadata = {entry.key: entry.value for entry in model.metadata_props}
+        self._large = any(weight.data_location for weight in model.graph.initializer)
+        self._nodes = _nodes_by_layer(file, model)
+        self.layers = tuple(self._nodes)
+        self._kinds = (*WEIGHTED, *(() if _precise(model) else (*JOINING, *PASSING)))
+        self.batches = calibration_batches(batches, _inputs(model), images, file.name)
+        self._staged = self._prepared(model)
+        # Without VNNI, pairs of products of 8 bits are added in 16, which overflow: weights are kept in 7.
+        self._narrow = platform.machine().lower() in ("x86_64", "amd64") and int8_instructions() == ()
+        if self._narrow:
+            self.notes.append("weights have 7 bits, as the sums of this CPU's 8-bit instructions may overflow")
+
+    def _prepared(self, model: Any) -> Path:
+        """Return a copy with a name for every node, prepared by ONNX Runtime if it is not of torch's exporter.
+
+        That exporter has folded constants and norms already, and the preparation would lose its metadata.
+        """
+        import onnx
+
+        path = self._folder / "float.onnx"
+        if NodeModules(self.file).of_nodes:
+            staged = onnx.load(self.file)
+        else:
+            staged = self._preprocessed()
+            self._nodes = _nodes_by_layer(None, staged)
+            self.layers = tuple(self._nodes)
+        _name_nodes(staged)
+        known = {entry.key for entry in staged.metadata_props}
+        if "onnx.quant.pre_process" not in known:
+            staged.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
+        onnx.save(staged, path, save_as_external_data=self._large, location="float.data")
+        return path
+
+    def _preprocessed(self) -> Any:
+        import onnx
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        path = self._folder / "prepared.onnx"
+        try:
+            quant_pre_process(str(self.file), str(path), skip_symbolic_shape=True, save_as_external_data=self._large)
+            return onnx.load(path)
+        except Exception as error:  # an operator that its shape inference does not know
+            self.notes.append(f"ONNX Runtime could not prepare {self.file.name} ({reason_of(error)}): taken as it is")
+            return onnx.load(self.file)
+
+    def quantize(self, way: str, layers: frozenset[str]) -> Path:
+        """Quantize some of the layers, and return the new file."""
+        from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+        self._number += 1
+        path = self._folder / f"{self._number}.onnx"
+        excluded = [node for layer, nodes in self._nodes.items() if layer not in layers for node in nodes]
+        extra = {
+            "MatMulConstBOnly": True,
+            # Gemm has a kernel that returns float, which spares the logits; MatMul has none.
+            "OpTypesToExcludeOutputQuantization": ["Gemm"],
+        }
+        if way != "MinMax":
+            extra["CalibStridedMinMax"] = 1  # one batch after the other: histograms would keep all activations
+        with redirect_stdout(io.StringIO()):
+            try:
+                quantize_static(
+                    self._staged,
+                    path,
+                    CalibrationReader(self.batches),
+                    quant_format=QuantFormat.QDQ,
+                    op_types_to_quantize=list(self._kinds),
+                    per_channel=True,
+                    reduce_range=self._narrow,
+                    activation_type=QuantType.QUInt8,
+                    weight_type=QuantType.QInt8,
+                    nodes_to_exclude=excluded,
+                    use_external_data_format=self._large,
+                    calibrate_method=CalibrationMethod[way],
+                    extra_options=extra,
+                    calibration_cache_path=self._folder / f"{way}.json",
+                )
+            except Exception as error:  # operators that ONNX Runtime's quantization does not expect
+                reraise_shortage(error)
+                raise RunError(
+                    f"{self.file.name}: ONNX Runtime cannot quantize it: {reason_of(error)}; stay in float"
+                ) from error
+        return path
+
+    def outputs(self, file: Path) -> list[Array]:
+        """Return what a file computes from the first calibration data."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        found = [session.run(None, batch) for batch in sensitivity_batches(self.batches)]
+        return [np.asarray(one) for batch in found for one in batch]
+
+    def described(self, file: Path, restored: Sequence[LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the layers of a file that compute in int8, and those in float with the reason."""
+        import onnx
+
+        model = onnx.load(file, load_external_data=False)
+        dequantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+        modules, errors = NodeModules(self.file).of_nodes, {one.layer: one.error for one in restored}
+        done, floats = set[str](), dict[str, str]()
+        for node in model.graph.node:
+            layer = modules.get(node.name, node.name)
+            if layer in errors:
+                floats[layer] = f"returned to float: alone in int8 it changes the output by {share(errors[layer])}"
+            elif node.op_type in WEIGHTED and set(node.input[:2]) <= dequantized:
+                done.add(layer)
+            elif node.op_type in COMPUTING:
+                floats.setdefault(layer, _reason(node.op_type))
+            elif node.op_type in JOINING and layer in self._nodes:
+                done.add(layer)
+        return tuple(layer for layer in self.layers if layer in done), floats
+
+    def finish(self, file: Path, path: Path) -> None:
+        """Put a file into its place, with the metadata of the original."""
+        import onnx
+
+        folder = self._folder / "finished"
+        folder.mkdir()
+        model = onnx.load(file)
+        del model.metadata_props[:]
+        onnx.helper.set_model_props(model, self._metadata)
+        data = f"{path.name}.data"
+        onnx.save(model, folder / path.name, save_as_external_data=self._large, location=data)
+        if self._large:
+            os.replace(folder / data, path.with_name(data))
+        os.replace(folder / path.name, path)
+
+
+def _reason(kind: str) -> str:
+    if kind in ("MatMul", "Einsum"):
+        return "a product of two activations is computed in float"
+    return f"{kind} is computed in float"
+
+
+def _opened(file: Path) -> Any:
+    import onnx
+
+    try:
+        return onnx.load(file, load_external_data=False)
+    except Exception as error:  # protobuf's errors, and those of the system
+        reraise_shortage(error)
+        raise ArtifactError(f"{file}: expected an ONNX file, but {reason_of(error)}") from error
+
+
+def _inputs(model: Any) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
+    """Return the NumPy dtype and the shape of each input, None for an axis of any size."""
+    import onnx
+
+    weights = {one.name for one in model.graph.initializer}
+    found: dict[str, tuple[Any, tuple[int | None, ...]]] = {}
+    for entry in model.graph.input:
+        if entry.name not in weights:
+            kind = entry.type.tensor_type
+            shape = tuple(axis.dim_value if axis.HasField("dim_value") else None for axis in kind.shape.dim)
+            found[entry.name] = (onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type), shape)
+    return found
+
+
+def input_names(file: Path) -> list[str]:
+    """Return the names of a file's inputs, in order."""
+    return list(_inputs(_opened(file)))
+
+
+def _precise(model: Any) -> bool:
+    return any(node.op_type in PRECISE for node in model.graph.node)
+
+
+def _name_nodes(model: Any) -> None:
+    for index, node in enumerate(model.graph.node):
+        node.name = node.name or f"{node.op_type}_{index}"
+
+
+def _nodes_by_layer(file: Path | None, model: Any) -> dict[str, list[str]]:
+    """Return the nodes that are quantized by the path of their module, or by their own name without one."""
+    _name_nodes(model)
+    modules: Mapping[str, str] = NodeModules(file).of_nodes if file is not None else {}
+    weights = {one.name for one in model.graph.initializer}
+    kinds = WEIGHTED if _precise(model) else (*WEIGHTED, *JOINING)
+    found: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        product = node.op_type == "MatMul" and node.input[1] not in weights
+        if node.op_type in kinds and not product:
+            found.setdefault(modules.get(node.name, node.name), []).append(node.name)
+    return found
+
+
+class CalibrationReader:
+    """Calibration data in the form that ONNX Runtime reads.
+
+    Args:
+        batches: arrays by the name of the input.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self.set_range(0, len(batches))
+
+    def get_next(self) -> Batch | None:
+        """Return the next batch; None at the end."""
+        return next(self._rest, None)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def set_range(self, start_index: int, end_index: int) -> None:
+        """Start again, with some of the batches."""
+        self._rest = iter(self._batches[start_index:end_index])

@@ -1,0 +1,342 @@
+"""ONNX Runtime: files of ONNX are written, opened, timed on the CPU, and quantized."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.backends.backend import FileBackend, register_backend
+from prunekit.backends.files.export_source import ExportOptions, ExportSource, Run
+from prunekit.backends.files.file_interface import KEY, fed, interface_of_json, metadata_of, require_own_data
+from prunekit.backends.files.node_modules import SCOPES, NodeModules
+from prunekit.backends.files.onnx_program import OPSET, export_onnx, renamed_values, translated
+from prunekit.backends.files.program import program_of
+from prunekit.backends.int8.onnx_quantizer import OnnxQuantizer
+from prunekit.backends.int8.quantizer import Batch
+from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting, Source
+from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.models.interface import ModelInterface, TensorSpec
+from prunekit.utils.tensors import gather
+
+OLDEST = 18
+"""The oldest opset that torch's exporter knows."""
+STACKS = "pkg.torch.onnx.stack_trace"
+"""Metadata of torch's exporter: the files and lines of a node."""
+LARGEST_HALF = 65504.0
+"""The largest number in float16."""
+
+
+KERNEL, FORWARD = "_kernel_time", "model_run"
+"""The profiler's names for the time of a node, and for that of the whole pass, which it writes last."""
+ROUNDING_US = 0.5
+"""Mean of the fractions of microseconds that the profiler cuts off."""
+
+
+@register_backend(
+    format="onnx",
+    runtime="onnxruntime",
+    about="ONNX file, with its interface in the metadata, for ONNX Runtime and others",
+    runs="ONNX Runtime's CPU provider, on the exported file",
+    suffix=".onnx",
+    packages=("onnx", "onnxscript", "onnxruntime"),
+    install="pip install 'prunekit[export]'",
+    quantizer="onnxruntime",
+    times_layers=True,
+)
+class OnnxRuntime(FileBackend):
+    """ONNX files, written by `torch.onnx.export` and run by ONNX Runtime."""
+
+    def write(self, source: ExportSource, path: Path) -> list[str]:
+        """Write a model; weights beyond two gigabytes are in a file beside it, `NAME.onnx.data`."""
+        opset = opset_of(source.options)
+        program = program_of(source, flat=True)
+        built = translated(source.model, program.exported, opset, program.interface)
+        found = built.model.opset_imports.get("")
+        if found != opset:
+            raise RunError(
+                f"onnx: {type(source.model).__name__} needs operators of opset {found}, and cannot be converted to "
+                f"{opset}; export it with opset {found}"
+            )
+        if source.options.half:
+            _store_half(built.model)
+        renamed_values(built.model, program)
+        _forget_places(built.model)
+        built.model.metadata_props.update(metadata_of(program.interface))
+        built.save(path)
+        return program.notes
+
+    def open(self, path: Path, *, threads: int = 1) -> Run:
+        """Return a function that runs a file in ONNX Runtime on the CPU."""
+        interface = self.interface(path)  # first: it checks where the weights are
+        session = session_of(path, threads)
+        taken = {entry.name for entry in session.get_inputs()}
+        names = [spec.name for spec in interface.outputs]
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            arrays = {name: tensor.numpy() for name, tensor in fed(example, interface).items() if name in taken}
+            try:
+                return [torch.from_numpy(np.array(one)) for one in session.run(names, arrays)]
+            except Exception as error:  # onnxruntime's own classes
+                reraise_shortage(error)
+                raise RunError(f"{path}: ONNX Runtime cannot run it: {reason_of(error)}") from error
+
+        return run
+
+    def interface(self, path: Path) -> ModelInterface:
+        """Return the interface of a file; one without prunekit's metadata has that of its graph, without a task."""
+        return interface_of_file(path)
+
+    def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
+        """Return the first module whose output differs, from one run with the results at modules' ends as outputs."""
+        import onnx
+
+        model = onnx.load(path)
+        ends = module_ends(model.graph)
+        known = {entry.name for entry in model.graph.output}
+        wanted = list(dict.fromkeys(name for path in expected for name in ends.get(path, ())))
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in known)
+        session = session_of(model.SerializeToString(), 1)
+        arrays = {name: tensor.numpy() for name, tensor in fed(example, self.interface(path)).items()}
+        taken = {entry.name for entry in session.get_inputs()}
+        results = session.run(wanted, {name: array for name, array in arrays.items() if name in taken})
+        found = {name: torch.from_numpy(np.array(one)) for name, one in zip(wanted, results, strict=True)}
+        return _first_different(expected, ends, found, self.tolerance)
+
+    def refuse(self, setting: Setting) -> str:
+        """Return why it cannot run a setting."""
+        if setting.dtype not in ("float32", INT8):
+            return f"its CPU kernels compute in float32 and int8, and {setting.dtype} models run on casts"
+        return "" if setting.memory_format == "contiguous" else "it chooses layouts itself"
+
+    def write_fixed(self, model: nn.Module, sample: Sample, path: Path) -> Path:
+        """Write a model, which is not changed, for inputs of exactly this shape."""
+        return export_onnx(model, sample, path)
+
+    def session(self, source: Source, sample: Sample, setting: Setting) -> Session:
+        """Open a file with one pool of `threads` threads."""
+        import onnxruntime
+
+        file = source.files[self.file_key(setting)]
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in gather(sample)]
+        run = _run_of(open_session(file, setting.threads), values)
+        return Session(
+            run, lambda found: [_tensor(value) for value in found], lambda: _layer_clock(file, values, setting.threads)
+        )
+
+    def file_session(
+        self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
+    ) -> Session:
+        """Open an exported file, which is fed by the names of its interface."""
+        import onnxruntime
+
+        session = open_session(path, setting.threads)
+        tensors, taken = fed(sample, interface), {entry.name for entry in session.get_inputs()}
+        feed = {
+            name: onnxruntime.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
+            for name, tensor in tensors.items()
+            if name in taken
+        }
+        names = [spec.name for spec in interface.outputs]
+        return Session(
+            lambda: session.run_with_ort_values(names, feed), lambda found: [_tensor(value) for value in found]
+        )
+
+    def quantizer_of(
+        self, file: Path, folder: Path, batches: Iterable[Batch], images: int, *, only_timed: bool = False
+    ) -> OnnxQuantizer:
+        """Return ONNX Runtime's static quantization of a file."""
+        return OnnxQuantizer(file, folder, batches, images)
+
+
+def opset_of(options: ExportOptions) -> int:
+    """Return the opset that is asked for, or the default."""
+    import onnx
+
+    if options.opset is None:
+        return OPSET
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST <= options.opset <= newest:
+        raise UsageError(
+            f"opset: expected {OLDEST} to {newest}, as torch and the installed onnx know, got {options.opset}"
+        )
+    return options.opset
+
+
+def interface_of_file(path: Path) -> ModelInterface:
+    """Return the interface of an ONNX file."""
+    import onnx
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+        if not model.graph.output:
+            raise ValueError("it has no graph with outputs")
+    except Exception as error:  # protobuf's own classes
+        reraise_shortage(error)
+        raise ArtifactError(f"{path}: expected an ONNX file, but {reason_of(error)}") from error
+    require_own_data(model, path)
+    known = {entry.key: entry.value for entry in model.metadata_props}
+    if KEY in known:
+        return interface_of_json(known[KEY], str(path))
+    constants = {entry.name for entry in model.graph.initializer}
+    return ModelInterface(
+        tuple(_spec(entry) for entry in model.graph.input if entry.name not in constants),
+        tuple(_spec(entry) for entry in model.graph.output),
+    )
+
+
+def _spec(entry: Any) -> TensorSpec:
+    import onnx
+
+    kind = entry.type.tensor_type
+    dtype = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
+    shape = tuple(
+        one.dim_value if one.HasField("dim_value") else one.dim_param or f"{entry.name}_{axis}"
+        for axis, one in enumerate(kind.shape.dim)
+    )
+    return TensorSpec(entry.name, {"float": "float32", "double": "float64"}.get(dtype, dtype), shape)
+
+
+def session_of(model: Path | bytes, threads: int) -> Any:
+    """Return a session of ONNX Runtime on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3  # errors, which are raised as well
+    given = model if isinstance(model, bytes) else str(model)
+    try:
+        return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own classes
+        reraise_shortage(error)
+        where = "the changed file" if isinstance(model, bytes) else str(model)
+        raise ArtifactError(f"{where}: ONNX Runtime cannot load it: {reason_of(error)}") from error
+
+
+def _forget_places(model: Any) -> None:
+    """Remove the paths and lines of the code that nodes come from, which are of this machine."""
+    for node in model.graph:
+        node.metadata_props.pop(STACKS, None)
+
+
+def _store_half(model: Any) -> None:
+    """Store the weights of a graph in float16, each with a cast to float32 where it is read.
+
+    Numbers of a tensor stay in float32 if one is beyond float16, or if they are few.
+    """
+    import onnx_ir
+
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
+        array = value.const_value.numpy() if value.const_value is not None else np.zeros(0)
+        if array.dtype != np.float32 or array.size < 2 or np.abs(array).max() > LARGEST_HALF:
+            continue
+        stored = onnx_ir.Value(
+            name=f"{name}.half",
+            type=onnx_ir.TensorType(onnx_ir.DataType.FLOAT16),
+            shape=value.shape,
+            const_value=onnx_ir.tensor(array.astype(np.float16), name=f"{name}.half"),
+        )
+        cast = onnx_ir.node("Cast", [stored], {"to": onnx_ir.DataType.FLOAT}, name=f"{name}.cast")
+        (result,) = cast.outputs
+        result.name, result.type, result.shape = f"{name}.float", value.type, value.shape
+        value.replace_all_uses_with(result)
+        del graph.initializers[name]
+        graph.register_initializer(stored)
+        graph.insert_before(graph[0], cast)
+
+
+def scopes_of(node: Any) -> list[str] | None:
+    """Return the paths of the modules around a node of an ONNX file of torch's exporter; None if it has none."""
+    known = {entry.key: entry.value for entry in node.metadata_props}
+    if SCOPES not in known:
+        return None
+    *modules, _ = ast.literal_eval(known[SCOPES])
+    return [str(path) for path in modules]
+
+
+def module_ends(graph: Any) -> dict[str, list[str]]:
+    """Return the results of each module that are read outside of it, by its path."""
+    readers: dict[str, list[frozenset[str]]] = {entry.name: [frozenset()] for entry in graph.output}
+    scopes = [frozenset(scopes_of(node) or ()) for node in graph.node]
+    for node, around in zip(graph.node, scopes, strict=True):
+        for name in node.input:
+            readers.setdefault(name, []).append(around)
+    found: dict[str, list[str]] = {}
+    for node, around in zip(graph.node, scopes, strict=True):
+        for path in around:
+            outside = [name for name in node.output if any(path not in reader for reader in readers.get(name, ()))]
+            found.setdefault(path, []).extend(outside)
+    return found
+
+
+def _first_different(
+    expected: Mapping[str, Tensor], ends: Mapping[str, list[str]], found: Mapping[str, Tensor], tolerance: float
+) -> str:
+    for path, reference in expected.items():
+        candidates = [found[name] for name in ends.get(path, ()) if found[name].shape == reference.shape]
+        if not path or not candidates or not reference.is_floating_point():
+            continue
+        largest = float(reference.abs().max()) or 1.0
+        difference = min(float((one - reference).abs().max()) for one in candidates) / largest
+        if not difference <= tolerance:
+            return f"{path} (by {difference:.1e} of its largest value)"
+    return ""
+
+
+def _run_of(session: Any, values: Sequence[Any]) -> Callable[[], Any]:
+    names = [output.name for output in session.get_outputs()]
+    feed = {entry.name: value for entry, value in zip(session.get_inputs(), values, strict=True)}
+    return lambda: session.run_with_ort_values(names, feed)
+
+
+def _layer_clock(file: Path, values: Sequence[Any], threads: int) -> LayerClock:
+    """Return the profiler of ONNX Runtime, in a session of its own; it writes a file next to the model's."""
+    session, modules = open_session(file, threads, profile=file.with_suffix(".profile")), NodeModules(file)
+
+    def passes(count: int) -> list[dict[str | None, float]]:
+        written = Path(session.end_profiling())
+        events = json.loads(written.read_text(encoding="utf-8"))
+        written.unlink()
+        return times_by_module(events, modules)[-count:]
+
+    return LayerClock(_run_of(session, values), passes)
+
+
+def times_by_module(events: Sequence[Mapping[str, Any]], modules: NodeModules) -> list[dict[str | None, float]]:
+    """Return the milliseconds of each forward by module, from the profiler's events."""
+    found: list[dict[str | None, float]] = []
+    times: dict[str | None, float] = defaultdict(float)
+    for event in events:
+        if event["name"].endswith(KERNEL):
+            kind = event["args"]["op_name"].removeprefix("Fused").removeprefix("QLinear")
+            path = modules.of(event["name"].removesuffix(KERNEL), convolution=kind == "Conv")
+            times[path] += (event["dur"] + ROUNDING_US) / 1000
+        elif event["name"] == FORWARD:
+            found.append(dict(times))
+            times.clear()
+    return found
+
+
+def open_session(file: Path, threads: int, profile: Path | None = None) -> Any:
+    """Return a session on the CPU with this many threads; its profiler is on if `profile` names its file's prefix."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    # Models take turns in one process: threads of one must not spin while another is timed.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+
+def _tensor(value: Any) -> Tensor:
+    return torch.from_numpy(value.numpy().copy())

@@ -1,1 +1,0 @@
-"""Models in the formats of other runtimes."""

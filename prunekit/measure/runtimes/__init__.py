@@ -1,1 +1,0 @@
-"""Runtimes that run a model: eager, compiled, CUDA graphs, ONNX Runtime, OpenVINO, TensorRT."""
