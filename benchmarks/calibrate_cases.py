@@ -1,11 +1,9 @@
-"""Calibration beside the plain forward pass: statistics, fused and eager; second moments; six reductions in a hook.
+"""Calibration beside the plain forward pass: statistics, fused and eager; six reductions in a hook.
 
 A batch of 16 images of 224 px, float32, eval mode without gradients. The forms alternate with the plain forward in one
 run; a ratio is the median over the rounds of time with hooks / time without, and `low` and `high` are its 10th and 90th
 percentiles. Compiling is not part of it and stated in `compile_s`. The collector measures every
-leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone. The
-Gram matrices and means of the inputs of `activations` layers are collected alone, over all positions, or over at
-most `positions` of each image, and `memory_mib` is what they take.
+leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone.
 """
 
 from __future__ import annotations
@@ -24,13 +22,9 @@ from torch import Tensor, nn
 
 from prunekit.statistics import calibration as collector
 from prunekit.statistics.calibration import StatsCollector, first_tensor
-from prunekit.statistics.moments import MomentsCollector
 
 MODELS = ("resnet34", "resnet50", "densenet121", "mobilenet_v2", "efficientnet_b0")
 BATCH, SIZE = 16, 224
-SAMPLED = 16
-"""Positions of each image that second moments are taken over in rows of that name, and all in the others."""
-MIB = 2**20
 
 
 class SixReductions(ExitStack):
@@ -59,7 +53,7 @@ Form = Callable[[], AbstractContextManager[Any]]
 
 
 def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """For each model the fused and the eager form of the collector, the second moments, and the six reductions.
+    """For each model the fused and the eager form of the collector, and the six reductions.
 
     Args:
         rounds: repetitions of a forward pass.
@@ -73,7 +67,7 @@ def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    ours = [f"calibrate/{model}/{form}" for form in ("fused", "eager", "moments", f"moments-{SAMPLED}")]
+    ours = [f"calibrate/{model}/{form}" for form in ("fused", "eager")]
     return *ours, f"torch/naive-six/{model}"
 
 
@@ -81,20 +75,13 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
     torch.manual_seed(0)
     model, images = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(BATCH, 3, SIZE, SIZE)
     collectors = [StatsCollector(model, fused=fused) for fused in (True, False)]
-    second = {"moments": MomentsCollector(model, images[:2])}
-    second[f"moments-{SAMPLED}"] = MomentsCollector(model, images[:2], positions=SAMPLED)
-    ours = [*collectors, *second.values()]
-    every: list[Form] = [*(partial(_itself, each) for each in ours), partial(SixReductions, model)]
+    every: list[Form] = [*(partial(_itself, each) for each in collectors), partial(SixReductions, model)]
     forms = {form: hooks for form, hooks in zip(_names(name), every, strict=True) if form in wanted}
     baseline, seconds = _alternated(model, images, forms, rounds)
     setting = {"threads": torch.get_num_threads(), "batch": BATCH, "size": SIZE, "dtype": "float32"}
     for form, times in seconds.items():
         row = {"name": form, **ratio([1000 * one for one in times], [1000 * one for one in baseline]), **setting}
-        moments = second.get(form.rpartition("/")[2])
-        if moments is not None:
-            row.update(activations=len(moments.bytes), memory_mib=sum(moments.bytes.values()) / MIB)
-            row.update(positions=moments.positions, rounds=rounds)
-        elif form.startswith("calibrate"):
+        if form.startswith("calibrate"):
             row["activations"] = _measured(model, images)
         if form.endswith("fused"):
             row.update(compile_s=collectors[0].compile_seconds, form=collectors[0].form)

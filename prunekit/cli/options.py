@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 ZOO = "The zoo of MODEL; python:MODULE:FACTORY is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-RECIPE_KEYS = {name: name for name in ("task", "device", "seed", "output")} | {"moments": "calibration.moments"}
+RECIPE_KEYS = {name: name for name in ("task", "device", "seed", "output")}
 """Keys of a recipe that options change, by the names of the options."""
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 

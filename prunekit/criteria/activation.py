@@ -7,14 +7,15 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.criteria.magnitude import NORMS
-from prunekit.criteria.scoring import LabelMean, require_scores
+from prunekit.criteria.scoring import LabelMean, require_finite, require_scores
 from prunekit.errors import UsageError
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, MapRanks, StatsKey
+from prunekit.statistics.watch import Consumer
 
 ActivationRecord = TypeVar("ActivationRecord", LayerStats, MapRanks)
 Accepts = Callable[[StatsKey, ActivationRecord], npt.NDArray[np.bool_] | bool]
@@ -111,7 +112,7 @@ def hrank(evidence: Evidence) -> Scores:
         lambda key, maps: key.side == "input" or key.module not in stats.reads,
         lambda key, maps: True,
     )
-    advice = "score by 'activation' or 'chip', which need no maps"
+    advice = "score by 'activation' or 'taylor', which need no maps"
     return require_scores(scores, evidence, "criterion 'hrank': no feature maps", advice)
 
 
@@ -195,3 +196,51 @@ def _labels(evidence: Evidence, key: StatsKey) -> IntArray | None:
         return labels
     axis = consumer.input_axis if key.side == "input" else 1 - consumer.input_axis
     return evidence.channel_map.labels.get(consumer.weight, (None, None))[axis]
+
+
+@register_criterion(
+    "wanda", needs=("weights", "stats"), measures="|w| times the norm of what it reads", paper="Sun et al. 2024, Wanda"
+)
+def wanda(evidence: Evidence) -> Scores:
+    """Return the mean |w| that reads a channel times the channel's root mean square, mean over the layers that read it.
+
+    (Sun et al. 2024, "A simple and effective pruning approach for large language models": |w| times the norm of the
+    input, here the mean over a channel's weights.) Channels that no layer reads, as those of queries and keys, get the
+    size that they have if the channels of the layer that makes them are independent.
+    """
+    stats = _finite(evidence)
+    read, made = LabelMean(evidence.channel_map), LabelMean(evidence.channel_map)
+    for path, consumer in stats.reads.items():
+        layer, weight = stats.get(StatsKey(path, "input", 0)), evidence.parameters.get(consumer.weight)
+        if layer is None or weight is None:
+            continue
+        outputs = evidence.channel_map.labels.get(consumer.weight, (None,))[0]
+        if outputs is not None and weight.ndim == 2:
+            made.add(outputs, np.sqrt(((_columns(consumer, weight) * layer.rms[:, None]) ** 2).sum(0)))
+        labels = _labels_read(evidence, path, consumer)
+        if labels is None or not labels.any():
+            continue
+        if layer.channels != len(labels):
+            raise UsageError(
+                f"input of {path!r}: the channel map has {len(labels)} channels, the statistics {layer.channels}; both "
+                "must come from the same model"
+            )
+        read.add(labels, np.abs(_columns(consumer, weight)).mean(1) * layer.rms)
+    scores = read.result(otherwise=made.result(otherwise=np.nan))
+    problem, advice = "criterion 'wanda': no input was measured", "calibrate over every layer"
+    return require_scores(scores, evidence, problem, advice, read.seen)
+
+
+def _columns(consumer: Consumer, weight: Tensor) -> FloatArray:
+    """Return the entries of a layer's weight for each channel that it reads, (channels, outputs x taps)."""
+    columns = consumer.columns(weight).cpu().double().numpy()
+    require_finite(consumer.weight, columns)
+    return columns
+
+
+def _labels_read(evidence: Evidence, path: str, consumer: Consumer) -> IntArray | None:
+    """Return the labels of the channels that a layer reads; the weight of a grouped one has those of one group."""
+    chart = evidence.channel_map
+    on_weight = chart.labels.get(consumer.weight, ())[consumer.input_axis : consumer.input_axis + 1]
+    candidates = (*on_weight, chart.activations.get((path, "input", 0)))
+    return next((on for on in candidates if on is not None and len(on) == consumer.channels), None)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from prunekit.channels.tracing.channel_map import ChannelMap
 
 Scores = npt.NDArray[np.float64]
-Need = Literal["weights", "stats", "moments", "patches", "ranks", "gradients", "curvature", "labels"]
-"""Evidence of a criterion: the weights; statistics of activations; Gram matrices of layers' inputs, of channels or of
-patches; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, which the loss needs."""
+Need = Literal["weights", "stats", "patches", "ranks", "gradients", "curvature", "labels"]
+"""Evidence of a criterion: the weights; statistics of activations; Gram matrices of the patches that layers
+read; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, which the loss needs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +22,6 @@ from prunekit.utils.inputs import described
 from prunekit.utils.tensors import as_real
 
 
-class CalibrationWarning(UserWarning):
-    """Scores come from fewer samples than they need to be trusted."""
-
-
 def score(
     criterion: str,
     model: nn.Module,
@@ -40,18 +35,12 @@ def score(
     """Return the importance of every label: those with the lowest scores are removed first.
 
     Args:
-        stats: channel statistics of that model, from `calibrate`; for "moments" with its `moments="full"`, for "ranks"
-            with `ranks=True`.
-
-    Warns:
-        CalibrationWarning: Gram matrices come from fewer positions than channels; names their rank.
+        stats: channel statistics of that model, from `calibrate`; for "ranks" with its `ranks=True`.
     """
     chosen = get_criterion(criterion)
     _require_evidence(chosen, stats, gradients, patches)
     parameters = {name: as_real(parameter.detach()) for name, parameter in model.named_parameters()}
     require_model(channel_map, model, "the channel map")
-    for problem in stats.too_few_samples() if stats is not None and "moments" in chosen.needs else ():
-        warnings.warn(f"criterion {criterion!r}: {problem}", CalibrationWarning, stacklevel=2)
     with torch.no_grad():
         modules = dict(model.named_modules())
         scores = chosen.function(Evidence(channel_map, modules, parameters, stats, gradients, seed, patches))
@@ -69,11 +58,6 @@ def _require_evidence(
     curvature = None if gradients is None else gradients.curvature
     known: dict[Need, tuple[bool, str, str]] = {
         "stats": (stats is not None, "channel statistics", "stats=calibrate(model, batches)"),
-        "moments": (
-            stats is not None and bool(stats.moments),
-            "Gram matrices of layers' inputs",
-            "stats=calibrate(model, batches, moments='full')",
-        ),
         "patches": (
             patches is not None,
             "Gram matrices of the patches that layers read",

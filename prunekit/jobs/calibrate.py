@@ -22,9 +22,8 @@ from prunekit.jobs.run.run_folder import digest, weights_digest
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.pruning.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.calibration import Collectors, RankCollector, StatsCollector, peek_samples
+from prunekit.statistics.calibration import Collectors, RankCollector, StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.moments import MomentsCollector
 from prunekit.statistics.patch_moments import PatchStats, shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
@@ -91,7 +90,6 @@ def _cached(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
             stats = ChannelStats.load(path)
             if facts.items() <= stats.provenance.items():
                 log(f"calibration: reused {path} (same model, weights, data and settings)")
-                _log_too_few(stats, log)
                 return stats
         except ArtifactError as error:
             log(f"calibration: {error}; collecting again")
@@ -101,7 +99,6 @@ def _cached(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
 @main_process_only
 def _saved(collected: ChannelStats, path: Path, facts: dict[str, str], log: Log) -> ChannelStats:
     collected.require_finite()
-    _log_too_few(collected, log)
     stats = replace(collected, provenance={**collected.provenance, **facts})
     stats.save(path)
     return stats
@@ -112,9 +109,7 @@ def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
     job = prepared.job
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training {prepared.splits.task.samples}")
-    collectors = collectors_for(job, model.to(prepared.device), images, prepared.device)
-    if collectors.moments is not None:
-        log(f"calibration: {collectors.moments.memory}")
+    collectors = collectors_for(job, model.to(prepared.device))
     with threads(job.threads):
         found = merged_statistics(collectors, model, images, prepared.device)
     model.cpu()
@@ -134,37 +129,17 @@ def merged_statistics(collectors: Collectors, model: nn.Module, images: Batches,
 
 def _settings(job: JobSettings, device: torch.device) -> list[Any]:
     """Return the settings that the statistics of a model and its data depend on."""
-    return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_moments(job), _wants_ranks(job)]
-
-
-def _wants_moments(job: JobSettings) -> bool:
-    return job.calibration.moments == "full" or "moments" in get_criterion(job.prune.criterion).needs
+    return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_ranks(job)]
 
 
 def _wants_ranks(job: JobSettings) -> bool:
     return "ranks" in get_criterion(job.prune.criterion).needs
 
 
-def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
+def collectors_for(job: JobSettings, model: nn.Module) -> Collectors:
     """Return the collectors that the job's calibration and criterion need."""
-    settings = job.calibration
-    moments = None
-    if _wants_moments(job):
-        few, _ = peek_samples(images)
-        moments = MomentsCollector(
-            model,
-            to_device(few, device),
-            ignore=settings.moments_ignore,
-            limit_mib=settings.moments_limit_mib,
-            positions=settings.moments_positions,
-        )
     ranks = RankCollector(model) if _wants_ranks(job) else None
-    return Collectors(StatsCollector(model, fused=settings.fused), moments, ranks)
-
-
-def _log_too_few(stats: ChannelStats, log: Log) -> None:
-    for problem in stats.too_few_samples():
-        log(f"calibration: {problem}")
+    return Collectors(StatsCollector(model, fused=job.calibration.fused), ranks)
 
 
 def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
@@ -262,7 +237,7 @@ def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats 
     share_buffers(model)  # BatchNorm statistics differ between two steps
     with seeded(prepared.job.seed):
         if needs_activations(prepared.job.prune.criterion):
-            collectors = collectors_for(prepared.job, model, images, prepared.device)
+            collectors = collectors_for(prepared.job, model)
             stats = merged_statistics(collectors, model, images, prepared.device)
             stats.require_finite()
         return stats, merged_gradients(prepared, model, images) if "gradients" in needs else None

@@ -6,7 +6,6 @@ use: `trace`, `with_profile`, `require_reachable`, `find` (or `predict`), and `d
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from prunekit.channels.trial.map_builder import with_equal_widths
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count
-from prunekit.criteria.scoring import CalibrationWarning, normalize, score
+from prunekit.criteria.scoring import normalize, score
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
@@ -425,17 +424,15 @@ def raw_importance(
     model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs
 ) -> Scores:
     """Return the scores of the criterion, not normalized."""
-    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
-        warnings.simplefilter("ignore", CalibrationWarning)
-        return score(
-            settings.criterion,
-            model,
-            channel_map,
-            stats=inputs.stats,
-            gradients=inputs.gradients,
-            patches=inputs.patches,
-            seed=inputs.seed,
-        )
+    return score(
+        settings.criterion,
+        model,
+        channel_map,
+        stats=inputs.stats,
+        gradients=inputs.gradients,
+        patches=inputs.patches,
+        seed=inputs.seed,
+    )
 
 
 def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:

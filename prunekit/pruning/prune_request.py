@@ -158,8 +158,6 @@ class Request:
             short += unread_stacks(channel_map, patches)
             self._check = share_check(model, samples, channel_map, patches, settings, repair)
         stats = self.stats or activation_statistics(model, samples, settings.criterion)
-        if stats is not None and "moments" in needs:
-            short = [*stats.too_few_samples(), *short]
         self.notes = tuple(short)
         return CriterionInputs(stats, self.gradients, patches, self.seed, self._check)
 

@@ -65,7 +65,7 @@ class Pruner(Displayed):
     steps that a GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
     steps since the stage before, of at most 64 steps evenly spread, without the loss scale; so their first stage comes
     after at least one step. Weights are scored as they are at each stage, and activations (`apoz`, `wanda`, ...) on
-    `calibration` samples; criteria of Gram matrices (`elimination`, `obs`, `chip`) score the dense model once.
+    `calibration` samples; the criterion `elimination` scores the dense model once.
 
     Models and optimizers that Accelerate has prepared are taken as they are, as are those in DistributedDataParallel,
     where every process makes a pruner and all follow the main one's plan. `torch.compile` comes before, but the

@@ -22,7 +22,7 @@ from prunekit.measure.memory_format import in_fastest_format
 from prunekit.planning.candidates import labels_matching
 from prunekit.repair.repair_model import require_images
 from prunekit.repair.share_check import ShareCheck
-from prunekit.settings.calibration import Moments, RepairSettings
+from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pruning import PruneSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
@@ -87,7 +87,7 @@ def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
 
 def needs_activations(criterion: str) -> bool:
     """Return whether a criterion looks at activations."""
-    return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(criterion).needs)
+    return not {"stats", "ranks"}.isdisjoint(get_criterion(criterion).needs)
 
 
 def activation_statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
@@ -95,10 +95,7 @@ def activation_statistics(model: nn.Module, images: Any, criterion: str) -> Chan
     needs = get_criterion(criterion).needs
     if not needs_activations(criterion):
         return None
-    moments: Moments = "full" if "moments" in needs else "none"
-    return calibrate(
-        model, in_batches(images), device=gather(images)[0].device, moments=moments, ranks="ranks" in needs
-    )
+    return calibrate(model, in_batches(images), device=gather(images)[0].device, ranks="ranks" in needs)
 
 
 def _positions(inputs: Any) -> int:

@@ -203,7 +203,7 @@ class StagePlanner(Planner):
 
 def rescored(settings: PruneSettings) -> bool:
     """Return whether a criterion scores the model again at each stage, as those of Gram matrices do not."""
-    return not {"moments", "patches"} & set(get_criterion(settings.criterion).needs)
+    return "patches" not in get_criterion(settings.criterion).needs
 
 
 def share_plan(plan: Plan | None) -> Plan:

@@ -72,7 +72,7 @@ class StepCounter(HookOwner):
         return self.tried - int(self._skipped)
 
 
-FROM_SAMPLES = {"stats", "moments", "patches", "ranks"}
+FROM_SAMPLES = {"stats", "patches", "ranks"}
 """Needs of a criterion that are collected from samples without labels."""
 
 

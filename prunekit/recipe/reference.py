@@ -75,8 +75,6 @@ EXAMPLES: dict[str, Any] = {
     "AugmentSettings.rand_augment": {"num_ops": 2, "magnitude": 9},
     "AugmentSettings.erase": 0.25,
     "CalibrationSettings.fused": False,
-    "CalibrationSettings.moments_ignore": ["classifier.*"],
-    "CalibrationSettings.moments_positions": 64,
     "BudgetSettings.channels": 0.5,
     "BudgetSettings.macs": 0.4,
     "BudgetSettings.params": 0.5,

@@ -10,8 +10,6 @@ from annotated_types import Ge, Gt, Lt
 from prunekit.known_names import PositiveInt
 from prunekit.settings.validation import Checked
 
-Moments = Literal["none", "full"]
-MOMENTS_LIMIT_MIB = 4096
 FEWEST_IMAGES = 8
 """The fewest images with some to fit on and some to validate on."""
 Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
@@ -23,7 +21,7 @@ class CalibrationSettings(Checked):
 
     Example:
         >>> import prunekit as pk
-        >>> settings = pk.CalibrationSettings(images=1024, moments="full")
+        >>> settings = pk.CalibrationSettings(images=1024)
         >>> job = pk.JobSettings("mine", pk.ModelSettings("resnet18"), calibration=settings)
         >>> job.calibration.images
         1024
@@ -36,15 +34,6 @@ class CalibrationSettings(Checked):
     """Number of training images."""
     fused: bool | None = None
     """Whether activations are measured by compiled kernels; null: if that is faster."""
-    moments: Moments = "none"
-    """`full` also collects the Gram matrix of every layer's input channels; `none` does so only if the criterion needs
-    it."""
-    moments_ignore: tuple[str, ...] = ()
-    """Globs over module paths whose Gram matrices are left out."""
-    moments_limit_mib: PositiveInt = MOMENTS_LIMIT_MIB
-    """Memory that the Gram matrices may take together, in MiB."""
-    moments_positions: PositiveInt | None = None
-    """The most positions or tokens of each image that a Gram matrix is computed from, drawn at random; null: all."""
 
 
 @dataclass(frozen=True)

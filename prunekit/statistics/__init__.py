@@ -1,1 +1,1 @@
-"""Statistics of activations and gradients per channel, and second moments of what layers read."""
+"""Watching a running model: statistics per channel, Gram matrices of what layers read, gradients, errors."""

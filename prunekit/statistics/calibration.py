@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -15,17 +14,15 @@ from prunekit.errors import NonFiniteError, UsageError, nearest
 from prunekit.hooks.hook import called_leaves, never_called
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
-from prunekit.settings.calibration import MOMENTS_LIMIT_MIB, Moments
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, StatsKey, combine_rows
-from prunekit.statistics.moments import MomentsCollector
 from prunekit.statistics.reductions import Reducer, summarize
 from prunekit.statistics.watch import Consumer, ConsumerHooks, PassHooks, run_passes
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.globs import globs
-from prunekit.utils.inputs import blank_padding, inputs_in, rows_of, select_samples, to_device
+from prunekit.utils.inputs import blank_padding, rows_of
 from prunekit.utils.private_torch import without_torch_function
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import gather
@@ -49,10 +46,6 @@ def calibrate(
     inputs: bool = True,
     outputs: bool = True,
     fused: bool | None = None,
-    moments: Moments = "none",
-    moments_ignore: Sequence[str] = (),
-    moments_limit_mib: int = MOMENTS_LIMIT_MIB,
-    moments_positions: int | None = None,
     ranks: bool = False,
     task: Task | str | None = None,
     progress: bool | None = None,
@@ -69,10 +62,6 @@ def calibrate(
         inputs: as for `StatsCollector`.
         outputs: as for `StatsCollector`.
         fused: as for `StatsCollector`.
-        moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
-        moments_ignore: `ignore` of `MomentsCollector`.
-        moments_limit_mib: its `limit_mib`.
-        moments_positions: its `positions`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -97,40 +86,22 @@ def calibrate(
     model = unwrapped(model, offloaded=True)
     place = device_of(model, device)
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
-    second: MomentsCollector | None = None
-    pairs: Iterable[Any] = ModelBatches(model, batches, task)
-    if moments == "full":
-        few, pairs = peek_samples(pairs)
-        second = MomentsCollector(
-            model,
-            to_device(few, place),
-            ignore=moments_ignore,
-            limit_mib=moments_limit_mib,
-            positions=moments_positions,
-        )
     with reporting(progress, "calibrate"):
-        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, place)
-
-
-def peek_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
-    """Return the inputs of the first two samples, and an iterator over all the batches."""
-    rest = iter(batches)
-    for first in rest:
-        return select_samples(inputs_in(first), slice(2)), chain([first], rest)
-    raise UsageError("calibration: expected at least one batch, got none")
+        return Collectors(stats, RankCollector(model) if ranks else None).run(
+            model, ModelBatches(model, batches, task), place
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Collectors:
-    """Collectors that share the forward passes of a model; `moments` and `ranks` are optional."""
+    """Collectors that share the forward passes of a model; `ranks` is optional."""
 
     stats: StatsCollector
-    moments: MomentsCollector | None = None
     ranks: RankCollector | None = None
 
     @property
     def _owners(self) -> list[PassHooks]:
-        return [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
+        return [owner for owner in (self.stats, self.ranks) if owner is not None]
 
     def dealt(self, rank: int, of: int) -> None:
         """Take the batches of `run` for every `of`-th of a data set, from number `rank`."""
@@ -140,11 +111,7 @@ class Collectors:
     def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return all statistics so far."""
         run_passes(model, batches, device, *self._owners)
-        return replace(
-            self.stats.stats(),
-            moments={} if self.moments is None else self.moments.moments(),
-            ranks={} if self.ranks is None else self.ranks.ranks(),
-        )
+        return replace(self.stats.stats(), ranks={} if self.ranks is None else self.ranks.ranks())
 
 
 class StatsCollector(ConsumerHooks):

@@ -19,7 +19,6 @@ from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import parse_json, require_file
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, MapRanks, StatsKey, combine
-from prunekit.statistics.moments import RAISED, InputMoments
 from prunekit.statistics.watch import Consumer
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import StrPath, atomic_file, write_csv
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 FILE_NAME = "channel_stats.safetensors"
 FORMAT = "prunekit.channel_stats"
 VERSION = 3
-MOMENTS = ("total", "blocks")
-"""Arrays of `InputMoments`."""
 FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -75,8 +72,6 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     layers: Mapping[StatsKey, LayerStats]
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the statistics came from (model, data, settings); saved and loaded with them."""
-    moments: Mapping[str, InputMoments] = field(default_factory=dict)
-    """Second moments of the inputs of layers, by the path in `reads`; empty if they were not collected."""
     ranks: Mapping[StatsKey, MapRanks] = field(default_factory=dict)
     """Ranks of feature maps; empty if they were not collected."""
     reads: Mapping[str, Consumer] = field(default_factory=dict)
@@ -110,25 +105,6 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
                 f"{first}, and there are some in {len(found) - 1} activations after it; expected finite activations: "
                 f"check the images of that batch and the weights up to {first.key.module!r}"
             )
-        path = next((path for path, moments in self.moments.items() if not moments.finite), None)
-        if path is not None:
-            raise NonFiniteError(
-                f"moments: NaN or Inf got into the products of the input of {path or 'the model'}; check the images "
-                "and the weights before it"
-            )
-
-    def too_few_samples(self) -> list[str]:
-        """Return one warning about all layers whose Gram matrices saw too few positions for a full rank; else none."""
-        short = {path: each for path, each in self.moments.items() if each.too_few and each.finite}
-        if not short:
-            return []
-        path = max(short, key=lambda path: short[path].channels / max(1, short[path].count))
-        worst, others = short[path], f", the worst of {len(short)}," if len(short) > 1 else ""
-        return [
-            f"the Gram matrix of the input of {path or 'the model'}{others} has rank {worst.rank()} for "
-            f"{worst.channels} channels: {worst.count} positions are too few, and 'obs' raises its ridge {RAISED} "
-            "times; take more images, or more positions of each (moments_positions)"
-        ]
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
         """Return the indices of output channels that never changed (most are always zero), where there are any."""
@@ -149,13 +125,11 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             if ours is not None and ours.channels != theirs.channels:
                 raise UsageError(f"{key}: {ours.channels} channels here, {theirs.channels} there: not the same model")
             merged[key] = theirs if ours is None else combine((ours, theirs))
-        moments, ranks = dict(self.moments), dict(self.ranks)
-        for path, second in other.moments.items():
-            moments[path] = moments[path].merge(second) if path in moments else second
+        ranks = dict(self.ranks)
         for key, rank in other.ranks.items():
             ranks[key] = ranks[key].merge(rank) if key in ranks else rank
         agreed = dict(self.provenance.items() & other.provenance.items())
-        return ChannelStats(merged, agreed, moments, ranks, {**self.reads, **other.reads})
+        return ChannelStats(merged, agreed, ranks, {**self.reads, **other.reads})
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for every activation in order of execution; `channel_frame` has one for every channel."""
@@ -176,8 +150,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     def _headline(self) -> str:
         channels = sum(layer.channels for layer in self.values())
         dead, spoiled = sum(map(len, self.dead().values())), self.non_finite
-        more = [f"moments of {plural(len(self.moments), 'input')}"] if self.moments else []
-        more += [f"ranks of {plural(len(self.ranks), 'activation')}"] if self.ranks else []
+        more = [f"ranks of {plural(len(self.ranks), 'activation')}"] if self.ranks else []
         more += [f"NaN or Inf in {plural(len(spoiled), 'activation')}"] if spoiled else []
         about = f"{plural(len(self), 'activation')}, {plural(channels, 'channel')}, {dead:,} of them dead"
         return ", ".join((about, *more))
@@ -216,8 +189,8 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     def save(self, path: StrPath) -> Path:
         """Write the statistics exactly, as safetensors with a checksum, and a CSV table beside them.
 
-        Arrays are named `module/side/call/array`, `moments/module/array` and `ranks/module/side/call/total`; the
-        metadata holds the order of the keys and all that is not an array.
+        Arrays are named `module/side/call/array` and `ranks/module/side/call/total`; the metadata holds the order of
+        the keys and all that is not an array.
 
         Args:
             path: a `.safetensors` file, or a folder that gets `channel_stats.safetensors`.
@@ -226,13 +199,11 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             The safetensors file; the CSV has the same name with `.csv`.
         """
         arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in self.items() for name in ARRAYS}
-        arrays |= {f"moments/{path}/{name}": getattr(m, name) for path, m in self.moments.items() for name in MOMENTS}
         arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in self.ranks.items()}
         content = json.dumps(
             {
                 "keys": [list(key) for key in self],
                 "provenance": dict(self.provenance),
-                "moments": {path: moments.count for path, moments in self.moments.items()},
                 "ranks": [[*key, rank.count] for key, rank in self.ranks.items()],
                 "reads": [asdict(consumer) for consumer in self.reads.values()],
             }
@@ -280,14 +251,10 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         content = parse_json(header["content"], FORMAT, finite=False)
         keys = [StatsKey(*key) for key in content["keys"]]
         layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
-        moments = {
-            path: InputMoments(count, *(arrays[f"moments/{path}/{name}"] for name in MOMENTS))
-            for path, count in content.get("moments", {}).items()
-        }
         counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
         ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
         reads = {consumer.path: consumer for consumer in (Consumer(**each) for each in content["reads"])}
-        return cls(layers, dict(content["provenance"]), moments, ranks, reads)
+        return cls(layers, dict(content["provenance"]), ranks, reads)
 
 
 def _over(values: npt.NDArray[np.float64], layer: LayerStats) -> float:

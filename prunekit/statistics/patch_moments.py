@@ -22,7 +22,6 @@ from prunekit.statistics.layer_graph import (
     merge_calls,
 )
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
-from prunekit.statistics.moments import RAISED
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows
 from prunekit.utils.context import training_mode
 from prunekit.utils.file_memory import FileMemory
@@ -30,6 +29,9 @@ from prunekit.utils.inputs import call, counted_positions, inputs_as_example, in
 from prunekit.utils.progress import tracked
 from prunekit.utils.tensors import first_not_finite, in_parts, is_finite
 
+RAISED = 10
+"""Factor on the ridge of a Gram matrix of fewer positions than columns: its inverse is arbitrary along directions that
+no position showed."""
 ROWS = 32768
 """Positions sampled of each layer over all samples, at least one of each, padding excluded."""
 

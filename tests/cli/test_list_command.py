@@ -24,7 +24,7 @@ def test_criteria_are_listed_with_what_they_need() -> None:
         assert row["paper"] or row["name"] == "random"
     shown = CliRunner().invoke(cli, ["list", "criteria"]).stdout.splitlines()
     assert len(shown) == len(listed) + 1
-    assert any(line.split()[:3] == ["obs", "weights,", "moments"] for line in shown)
+    assert any(line.split()[:3] == ["elimination", "weights,", "patches"] for line in shown)
 
 
 def test_each_kind_is_listed_by_name_with_a_line_each() -> None:

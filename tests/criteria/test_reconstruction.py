@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.channels.trace import trace
-from prunekit.criteria.reconstruction import NuclearNorm, inverse_factors
-from prunekit.criteria.scoring import CalibrationWarning, score
+from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.calibration import calibrate
+from prunekit.statistics.layer_stats import StatsKey
 from prunekit.statistics.taylor_terms import collect_gradients
 
 READS = {"conv1.weight": ("conv2", 1), "conv2.weight": ("fc", 4)}
@@ -60,42 +60,6 @@ def test_wanda_is_sun_et_al_2024(net: Scored) -> None:
         return float((np.abs(w) * norms[:, None])[index].mean())
 
     check(net, "wanda", value)
-
-
-def test_obs_is_the_error_after_the_best_repair(net: Scored) -> None:
-    """Least squares over what is left, damped as in SparseGPT, gives the error that the formula predicts."""
-
-    def value(x: np.ndarray, w: np.ndarray, index: np.ndarray) -> float:
-        gram, w = x @ x.T / x.shape[1], w * (x.any(1, keepdims=True))
-        gram += 0.01 * np.trace(gram) / len(gram) * np.eye(len(gram))
-        rest = np.setdiff1d(np.arange(len(x)), index)
-        repaired = np.zeros_like(w)
-        repaired[rest] = np.linalg.solve(gram[np.ix_(rest, rest)], gram[rest] @ w)
-        change = w - repaired
-        return float(np.trace(change.T @ gram @ change))
-
-    check(net, "obs", value)
-
-
-def test_chip_is_sui_et_al_2021_over_all_data(net: Scored) -> None:
-    def value(x: np.ndarray, w: np.ndarray, index: np.ndarray) -> float:
-        masked = x.copy()
-        masked[index] = 0
-        return float(np.linalg.norm(x, "nuc") - np.linalg.norm(masked, "nuc")) / x.shape[1] ** 0.5
-
-    check(net, "chip", value)
-
-
-def test_nuclear_norms_without_rows() -> None:
-    draw = np.random.default_rng(0)
-    full, thin = draw.normal(size=(12, 40)), draw.normal(size=(12, 3)) @ draw.normal(size=(3, 40))
-    for matrix in (full, thin, 1e3 * full, np.zeros((12, 4))):
-        norm = NuclearNorm(matrix @ matrix.T)
-        for rows in (np.array([3]), np.array([0, 5, 6]), np.arange(12)):
-            expected = np.linalg.norm(matrix, "nuc") - np.linalg.norm(np.delete(matrix, rows, 0), "nuc")
-            assert norm.lost_without(rows[None])[0] == pytest.approx(
-                expected, rel=1e-6, abs=1e-6 * np.abs(matrix).max()
-            )
 
 
 def test_hrank_is_lin_et_al_2020(net: Scored) -> None:
@@ -172,14 +136,14 @@ def test_dead_and_constant_channels_are_scored() -> None:
         model.norm1.weight[[1, 4]] = 0
         model.norm1.bias[1], model.norm1.bias[4] = -1, 2
     net = scored(model, data())
-    for name in ("wanda", "obs", "chip", "hrank"):
+    for name in ("wanda", "hrank"):
         along = net.along(name, "conv1.weight")
         assert along[1] == pytest.approx(0, abs=1e-9 * along.max()), name
         assert np.isfinite(along).all()
     assert net.along("hrank", "conv1.weight")[4] == 1
 
 
-def test_a_channel_that_another_makes_up_for_is_less_important() -> None:
+def test_what_other_channels_make_up_for_does_not_count_for_wanda() -> None:
     alone, paired = small_net(), small_net()
     with torch.no_grad():
         for model in (alone, paired):
@@ -190,8 +154,6 @@ def test_a_channel_that_another_makes_up_for_is_less_important() -> None:
                     tensor[3] = tensor[2]
     before, after = scored(alone, data()), scored(paired, data())
     assert after.along("wanda", "conv1.weight")[2] == before.along("wanda", "conv1.weight")[2]
-    for name, share in (("obs", 0.6), ("chip", 0.9)):
-        assert after.along(name, "conv1.weight")[2] < share * before.along(name, "conv1.weight")[2], name
 
 
 class Encoder(nn.Module):
@@ -211,12 +173,12 @@ def test_attention_heads_and_mlp_widths() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(7, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = calibrate(model, tokens, moments="full", ranks=True)
+    stats = calibrate(model, tokens, ranks=True)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     labels, positions = chart.deciding(joint)  # whole heads, and positions in all of them
     weight = model.block.self_attn.out_proj.weight.detach().numpy()
-    rms = stats.moments["block.self_attn.out_proj"].rms
+    rms = stats["block.self_attn.out_proj", "input", 0].rms
     expected = (np.abs(weight).mean(0) * rms).reshape(3, 4).mean(1).repeat(4)
     found = score("wanda", model, chart, stats=stats)
     np.testing.assert_allclose(found[labels], expected)
@@ -226,12 +188,11 @@ def test_attention_heads_and_mlp_widths() -> None:
     )
     labeled = [(batch, torch.arange(7) % 3) for batch in tokens]
     gradients = collect_gradients(model, labeled, F.cross_entropy, second_order=True)
-    for name in ("l2", "fpgm", "activation", "activation_rms", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
+    for name in ("l2", "fpgm", "activation", "activation_rms", "wanda", "taylor", "taylor2", "obd"):
         scores = score(name, model, chart, stats=stats, gradients=gradients)
         heads, widths = scores[labels], scores[chart.labels["block.linear1.weight"][0]]  # type: ignore[index]
         assert len(np.unique(heads)) == 3, name
         assert len(np.unique(widths)) > 10, name
-    np.testing.assert_allclose(score("wanda", model, chart, stats=calibrate(model, tokens)), found)
 
 
 def test_what_attention_hides_is_measured() -> None:
@@ -259,41 +220,11 @@ def test_what_attention_hides_is_measured() -> None:
     assert np.isfinite(rank).sum() == np.isfinite(found).sum()
 
 
-def test_too_few_positions_are_said_and_raise_the_ridge() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)).double()
-    images = torch.randn(5, 3, dtype=torch.float64)
-    chart, stats = trace(model, (images,)), calibrate(model, [images], moments="full")
-    with pytest.warns(
-        CalibrationWarning, match=r"'obs': .* input of 2 has rank \d for 8 channels: 5 positions are too"
-    ):
-        found = score("obs", model, chart, stats=stats)
-    x, w = torch.relu(model[0](images)).detach().numpy(), model[2].weight.detach().numpy()
-    gram = x.T @ x / 5
-    inverse = np.linalg.inv(gram + 0.1 * np.trace(gram) / 8 * np.eye(8))
-    labels = chart.labels["0.weight"][0]
-    np.testing.assert_allclose(found[labels], (w**2).sum(0) * x.any(0) / inverse.diagonal())  # type: ignore[index]
-
-
-def test_inverse_factors() -> None:
-    draw = np.random.default_rng(0)
-    wide = draw.normal(size=(300, 900))
-    (factor,) = inverse_factors((wide @ wide.T)[None], 0.01)
-    gram = wide @ wide.T
-    expected = np.linalg.inv(gram + 0.01 * np.trace(gram) / 300 * np.eye(300))
-    np.testing.assert_allclose(factor.T @ factor, expected, rtol=1e-9, atol=1e-12)
-    zero, singular = inverse_factors(np.stack([np.zeros((3, 3)), np.ones((3, 3))]), 1e-18)
-    np.testing.assert_allclose(zero.T @ zero, np.eye(3))
-    assert np.isfinite(singular).all()  # the ridge is raised until a factor exists
-
-
 def test_each_says_what_it_needs(net: Scored) -> None:
-    plain = dataclasses.replace(net.stats, moments={}, ranks={})
+    plain = dataclasses.replace(net.stats, ranks={})
     first = dataclasses.replace(net.gradients, curvature=None, diagonal=None)
     cases = {
         "wanda": r"'wanda' needs channel statistics: pass stats=",
-        "obs": r"'obs' needs Gram matrices of layers' inputs: pass stats=calibrate\(.*moments='full'\)",
-        "chip": r"'chip' needs Gram matrices",
         "hrank": r"'hrank' needs ranks of feature maps: pass stats=calibrate\(.*ranks=True\)",
         "taylor2": r"'taylor2' needs second derivatives beside gradients .*labeled.*second_order=True\)",
         "obd": r"'obd' needs second derivatives",
@@ -302,29 +233,14 @@ def test_each_says_what_it_needs(net: Scored) -> None:
         stats = None if name == "wanda" else plain
         with pytest.raises(UsageError, match=message):
             score(name, net.model, net.chart, stats=stats, gradients=first)
-    few = dataclasses.replace(net.stats, layers={}, moments={"conv2": net.stats.moments["conv2"]})
-    for name in ("wanda", "obs", "chip"):
-        with pytest.raises(UsageError, match=f"'{name}': no input was measured for 5 of 5 channels of group 'conv2'"):
-            score(name, net.model, net.chart, stats=few)
-    foreign = dataclasses.replace(net.stats, moments={"conv2": net.stats.moments["fc"]})
+    layers = net.stats.layers
+    few = dataclasses.replace(net.stats, layers={key: each for key, each in layers.items() if key.module == "conv2"})
+    with pytest.raises(UsageError, match="'wanda': no input was measured for 5 of 5 channels of group 'conv2'"):
+        score("wanda", net.model, net.chart, stats=few)
+    read = StatsKey("conv2", "input", 0)
+    foreign = dataclasses.replace(net.stats, layers={read: layers[StatsKey("fc", "input", 0)]})
     with pytest.raises(UsageError, match="input of 'conv2': the channel map has 6 channels, the statistics 20"):
-        score("obs", net.model, net.chart, stats=foreign)
-
-
-def test_where_a_gram_matrix_was_left_out_the_diagonal_speaks(net: Scored) -> None:
-    moments = {"conv2": net.stats.moments["conv2"]}
-    stats = dataclasses.replace(net.stats, moments=moments)
-    on_filters = net.chart.labels["conv2.weight"][0]
-    rms = net.stats["fc", "input", 0].rms
-    costs = ((columns(net, "fc") ** 2).sum(1) * 1.01 * rms**2).reshape(5, 4).sum(1)
-    np.testing.assert_allclose(score("obs", net.model, net.chart, stats=stats)[on_filters], costs)
-    independence = rms.reshape(5, 4).sum(1)
-    np.testing.assert_allclose(score("chip", net.model, net.chart, stats=stats)[on_filters], independence, rtol=1e-6)
-    for name in ("obs", "chip"):
-        on_others = net.chart.labels["conv1.weight"][0]
-        np.testing.assert_array_equal(
-            score(name, net.model, net.chart, stats=stats)[on_others], net.along(name, "conv1.weight")
-        )
+        score("wanda", net.model, net.chart, stats=foreign)
 
 
 def test_operators_without_second_derivative_are_refused() -> None:
@@ -337,6 +253,5 @@ def test_weights_that_are_not_finite_are_named(net: Scored) -> None:
     broken = scored(small_net(), data())
     with torch.no_grad():
         broken.model.get_parameter("conv2.weight")[1] = torch.nan
-    for name in ("wanda", "obs"):
-        with pytest.raises(NonFiniteError, match=r"parameter 'conv2\.weight' holds NaN or Inf"):
-            broken(name)
+    with pytest.raises(NonFiniteError, match=r"parameter 'conv2\.weight' holds NaN or Inf"):
+        broken("wanda")

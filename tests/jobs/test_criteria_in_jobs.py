@@ -44,15 +44,12 @@ def job(output: Path, criterion: Any, model: str = "resnet18") -> JobSettings:
 
 @pytest.mark.slow
 def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
-    for criterion in ("lamp", "apoz", "taylor", "obs"):  # weights, statistics, gradients, moments
+    for criterion in ("lamp", "apoz", "taylor", "elimination"):  # weights, statistics, gradients, patches
         log: list[str] = []
         found = dry_run(job(tmp_path, criterion), log=log.append)
         assert found["macs_after"] <= 0.5 * found["macs_before"], criterion
         assert any("gradients of the loss on 64" in line for line in log) == (criterion == "taylor")
-        assert any("Gram matrices of 21 layers' inputs, over all positions, take 17" in line for line in log) == (
-            criterion == "obs"
-        )
-        assert any("channels: 64 positions are too few" in line for line in log) == (criterion == "obs")
+        assert any("Gram matrices of the patches of" in line for line in log) == (criterion == "elimination")
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("criterion", "score"),
-    [("taylor2", "criterion"), ("obs", "criterion"), ("l2", "movement")],
+    [("taylor2", "criterion"), ("elimination", "criterion"), ("l2", "movement")],
 )
 def test_channels_are_scored_anew_and_come_back_until_they_freeze(criterion: Any, score: Any, output: Path) -> None:
     """By gradients and movement; Gram matrices are those of the dense model, so nothing can come back."""
@@ -120,7 +120,7 @@ def test_channels_are_scored_anew_and_come_back_until_they_freeze(criterion: Any
     folder, metrics, _ = run(output, prune, control=False)
     table = pd.read_csv(folder / "schedule.csv")
     assert table["epoch"].iloc[-1] == 2
-    assert (table["regrown"].sum() > 0) == (criterion != "obs")
+    assert (table["regrown"].sum() > 0) == (criterion != "elimination")
     assert table["actual"].iloc[-1] <= 0.4
     assert metrics["parity"]["max_relative_difference"] <= 1e-9
     assert [text for text in metrics["shortfalls"] if "slower" not in text] == []  # which so small a net may be

@@ -91,13 +91,9 @@ def close(found: Any, expected: Any, atol: float) -> None:
 def same_statistics(found: ChannelStats, expected: ChannelStats) -> None:
     """Of dense models that differ by the order of float32 sums: counts are exact."""
     assert list(found) == list(expected)
-    assert list(found.moments) == list(expected.moments)
     for key, layer in found.items():
         assert (layer.count == expected[key].count).all()
         close(layer.mean, expected[key].mean, 1e-4)
-    for path, moments in found.moments.items():
-        assert moments.count == expected.moments[path].count
-        close(moments.gram, expected.moments[path].gram, 0.1)
 
 
 def taylor_terms(settings: JobSettings, factory: str) -> dict[tuple[str, str, int], Any] | None:

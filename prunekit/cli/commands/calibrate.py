@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
 
 
 @register_command("calibrate", about="Collect activation statistics of the dense model.", place=4, together=True)
-@click.option(
-    "--moments",
-    type=click.Choice(["none", "full"]),
-    help="full: also the Gram matrix of every layer's input.  [default: what the recipe and its criterion need]",
-)
 @recipe_command()
 def calibrate_command(
     console: Console,
@@ -46,11 +39,6 @@ def calibrate_command(
         "csv": str(result.csv),
         "reused": result.reused,
         "layers": layers,
-        "moments": [
-            {"module": path, "channels": second.channels, "groups": second.groups, "positions": second.count}
-            for path, second in result.stats.moments.items()
-        ],
-        "too_few_samples": result.stats.too_few_samples(),
     }
     reused = " (from an earlier run)" if result.reused else ""
     console.result(payload, f"{_text(layers)}\nStatistics{reused}: {result.path}\nAs a table: {result.csv}")

@@ -15,8 +15,7 @@ from prunekit.errors import UsageError
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
 from prunekit.inspection.capture.layer_selection import attention_weights, channels_of, weight_of
 from prunekit.inspection.capture.storage import SHARE, mib
-from prunekit.statistics.layer_stats import FloatArray
-from prunekit.statistics.moments import InputMoments
+from prunekit.statistics.layer_stats import ChannelSums, FloatArray
 from prunekit.utils.private_torch import without_torch_function
 
 CONSTANT = 1e-5
@@ -172,8 +171,8 @@ class CorrelationCollector(LayerHooks):
         known = self._pass.get(key) or self._found.get(key)
         shift = rows.mean(0) if known is None else torch.from_numpy(known.shift).to(rows)
         rows = rows - shift
-        origin, total, blocks = (part.cpu().double().numpy() for part in (shift, rows.sum(0), (rows.T @ rows)[None]))
-        seen = InputMoments(len(rows), total, blocks)
+        origin, total, products = (part.cpu().double().numpy() for part in (shift, rows.sum(0), rows.T @ rows))
+        seen = ChannelProducts(len(rows), total, products)
         self._pass[key] = (
             ChannelCorrelations(path, first, origin, seen)
             if known is None
@@ -184,6 +183,18 @@ class CorrelationCollector(LayerHooks):
         """Return the correlations of each layer that ran, in order of execution."""
         self.require_passes()
         return list(self._found.values())
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelProducts(ChannelSums):
+    """Sums of channels, and of their products with each other, (channels, channels)."""
+
+    products: FloatArray
+
+    @property
+    def covariance(self) -> FloatArray:
+        """Population covariance (divided by `count`), (channels, channels)."""
+        return self.products / max(self.count, 1) - self.mean[:, None] * self.mean[None, :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +211,7 @@ class ChannelCorrelations:
     layer: str
     first: int
     shift: FloatArray
-    sums: InputMoments
+    sums: ChannelProducts
 
     @property
     def _moments(self) -> tuple[FloatArray, FloatArray]:
@@ -223,5 +234,5 @@ class ChannelCorrelations:
     @property
     def constant(self) -> list[int]:
         """Channels that never changed."""
-        finite = np.isfinite(self.sums.blocks[0].diagonal())
+        finite = np.isfinite(self.sums.products.diagonal())
         return [self.first + int(one) for one in np.flatnonzero(np.isnan(self._moments[1]) & finite)]

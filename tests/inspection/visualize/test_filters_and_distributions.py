@@ -10,10 +10,9 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.capture.redundancy import ChannelCorrelations, redundant_channels
+from prunekit.inspection.capture.redundancy import ChannelCorrelations, ChannelProducts, redundant_channels
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
-from prunekit.statistics.moments import InputMoments
 
 IMAGE = (3, 8, 8)
 
@@ -130,7 +129,7 @@ def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
 
 def _none(layer: str, channels: int) -> ChannelCorrelations:
     zeros = np.zeros(channels)
-    return ChannelCorrelations(layer, 0, zeros, InputMoments(0, zeros.copy(), np.outer(zeros, zeros)[None]))
+    return ChannelCorrelations(layer, 0, zeros, ChannelProducts(0, zeros.copy(), np.outer(zeros, zeros)))
 
 
 def test_what_is_not_finite_or_all_the_same() -> None:
