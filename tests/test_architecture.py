@@ -25,7 +25,7 @@ FLOORS = {
     "backends": 6, "measure": 6, "deploy": 6,
     "pruning": 7,
     "training": 8, "inspection": 8, "report": 8,
-    "jobs": 9, "examples": 9,
+    "jobs": 9,
     "recipe": 10,
     "recipe_jobs": 11, "cli": 11, "integrations": 11,
     "__main__": 12,

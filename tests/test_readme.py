@@ -136,6 +136,7 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
 def test_python_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page by itself: what it uses it imports and makes."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "tests" / "examples")
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     names = execute([page], tmp_path)
     if page.name == "README.md":

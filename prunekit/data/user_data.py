@@ -69,10 +69,10 @@ def load_own(
             )
         return replace(made, fingerprint=fingerprint([code, made.fingerprint.encode()]))
     parts = _parts(made, reference)
-    if task is not IMAGE_CLASSIFICATION:
+    if not task.labeled_images:
         return sample_splits(parts, task, settings=settings, where=reference, content=code)
     source = source_of_parts(parts, settings, reference, code, preprocessing)
-    splits = splits_of(source, settings)
+    splits = replace(splits_of(source, settings), task=task)
     if preprocessing is None or source.shape is not None:
         return splits
     shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)

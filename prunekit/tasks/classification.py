@@ -93,7 +93,18 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
 TOP1 = Score("top1", "top-1", top1, _interval, most_frequent)
 IMAGE_CLASSIFICATION = register_task(
     "image_classification", data="images with a label each", measures="cross entropy; top-1"
-)(Task("image_classification", cross_entropy, hits, (TOP1,), logits=logits, smoothed=_smoothed, samples="images"))
+)(
+    Task(
+        "image_classification",
+        cross_entropy,
+        hits,
+        (TOP1,),
+        logits=logits,
+        smoothed=_smoothed,
+        samples="images",
+        labeled_images=True,
+    )
+)
 """Images (B, C, H, W) with labels (B,); the cross entropy; top-1."""
 TEXT_CLASSIFICATION = register_task(
     "text_classification", data="token ids with a label each, by name", measures="cross entropy; top-1"

@@ -141,6 +141,8 @@ class Task:
         from_dense: whether targets are the dense model's own outputs, so that its loss has no gradient there.
         texts: what the data source `text` makes of texts: `windows` of tokens, `masked` windows with labels, or `lines`
             of a text each; None: nothing.
+        labeled_images: whether samples are images with the label of one class each. Only these are resized, augmented
+            and mixed by the settings of the data, and random pixels are an input like them.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Task:
     binding: Callable[[Task, nn.Module], Task] | None = None
     from_dense: bool = False
     texts: Literal["windows", "masked", "lines"] | None = None
+    labeled_images: bool = False
 
     def __post_init__(self) -> None:
         if (self.counts is None) == (self.metric is None):

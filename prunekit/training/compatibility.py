@@ -14,7 +14,6 @@ from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.errors import DataError, ModelError, reraise_shortage
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.inputs import described, inputs_as_example, sample_count, select_samples, split, to_device
@@ -51,7 +50,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
 
 
 def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> str:
-    if task is IMAGE_CLASSIFICATION:
+    if task.labeled_images:
         shape, advice = f"images of shape {tuple(inputs.shape[1:])}", "; set data.image_size to what it was made for"
     else:
         shape, advice = described(inputs), ""
@@ -64,7 +63,7 @@ def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
     if task.logits is None or not classes:
         return
     shape = tuple(task.logits(output).shape)
-    if task is IMAGE_CLASSIFICATION and shape != (2, classes):
+    if task.labeled_images and shape != (2, classes):
         raise ModelError(
             f"{type(model).__name__}: expected logits of shape (2, {classes}) from two images of {classes} classes, "
             f"got {shape}; set model.arguments.num_classes"

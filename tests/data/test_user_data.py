@@ -17,6 +17,7 @@ from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 
 CODE = """
 import io
@@ -29,6 +30,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 
 
 def opened(pixels, torn):
@@ -283,3 +285,18 @@ def test_tensors_of_different_sizes(file: Path) -> None:
 def test_code_is_never_named_by_settings() -> None:
     with pytest.raises(UsageError, match=r"give them as --data file\.py:factory"):
         load_splits(SETTINGS)
+
+
+def test_a_task_with_a_loss_of_its_own_takes_labeled_images_like_the_task_it_is_made_from(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "def data():\n"
+        "    pixels = torch.zeros(12, 3, 20, 20, dtype=torch.uint8)\n"
+        "    part = TensorDataset(pixels, torch.arange(12) % 2)\n"
+        "    return part, part\n"
+    )
+    task = replace(IMAGE_CLASSIFICATION, name="weighted")
+    splits = load_own(f"{tmp_path / 'own.py'}:data", DataSettings("own", image_size=8), task)
+    assert (splits.task, splits.sample_shape) == (task, (3, 8, 8))
+    assert splits.train.fetch(torch.arange(2))[0].shape == (2, 3, 8, 8)

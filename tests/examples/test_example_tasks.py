@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentences
+import speech
 import torch
 from click.testing import CliRunner
+from drawings import CLASSES, SIZE, draw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -19,8 +22,6 @@ import prunekit as pk
 from prunekit.cli import cli
 from prunekit.data.loader import batches
 from prunekit.data.user_data import sample_splits
-from prunekit.examples import sentences, speech
-from prunekit.examples.drawings import CLASSES, SIZE, draw
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.train import TrainSettings
@@ -32,7 +33,7 @@ EXAMPLES = ("unet", "pose", "depth", "super_resolution", "speech", "sentences")
 FILES = Path(inspect.getfile(sentences)).parent
 RECIPE = """
 name: NAME
-task: python:prunekit.examples.NAME:task
+task: python:NAME:task
 model: {name: own, zoo: own}
 data: {source: own, batch: 32}
 calibration: {images: 16}
@@ -48,14 +49,14 @@ threads: 1
 
 
 def own(name: str) -> list[str]:
-    parts = (f"python:prunekit.examples.{name}:{part}" for part in ("model", "data"))
+    parts = (f"python:{name}:{part}" for part in ("model", "data"))
     return ["--model", next(parts), "--data", next(parts), "--allow-code"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_is_pruned_repaired_and_trained_on(name: str) -> None:
-    example = importlib.import_module(f"prunekit.examples.{name}")
+    example = importlib.import_module(name)
     torch.manual_seed(0)
     model, task, (train, test) = example.model(), example.task(), example.data()
     few = Subset(train, range(24))
@@ -84,7 +85,7 @@ def test_every_example_is_pruned_repaired_and_trained_on(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_task_takes_twenty_lines_at_most(name: str) -> None:
     """What a user would write: the functions behind the model and the data, and the task."""
-    example = importlib.import_module(f"prunekit.examples.{name}")
+    example = importlib.import_module(name)
     source = inspect.getsource(example.task)
     used = [example.task]
     for word in re.findall(r"\w+", source):
@@ -103,7 +104,7 @@ def test_an_example_is_a_job_from_the_recipe_to_the_report(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
-    example = importlib.import_module(f"prunekit.examples.{name}")
+    example = importlib.import_module(name)
     small = tuple(Subset(part, range(count)) for part, count in zip(example.data(), (48, 8), strict=True))
     monkeypatch.setattr(example, "data", lambda: small)
     Path("mine.yaml").write_text(RECIPE.replace("NAME", name))

@@ -14,7 +14,7 @@ from prunekit.cli import cli
 
 RECIPE = """
 name: NAME
-task: python:prunekit.examples.NAME:task
+task: python:NAME:task
 model: {name: own, zoo: own}
 data: {source: own, batch: 16}
 calibration: {images: 16}
@@ -34,11 +34,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Result:
     """Run a command on an example's recipe, with a few of its samples."""
-    example = importlib.import_module(f"prunekit.examples.{name}")
+    example = importlib.import_module(name)
     small = tuple(Subset(part, range(count)) for part, count in zip(example.data(), (32, 8), strict=True))
     monkeypatch.setattr(example, "data", lambda: small)
     Path("mine.yaml").write_text(RECIPE.replace("NAME", name))
-    own = [f"--{part}=python:prunekit.examples.{name}:{part}" for part in ("model", "data")]
+    own = [f"--{part}=python:{name}:{part}" for part in ("model", "data")]
     return CliRunner().invoke(cli, [*command.split(), "mine.yaml", *own, "--allow-code"])
 
 

@@ -143,6 +143,6 @@ def test_a_batch_that_a_task_cannot_unpack(name: str, batch: Any, expected: str,
 )
 def test_what_a_task_cannot_do_is_refused(settings: TrainSettings, message: str) -> None:
     assert task_loss(IMAGE_CLASSIFICATION, settings) is not None
-    other = replace(IMAGE_CLASSIFICATION, name="other", logits=None, smoothed=None)
+    other = replace(IMAGE_CLASSIFICATION, name="other", logits=None, smoothed=None, labeled_images=False)
     with pytest.raises(UsageError, match=message):
         task_loss(other, settings)

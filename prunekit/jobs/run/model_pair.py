@@ -91,7 +91,7 @@ class ModelPair:
 
     def picture(self, values: Tensor) -> Pixels:
         """Return an input (C, H, W) as an image; samples of a task's own from their least to their largest value."""
-        if self.task in (None, IMAGE_CLASSIFICATION):
+        if self.task is None or self.task.labeled_images:
             return self.preprocessing.to_image(values)
         return stretched(values)
 

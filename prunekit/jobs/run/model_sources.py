@@ -208,7 +208,7 @@ def preprocessing_of(target: InputModel) -> Preprocessing:
 
 def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
     """Return the inputs of one sample; None for images, whose shape is enough."""
-    return None if splits.task is IMAGE_CLASSIFICATION else example_of(model, splits)
+    return None if splits.task.labeled_images else example_of(model, splits)
 
 
 def probe(target: InputModel) -> Any:

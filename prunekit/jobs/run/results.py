@@ -34,7 +34,6 @@ from prunekit.pruning.plan_search import Planned
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import facts_of
-from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, described_task
 from prunekit.utils.display import Displayed, Table, in_unit
 from prunekit.utils.files import write_csv
@@ -108,7 +107,7 @@ def measure(
     log = attempt.log
     pruned = prepared.load_model(run.path / "model", dense)
     task, example = prepared.splits.task, prepared.example_inputs
-    inputs = inputs_like(example, drawn=task is IMAGE_CLASSIFICATION)
+    inputs = inputs_like(example, drawn=task.labeled_images)
     found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}
     models = {name: model for name, model in found.items() if model is not None}
     files = {

@@ -14,7 +14,6 @@ from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Loss, Task, training_loss
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback, CurrentPlan
@@ -86,7 +85,7 @@ def needs_plan(settings: TrainSettings) -> bool:
 
 def task_loss(task: Task, settings: TrainSettings) -> Loss:
     """Return the loss of training."""
-    if (settings.mixup or settings.cutmix) and task is not IMAGE_CLASSIFICATION:
+    if (settings.mixup or settings.cutmix) and not task.labeled_images:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
     if settings.distill is not None and task.logits is None:
         raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from drawings import Scene, Scenes, scenes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.examples.drawings import Scene, Scenes, scenes
 from prunekit.tasks.task import Score, Task
 
 FACTOR = 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from drawings import CLASSES, Scenes, scenes
 from torch import Tensor, nn
 
-from prunekit.examples.drawings import CLASSES, Scenes, scenes
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.task import Task
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from drawings import SIZE, Scenes, scenes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.examples.drawings import SIZE, Scenes, scenes
 from prunekit.tasks.task import Score, Task
 
 STRIDE, SIGMA = 2, 1.0
