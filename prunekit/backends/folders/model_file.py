@@ -207,8 +207,8 @@ def _change(contents: FileContents, bundle: Bundle) -> str:
         bundle.module("torch")
     lines: list[str] = []
     if changes.shorter:
-        for name in ("shorten_", "Shortening"):
-            bundle.include("prunekit.channels.depth." + ("shorter_model" if name == "shorten_" else "branch"), name)
+        bundle.include("prunekit.channels.cut.shorter_model", "shorten_")
+        bundle.include("prunekit.channels.labels.branch", "Shortening")
         lines.append("# blocks that are gone, and the constants in their place")
         lines.append(f"shorten_(model, Shortening.from_json({wrapped(repr(changes.shorter.as_json()), 4, 42)}))")
     for path, has_place in changes.gone.items():
