@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from prunekit.measure.effort import Effort
 
-HERE = Effort(own_process=False)
-"""In this process: to start another takes longer than what it measures."""
+HERE = Effort(own_process=False, figures=False)
+"""In this process, without figures on pages: either takes longer than all else of a small job."""
 LITTLE = Effort(
     own_process=False,
+    figures=False,
     warm_up_calls=10,
     networks=10,
     network_ms=0.0,

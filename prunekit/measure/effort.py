@@ -1,4 +1,4 @@
-"""The effort of measurements of time: numbers of networks, processes and rounds."""
+"""The effort of a job for what it reports: networks, processes and rounds of measurements, and figures of pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Effort:
-    """The amount of measurement behind a figure of time.
+    """The amount of measurement behind a time, and whether pages have figures.
 
     Attributes:
         own_process: whether models are timed in processes of their own.
@@ -26,6 +26,7 @@ class Effort:
         rounds: least number of rounds in each process.
         rounds_ms: least time of these rounds together.
         most_rounds: most rounds in each process.
+        figures: whether figures are drawn, which takes longer than all else on a page.
     """
 
     own_process: bool = True
@@ -41,6 +42,7 @@ class Effort:
     rounds: int = 15
     rounds_ms: float = 2000.0
     most_rounds: int = 999
+    figures: bool = True
 
 
 DEFAULT = Effort()
@@ -54,7 +56,7 @@ def current_effort() -> Effort:
 
 @contextmanager
 def effort_of(effort: Effort) -> Iterator[None]:
-    """Put an effort in force for all measurements inside."""
+    """Put an effort in force for all measurements and pages inside."""
     before = _EFFORT.get()
     try:
         _EFFORT.set(effort)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,8 +158,14 @@ def records(frame: Any) -> list[dict[str, Any]] | None:
 
 def recipe_of(run: Run) -> dict[str, Any]:
     """Return the recipe of a run as nested dicts; {} if there is none, or none that can be read."""
+    return deepcopy(_parsed(run.recipe or ""))
+
+
+@lru_cache(maxsize=8)
+def _parsed(recipe: str) -> dict[str, Any]:
+    """Return the values of a recipe; a page asks several times, and parsing takes a quarter of a second."""
     try:
-        found = parse_yaml(run.recipe or "", "recipe.yaml")
+        found = parse_yaml(recipe, "recipe.yaml")
     except DataError:
         return {}
     return found if isinstance(found, dict) else {}

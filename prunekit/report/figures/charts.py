@@ -13,6 +13,7 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
+from prunekit.measure.effort import current_effort
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, PALE, SPARE_COLORS, canvas, stacked, svg, wide_and_narrow
 from prunekit.utils.display import plural
 
@@ -40,8 +41,8 @@ def shortened(text: str, length: int = 34) -> str:
 
 
 def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
-    """Return the figure of a table; None if the run wrote no rows."""
-    return None if frame is None or frame.empty else draw(frame)
+    """Return the figure of a table; None if the run wrote no rows, or figures are not wanted."""
+    return None if frame is None or frame.empty or not current_effort().figures else draw(frame)
 
 
 def _color(name: str, names: list[str]) -> str:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from prunekit.measure.effort import current_effort
 from prunekit.report.figures import canvas as figures
 from prunekit.report.figures.charts import evenly, shortened
 from prunekit.utils.files import atomic_file
@@ -72,7 +73,7 @@ def draw_flow(figure: Figure, rows: pd.DataFrame, *, narrow: bool = False) -> No
 
 def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
     """Return for each training run its name, its figure, the number of layers shown, and the number of all layers."""
-    if rows is None or rows.empty:
+    if rows is None or rows.empty or not current_effort().figures:
         return []
     return [
         (str(name), _svg(str(name), part), len(shown_layers(part)), part["layer"].nunique())

@@ -13,6 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
+from prunekit.measure.effort import current_effort
 from prunekit.measure.latency import row_text
 from prunekit.planning.budgets.latency_table import round_up
 from prunekit.report.figures import charts as figures
@@ -41,7 +42,7 @@ def values(run: Run) -> dict[str, Any]:
         "facts": facts,
         "tiles": _tiles(facts) if facts else [],
         "where": row_text.setting_text(facts["setting"]) if facts else "",
-        "layers": layers(run.fits["layers"]) if drawn else None,
+        "layers": layers(run.fits["layers"]) if drawn and current_effort().figures else None,
         "predictions": figures.figure_or_none(lambda rows: predictions(records(rows) or []), run.networks),
         "machine": row_text.machine_text(facts.get("machine", {})),
     }

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from prunekit.measure.effort import current_effort
 from prunekit.report.headline import Tile
 from prunekit.report.rendering import write
 from prunekit.report.run_data import Run
@@ -44,7 +45,7 @@ def explained(result: Mapping[str, Any]) -> dict[str, Any]:
         "result": result,
         "where": f"on {result['device']}, batch {result['batch']}, {threads}, eager",
         "tiles": _tiles(result),
-        "bars": _bars(module_times(result)),
+        "bars": _bars(module_times(result)) if current_effort().figures else None,
         "rows": [operator_cells(row) for row in result["rows"] if row["pruned"] or row["dense"]],
     }
 

@@ -16,6 +16,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
+from prunekit.measure.effort import current_effort
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, WIDTH, canvas, stacked, svg, wide_and_narrow
 from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile, capital, samples, scores, unit
@@ -43,7 +44,7 @@ class SensitivitySection:
 
     def read(self, run: Run) -> dict[str, Any] | None:
         """Return the curves, with where the plan stands; None if the plan was not made from such curves."""
-        if run.sensitivity is None or not ways(run.sensitivity):
+        if run.sensitivity is None or not ways(run.sensitivity) or not current_effort().figures:
             return None
         groups = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")
         kept = None if groups is None else groups["kept"].to_dict()
@@ -53,7 +54,7 @@ class SensitivitySection:
 def values(run: Run) -> dict[str, Any]:
     """Return what the template of the page shows of an analysis."""
     rows = run.sensitivity
-    there = rows is not None and bool(ways(rows))
+    there = rows is not None and bool(ways(rows)) and current_effort().figures
     return {
         "facts": run.analysis,
         "tiles": _tiles(run),

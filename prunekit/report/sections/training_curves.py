@@ -63,7 +63,10 @@ class ScheduleSection:
         """Return a figure of planned and actual shares; None if the run had no schedule."""
         if run.schedule is None or run.schedule.empty:
             return None
-        return {"metrics": run.metrics, "schedule": schedule(run.schedule, summary=run.metrics.get("schedule"))}
+        return {
+            "metrics": run.metrics,
+            "schedule": figures.figure_or_none(partial(schedule, summary=run.metrics.get("schedule")), run.schedule),
+        }
 
 
 @register_section("repair", about="the repair, layer by layer", order=60)
