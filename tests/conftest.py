@@ -83,6 +83,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """No test pulls the plug: what is written is there without waiting until it is on the disk."""
+    from prunekit.utils import files
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "sync", lambda path: None)
+        yield
+
+
 @pytest.fixture
 def little_effort() -> Iterator[None]:
     """Measures so little that figures of time mean nothing."""

@@ -45,7 +45,7 @@ def _without_waiting(task: Callable[[], object]) -> None:
     """What a killed process has written is there without waiting for the disk."""
     torch.set_num_threads(1)
     with patched() as patch:
-        patch.setattr(files, "_sync", lambda path: None)
+        patch.setattr(files, "sync", lambda path: None)
         task()
 
 

@@ -129,7 +129,7 @@ def test_another_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.skipif(os.name != "posix", reason="no such call")
 def test_it_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(artifacts, "_sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr(artifacts, "sync", lambda path: synced.append(path.name))
     replace = artifacts.os.replace
     monkeypatch.setattr(artifacts.os, "replace", lambda *paths: (synced.append("named"), replace(*paths)))
     write_state(tmp_path / "state", {"a": torch.ones(1)})

@@ -85,10 +85,10 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
         for written in (temporary, *temporary.rglob("*")):
             set_permissions(written)
             if durable:
-                _sync(written)
+                sync(written)
         replace_folder(temporary, path)
         if durable:
-            _sync(path.parent)
+            sync(path.parent)
 
 
 @contextmanager
@@ -250,7 +250,7 @@ def is_within(path: Path, folder: Path) -> bool:
     return path == folder or folder in path.parents
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; on POSIX systems alone."""
     if os.name != "posix":
         return

@@ -30,8 +30,6 @@ nothing = 3
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(CRITERIA, "_items", dict(CRITERIA._items))
-    monkeypatch.setattr(CRITERIA, "_homes", dict(CRITERIA._homes))
     (tmp_path / "outside.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return str(tmp_path / "outside.py")

@@ -31,12 +31,6 @@ SETTINGS = TrainSettings(epochs=3, lr=0.05)
 EVERY_STEP = CheckpointSettings(every_steps=1)
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk and a killed process do not need the disk to be waited for."""
-    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
-
-
 def train(
     folder: Path | None, model: nn.Module | None = None, keeping: CheckpointSettings = EVERY_STEP, **options: Any
 ) -> tuple[nn.Module, History, list[str]]:

@@ -22,7 +22,6 @@ from prunekit.data.splits import Splits
 from prunekit.settings.train import CheckpointSettings, ClampSettings, TrainSettings
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
-from prunekit.utils import files as artifacts
 from prunekit.utils import state_folders as states
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -97,12 +96,6 @@ def killed_while_writing(folder: Path, optimizer: Literal["sgd", "adam"], at: in
             deadly.around(patch, os, name)
         train(folder, optimizer)
     return deadly.moments
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process has written is there without waiting for the disk."""
-    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
 
 
 @pytest.mark.slow

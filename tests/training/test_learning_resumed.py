@@ -28,7 +28,6 @@ from prunekit.training.callbacks.history import History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
-from prunekit.utils import files as artifacts
 
 
 class Stopping(Callback):
@@ -58,10 +57,7 @@ def trained(folder: Path | None, settings: TrainSettings, stop: int = 0) -> tupl
 
 @pytest.mark.parametrize("stop", [3, 9, 12])  # before there is an average, with it, and before the last step
 @pytest.mark.parametrize("method", ["ema", "swa"])
-def test_a_run_that_was_stopped_ends_bit_by_bit_as_one_that_was_not(
-    method: Any, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
+def test_a_run_that_was_stopped_ends_bit_by_bit_as_one_that_was_not(method: Any, stop: int, tmp_path: Path) -> None:
     settings = TrainSettings(
         epochs=3,
         lr=0.05,
