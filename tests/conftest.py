@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import hypothesis
 import psutil
 import pytest
-from efforts import HERE, LITTLE
+from efforts import DRAWN, HERE, LITTLE
 
 from prunekit.measure.effort import effort_of
 from prunekit.measure.latency.machine import cores, cpu_quota
@@ -104,6 +104,13 @@ def little_effort() -> Iterator[None]:
 def here() -> Iterator[None]:
     """Measures in this process, whose objects the models of a test can reach."""
     with effort_of(HERE):
+        yield
+
+
+@pytest.fixture
+def drawn() -> Iterator[None]:
+    """Draws figures: for tests of what a page shows."""
+    with effort_of(DRAWN):
         yield
 
 

@@ -6,6 +6,8 @@ from prunekit.measure.effort import Effort
 
 HERE = Effort(own_process=False, figures=False)
 """In this process, without figures on pages: either takes longer than all else of a small job."""
+DRAWN = Effort(own_process=False)
+"""The same with figures."""
 LITTLE = Effort(
     own_process=False,
     figures=False,

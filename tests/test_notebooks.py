@@ -84,7 +84,7 @@ def _jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}; pip install -e '.[test]'")
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # without it jupyter_core warns
-    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "PRUNEKIT_CACHE"):
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.delenv("MPLBACKEND", raising=False)  # inline is what a kernel chooses
     monkeypatch.setenv("PYTHONPATH", str(Path(prunekit.__file__).parent.parent))

@@ -122,7 +122,6 @@ def test_every_kind_of_command_is_shown() -> None:
 @pytest.mark.usefixtures("little_effort")
 def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(checkout / "cache"))
     monkeypatch.setattr(batch_size, "free_memory", lambda: 200_000_000)  # so that few batches are tried
     for arguments in commands(OF_CHECKOUT):
         run(arguments, checkout / "runs" / "resnet34")
@@ -137,7 +136,6 @@ def test_python_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.
     """Each page by itself: what it uses it imports and makes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "tests" / "examples")
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     names = execute([page], tmp_path)
     if page.name == "README.md":
         assert type(names["again"]) is type(names["quick"].model) is type(names["model"])
@@ -150,7 +148,6 @@ def test_python_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.
 def test_five_minutes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own drawings, fewer of them; its commands, with short trainings."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     (page,) = (path for path in PAGES if path.name == WITH_DATA)
     draw, *use = blocks("python", [page])
     assert draw.count("range(100)") == 1

@@ -66,6 +66,7 @@ def test_filters_of_a_run_dense_beside_pruned(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_histograms_of_a_run_with_its_redundant_channels(folder: Path) -> None:
     done = run("histograms", str(folder), "--layers", "conv1", "--layers", "layer2.0.conv*", "--json")
     assert done.exit_code == 0, done.output

@@ -103,7 +103,6 @@ def test_an_example_is_a_job_from_the_recipe_to_the_report(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     example = importlib.import_module(name)
     small = tuple(Subset(part, range(count)) for part, count in zip(example.data(), (48, 8), strict=True))
     monkeypatch.setattr(example, "data", lambda: small)

@@ -28,7 +28,6 @@ threads: 1
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 

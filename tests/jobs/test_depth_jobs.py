@@ -83,9 +83,10 @@ def test_layers_of_a_block_that_is_gone_have_no_channels(shorter: Finished) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_the_page_draws_blocks_that_are_gone(shorter: Finished) -> None:
     folder, metrics, _ = shorter
-    page = (folder / "report.html").read_text(encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
     layers = 2 * len(metrics["blocks"])
     assert page.count('<tr class="gone">') == layers
     assert f"{layers} layers gone with their blocks" in page

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
+from efforts import DRAWN
 from task_sources import IGNORED, Segmenter, bert, docstrings, regressor, zeros_and_ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -29,6 +30,7 @@ from prunekit.jobs.evaluate import evaluate
 from prunekit.jobs.finetune import finetune
 from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.model_sources import resolve
+from prunekit.measure.effort import effort_of
 from prunekit.report.headline import compared
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
@@ -69,6 +71,8 @@ def job(output: Path, training: TrainSettings, **changes: Any) -> JobSettings:
 
 
 def pages_of(folder: Path) -> str:
+    with effort_of(DRAWN):
+        write_report(folder)
     return "".join((folder / name).read_text() for name in ("report.html", "metrics.json", "history.csv"))
 
 

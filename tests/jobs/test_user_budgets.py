@@ -228,11 +228,8 @@ def written(file: Path, text: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_job_of_the_command_line_keeps_to_it_and_its_page_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_the_command_line_keeps_to_it_and_its_page_shows_it(tmp_path: Path) -> None:
     register()
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "own.yaml").write_text(RECIPE)
     done = CliRunner().invoke(cli, ["prune", str(tmp_path / "own.yaml"), f"output={tmp_path / 'runs'}"])
     (folder,) = (tmp_path / "runs" / "own").glob("2*")
