@@ -20,8 +20,8 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
+from prunekit.pruning.latency_search import TimedPlanSearch
 from prunekit.pruning.latency_target import LatencyTarget
-from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.profiling import Profile, profile
 from prunekit.settings.pruning import PruneSettings, Target
 from prunekit.utils.context import seeded
@@ -82,11 +82,11 @@ class Case:
     profiled: Profile
     facts: dict[str, Any]
 
-    def search(self, settings: PruneSettings) -> PlanSearch:
+    def search(self, settings: PruneSettings) -> TimedPlanSearch:
         """The search for a plan within budgets of time."""
         inputs, examples = inputs_like((self.example,)), ((self.example,),)
         target = LatencyTarget(self.model, self.channel_map, inputs, settings, self.profiled)
-        return PlanSearch(self.model, examples, settings, self.channel_map, target, log=log)
+        return TimedPlanSearch(self.model, examples, settings, self.channel_map, latency=target, log=log)
 
 
 def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, networks: int) -> Case:

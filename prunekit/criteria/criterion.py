@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest
 from prunekit.known_names import CRITERIA
-from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.patch_moments import PatchStats
-from prunekit.statistics.taylor_terms import TaylorTerms
 
 if TYPE_CHECKING:
     from prunekit.channels.tracing.channel_map import ChannelMap
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.patch_moments import PatchStats
+    from prunekit.statistics.taylor_terms import TaylorTerms
 
 Scores = npt.NDArray[np.float64]
 Need = Literal["weights", "stats", "patches", "ranks", "gradients", "curvature", "labels"]

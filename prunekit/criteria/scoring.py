@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,14 @@ from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import Criterion, Evidence, Need, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.statistics.patch_moments import PatchStats
-from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import as_real
+
+if TYPE_CHECKING:
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.patch_moments import PatchStats
+    from prunekit.statistics.taylor_terms import TaylorTerms
 
 
 def score(

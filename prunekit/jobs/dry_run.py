@@ -14,7 +14,8 @@ from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import devices
-from prunekit.pruning.plan_search import DOUBT, PlanSearch
+from prunekit.pruning.latency_search import DOUBT
+from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import PruneSettings, facts_of

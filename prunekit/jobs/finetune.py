@@ -404,7 +404,7 @@ class FinetuneRun:
             rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
         return {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
 
-    def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
+    def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult | None:
         """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""
         folder = FOLDER if self.job.deploy.wanted else "model"
         return self.search.deliver(planned, self.prepared.load_model(self.folder.path / folder, dense))

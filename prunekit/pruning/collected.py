@@ -15,7 +15,7 @@ from prunekit.hooks.model_copy import named_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.pruning.sample_statistics import patch_statistics, samples_for
-from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.calibration import IMAGES, RepairSettings
 from prunekit.statistics.patch_moments import PatchStats, shortfalls
 from prunekit.tasks.task import Task
 from prunekit.utils.context import paused_garbage_collection, release_memory
@@ -24,9 +24,6 @@ from prunekit.utils.inputs import inputs_as_example, sample_count, select_sample
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
 from prunekit.utils.tensors import write_count
-
-IMAGES = 1024
-"""Samples that are taken from a loader or a data set, unless another number is asked for."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
+from typing import Self
 
 import numpy as np
 from torch import nn
 
-from prunekit.backends.session import Inputs
-from prunekit.errors import RunError
+from prunekit.backends.session import Inputs, inputs_like
+from prunekit.deploy.transform import transform_of
+from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import LatencyReport, devices, prepared_latency
 from prunekit.measure.latency.row_text import failure_lines
+from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
+from prunekit.planning.solver import feasible_plan
 from prunekit.pruning.latency_target import (
     FINAL_SHARE,
     GOAL,
     NEAR,
+    PROFILE_SHARE,
     SEARCH_SHARE,
     TOLERANCE,
     Attempt,
+    LatencyResult,
     LatencyTarget,
     Timing,
     distance,
     mean_excess,
     next_share,
 )
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
+from prunekit.pruning.profiling import profile
+from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import plural
 from prunekit.utils.progress import Log
@@ -37,6 +46,85 @@ CERTAIN = 0.0125
 """Half of the 95 % interval of the median over processes, as a share of it, that is small enough (tolerance: 3 %)."""
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """97.5 % quantiles of Student's distribution (1908), for 1, 2, ... degrees of freedom."""
+
+
+DOUBT = 0.05
+"""How wrong a latency table may be: a budget that is predicted to be met by less than this is measured first."""
+
+
+@dataclass(frozen=True, eq=False)
+class TimedPlanSearch(PlanSearch):
+    """The search for a plan within budgets of time, which a profile predicts and measurements decide."""
+
+    latency: LatencyTarget = field(kw_only=True)
+
+    def with_weights(self, model: nn.Module) -> Self:
+        """Return the search for the same network with other weights, as training changes no structure."""
+        return replace(super().with_weights(model), latency=replace(self.latency, model=model))
+
+    def require_reachable(self) -> None:
+        """Raise if the budgets cannot be met; the fastest plan is measured where the prediction is in doubt."""
+        target = self.latency
+        if target.least_share > 1 - DOUBT:
+            by_norm = replace(target.aim(target.least_share), criterion="l2", scope="global")
+            fastest = replace(self, settings=by_norm).within_memory()
+            timing = time_compact(target, fastest.compact, SEARCH_SHARE * self.settings.target.limit_s, self.log)
+            if timing.excess(target.asked) > 1:
+                raise target.out_of_reach(timing)
+        if target.least_share <= 1:
+            feasible_plan(self.channel_map, self.settings.in_blocks, target.table)
+
+    def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Return a plan within all budgets, by measuring one after the other."""
+        timed, search, found = LatencySearch(self.latency, log=self.log), self, list[Planned]()
+        while not timed.done:
+            planned = replace(search, settings=timed.aim).within_memory(inputs)
+            found.append(planned)
+            search = replace(search, channel_map=planned.plan.channel_map)  # the trial's locks hold for the next too
+            timed.measure(planned.plan, planned.compact)
+        best = timed.best()
+        planned = next(one for one in found if one.plan is best)
+        return replace(self.as_asked(planned, self.latency.asked_figures), attempts=tuple(timed.attempts))
+
+    def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Return a plan within budgets of time by prediction, or else the fastest one."""
+        aim = self.latency.aim(self.latency.first_share)
+        return self.as_asked(replace(self, settings=aim).within_memory(inputs), self.latency.asked_figures)
+
+    def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
+        """Measure the final model beside the dense one in fresh processes."""
+        final = time_delivered(self.latency, planned.attempts[0].timing, model, self.log)
+        found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
+        self.log(f"latency: measured last: {final}: {100 * found.excess:.1f} % of the time asked for")
+        return found
+
+
+def with_profile(search: PlanSearch, deploy: DeploySettings, *, measure: bool) -> TimedPlanSearch:
+    """Return a search with a latency profile of its target, see `PlanSearch.with_profile`."""
+    model, example, settings = search.model, search.examples[0], search.settings
+    transform = transform_of(model, example, deploy)
+    try:
+        inputs = inputs_like(example)
+    except UsageError as error:
+        timed = " and ".join(name for name in settings.budget.given if facts_of(name).measured)
+        raise UsageError(f"budget {timed}: {error}; give macs, params, channels or size_mb instead") from error
+    require_unmeasured_met(search.channel_map, settings.in_blocks)
+    found = profile(
+        model,
+        example,
+        settings=settings,
+        channel_map=search.channel_map,
+        more_examples=search.examples[1:],
+        measure=measure,
+        limit_s=PROFILE_SHARE * settings.target.limit_s,
+        transform=transform,
+        log=search.log,
+        progress=False,
+    )
+    search.log("; ".join((f"profile: {found.accuracy}", *found.notes)))
+    target = LatencyTarget(model, search.channel_map, inputs, settings, found, transform)
+    parts = {one.name: getattr(search, one.name) for one in fields(search) if one.name != "latency"}
+    return TimedPlanSearch(**parts, latency=target)
 
 
 class LatencySearch:

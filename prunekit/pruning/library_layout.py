@@ -89,29 +89,92 @@ class LibraryModel:
         """Return the same for the same network with other weights."""
         return replace(self, model=model, inner=model.get_submodule(self.path))
 
+    def with_layout(self, channel_map: ChannelMap) -> ChannelMap:
+        """Return the map with the widths that a configuration of the model's class in transformers can say.
+
+        Each family of groups is tried: a configuration has to make tensors of the narrower shapes, and what the class
+        builds from it has to compute what the compact model does. Families that no entry says alone are tried with
+        others that the same entry changes, as T5's `d_ff` is for encoder and decoder. The others stay whole.
+        """
+        return with_equal_widths(channel_map, _LayoutSearch(self, channel_map).found())
+
+    def with_known_layout(self, channel_map: ChannelMap, layouts: Sequence[EqualWidths]) -> ChannelMap:
+        """Return the map with the last of the layouts, or another one if a trial has locked what that needs."""
+        if layouts:
+            channel_map = with_equal_widths(channel_map, layouts[-1])
+        holds = channel_map.traced.equal_widths.holds_for(channel_map.families.keys())
+        return channel_map if holds else self.with_layout(channel_map)
+
+    def with_config_multiples(self, channel_map: ChannelMap, keep: Keep) -> ChannelMap | None:
+        """Return the map with what a configuration needs to say the widths of a plan; None if it says them.
+
+        A width may have to be a multiple of another, as the hidden size of the number of heads, which is known once a
+        plan has chosen both. Where no multiple of one family helps, one stays whole.
+        """
+        layout = _LayoutSearch(self, channel_map)
+        if layout.says(keep):
+            return None
+        equal = channel_map.traced.equal_widths
+        for family, groups in sorted(layout.families.items(), key=lambda one: -one[1][0].labels.size):
+            size = groups[0].labels.size
+            count = int(np.count_nonzero(keep[groups[0].labels]))
+            if family in equal.whole or count == size or len(equal.with_family(family)) > 1:
+                continue
+            known = equal.multiples.get(family, 1)
+            for multiple in range(2 * known, min(MULTIPLE, count) + 1, known):
+                tried = [layout.with_count(keep, family, count // multiple * multiple - less) for less in (0, multiple)]
+                if all(one is not None and layout.says(one) for one in tried):
+                    multiples = {**equal.multiples, family: multiple}
+                    return with_equal_widths(channel_map, replace(equal, multiples=multiples))
+        for together in dict.fromkeys(equal.with_family(family) for family in layout.families):
+            other = layout.with_whole(keep, together)
+            if not np.array_equal(other, keep) and layout.says(other):
+                name = f"no configuration says widths of {', '.join(sorted(map(family_name, together)))} beside others"
+                return with_equal_widths(channel_map, _with_whole(equal, together, name))
+        raise PlanError(layout.misfit(keep))
+
+    def sayable_plan(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
+        """Return a plan of which some configuration makes the shapes; its map has what that took."""
+        plan = make(channel_map)
+        while (other := self.with_config_multiples(plan.channel_map, plan.keep)) is not None:
+            plan = make(other)
+        return plan
+
+    def plan_in_layout(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
+        """Return a plan whose widths a configuration says, with its entries, for a map that a trial has settled."""
+        while True:
+            plan = self.sayable_plan(channel_map, make)
+            note, layout = self.changes(compact(self.model, plan), plan)
+            if note is not None:
+                return replace(plan, provenance={**plan.provenance, LIBRARY_CONFIG: note})
+            channel_map = with_equal_widths(plan.channel_map, layout)
+
+    def changes(self, small: nn.Module, plan: Plan) -> tuple[dict[str, Any] | None, EqualWidths]:
+        """Return what the configuration of a compact model has to say, or a layout in which more stays whole."""
+        search, chart, equal = self.search, plan.channel_map, plan.channel_map.traced.equal_widths
+        calls = _Calls.of(_in_precision(small, self.examples), self.path, self.examples)
+        wanted, reason = shapes_of(calls.inner), ""
+        for changes in search.fitting(wanted, kept_counts(chart, plan.keep)):
+            reason = calls.difference(search, changes)
+            if not reason:
+                return {"module": self.path, "config": search.noted(changes)}, equal
+        narrower = [
+            equal.with_family(chart.family_of(group)) for group in chart.groups if not plan.keep[group.labels].all()
+        ]
+        if not reason or not narrower:
+            raise PlanError(_misfit(self.inner, search.dense, wanted, reason))
+        layout = _LayoutSearch(self, chart)
+        alone = [one for one in dict.fromkeys(narrower) if not layout.can_say_alone(plan.keep, one)]
+        worst = max(alone or narrower, key=len)
+        text = f"narrower, {' and '.join(sorted(map(family_name, worst)))} would compute something else: {reason}"
+        stay = [one for one in worst if len(worst) == 1 or not layout.can_say_alone(plan.keep, [one])]
+        return None, _with_whole(equal, worst, text, stay)
+
 
 def _adapter(model: nn.Module) -> str | None:
     """Return the path of a layer with an adapter of peft, such as LoRA; None without one."""
     kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
     return next((path for path, module in model.named_modules() if isinstance(module, kind)), None)
-
-
-def with_library_layout(library: LibraryModel, channel_map: ChannelMap) -> ChannelMap:
-    """Return the map with the widths that a configuration of the model's class in transformers can say.
-
-    Each family of groups is tried: a configuration has to make tensors of the narrower shapes, and what the class
-    builds from it has to compute what the compact model does. Families that no entry says alone are tried with others
-    that the same entry changes, as T5's `d_ff` is for encoder and decoder. The others stay whole.
-    """
-    return with_equal_widths(channel_map, _LayoutSearch(library, channel_map).found())
-
-
-def with_known_layout(library: LibraryModel, channel_map: ChannelMap, layouts: Sequence[EqualWidths]) -> ChannelMap:
-    """Return the map with the last of the layouts, or another one if a trial has locked what that needs."""
-    if layouts:
-        channel_map = with_equal_widths(channel_map, layouts[-1])
-    holds = channel_map.traced.equal_widths.holds_for(channel_map.families.keys())
-    return channel_map if holds else with_library_layout(library, channel_map)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,34 +345,6 @@ def kept_counts(channel_map: ChannelMap, keep: Keep) -> set[tuple[int, int]]:
     return {(size, count) for size, count in pairs if 0 < count < size}
 
 
-def with_config_multiples(library: LibraryModel, channel_map: ChannelMap, keep: Keep) -> ChannelMap | None:
-    """Return the map with what a configuration needs to say the widths of a plan; None if it says them.
-
-    A width may have to be a multiple of another, as the hidden size of the number of heads, which is known once a plan
-    has chosen both. Where no multiple of one family helps, one stays whole.
-    """
-    layout = _LayoutSearch(library, channel_map)
-    if layout.says(keep):
-        return None
-    equal = channel_map.traced.equal_widths
-    for family, groups in sorted(layout.families.items(), key=lambda one: -one[1][0].labels.size):
-        size = groups[0].labels.size
-        count = int(np.count_nonzero(keep[groups[0].labels]))
-        if family in equal.whole or count == size or len(equal.with_family(family)) > 1:
-            continue
-        known = equal.multiples.get(family, 1)
-        for multiple in range(2 * known, min(MULTIPLE, count) + 1, known):
-            tried = [layout.with_count(keep, family, count // multiple * multiple - less) for less in (0, multiple)]
-            if all(one is not None and layout.says(one) for one in tried):
-                return with_equal_widths(channel_map, replace(equal, multiples={**equal.multiples, family: multiple}))
-    for together in dict.fromkeys(equal.with_family(family) for family in layout.families):
-        other = layout.with_whole(keep, together)
-        if not np.array_equal(other, keep) and layout.says(other):
-            name = f"no configuration says widths of {', '.join(sorted(map(family_name, together)))} beside others"
-            return with_equal_widths(channel_map, _with_whole(equal, together, name))
-    raise PlanError(layout.misfit(keep))
-
-
 @dataclass(frozen=True, eq=False)
 class _Calls:
     """Calls of a model of transformers inside a model that runs on its examples: arguments and results.
@@ -407,46 +442,6 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     allowed = TOLERANCE.get(a.dtype, 8 * torch.finfo(a.dtype).eps)
     largest = float(a.double().abs().max()) if a.numel() else 0.0
     return torch.equal(a, b) or bool((a.double() - b.double()).abs().max() <= allowed * largest)
-
-
-def sayable_plan(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
-    """Return a plan of which some configuration makes the shapes; its map has what that took."""
-    plan = make(channel_map)
-    while (other := with_config_multiples(library, plan.channel_map, plan.keep)) is not None:
-        plan = make(other)
-    return plan
-
-
-def plan_in_layout(library: LibraryModel, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
-    """Return a plan whose widths a configuration says, with its entries, for a map that a trial has settled."""
-    while True:
-        plan = sayable_plan(library, channel_map, make)
-        note, layout = library_changes(library, compact(library.model, plan), plan)
-        if note is not None:
-            return replace(plan, provenance={**plan.provenance, LIBRARY_CONFIG: note})
-        channel_map = with_equal_widths(plan.channel_map, layout)
-
-
-def library_changes(library: LibraryModel, small: nn.Module, plan: Plan) -> tuple[dict[str, Any] | None, EqualWidths]:
-    """Return what the configuration of a compact model has to say, or a layout in which more stays whole."""
-    search, chart, equal = library.search, plan.channel_map, plan.channel_map.traced.equal_widths
-    calls = _Calls.of(_in_precision(small, library.examples), library.path, library.examples)
-    wanted, reason = shapes_of(calls.inner), ""
-    for changes in search.fitting(wanted, kept_counts(chart, plan.keep)):
-        reason = calls.difference(search, changes)
-        if not reason:
-            return {"module": library.path, "config": search.noted(changes)}, equal
-    narrower = [
-        equal.with_family(chart.family_of(group)) for group in chart.groups if not plan.keep[group.labels].all()
-    ]
-    if not reason or not narrower:
-        raise PlanError(_misfit(library.inner, search.dense, wanted, reason))
-    layout = _LayoutSearch(library, chart)
-    alone = [one for one in dict.fromkeys(narrower) if not layout.can_say_alone(plan.keep, one)]
-    worst = max(alone or narrower, key=len)
-    text = f"narrower, {' and '.join(sorted(map(family_name, worst)))} would compute something else: {reason}"
-    stay = [one for one in worst if len(worst) == 1 or not layout.can_say_alone(plan.keep, [one])]
-    return None, _with_whole(equal, worst, text, stay)
 
 
 def _with_whole(

@@ -7,14 +7,13 @@ use: `trace`, `with_profile`, `require_reachable`, `find` (or `predict`), and `d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from torch import nn
 
-from prunekit.backends.session import inputs_like
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.equal_widths import EqualWidths
@@ -25,45 +24,36 @@ from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import normalize, score
-from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.model_size import count_memory
 from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
 from prunekit.planning.candidates import Scores
-from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
-from prunekit.pruning.latency_search import LatencySearch, time_binds, time_compact, time_delivered
-from prunekit.pruning.latency_target import PROFILE_SHARE, SEARCH_SHARE, Attempt, LatencyResult, LatencyTarget
-from prunekit.pruning.library_layout import (
-    LibraryModel,
-    library_changes,
-    sayable_plan,
-    with_known_layout,
-    with_library_layout,
-)
-from prunekit.pruning.profiling import profile
-from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
-from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.patch_moments import PatchStats
-from prunekit.statistics.taylor_terms import TaylorTerms
 from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import plural
 from prunekit.utils.files import json_values
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import Log, stage
 
+if TYPE_CHECKING:
+    from prunekit.planning.budgets.latency_table import LatencyTable
+    from prunekit.pruning.latency_target import Attempt, LatencyResult, LatencyTarget
+    from prunekit.pruning.library_layout import LibraryModel
+    from prunekit.repair.share_check import ShareCheck
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.patch_moments import PatchStats
+    from prunekit.statistics.taylor_terms import TaylorTerms
+
 MEMORY = facts_of("memory_mb")
 ATTEMPTS = 6
 """How many plans are made for a budget of memory, at most."""
 NEAR = 0.005
 """Share of the budget of memory: a plan that leaves at most this much unused is not improved on."""
-DOUBT = 0.05
-"""How wrong a latency table may be: a budget that is predicted to be met by less than this is measured first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +101,15 @@ class PlanSearch:
     examples: tuple[tuple[Any, ...], ...]
     settings: PruneSettings
     channel_map: ChannelMap
-    latency: LatencyTarget | None = None
+    latency: LatencyTarget | None = field(default=None, init=False)
     log: Log = stage
     log_plans: bool = False
     library: LibraryModel | None = None
+
+    @property
+    def table(self) -> LatencyTable | None:
+        """The table that predicts the times of plans; None without a budget of time."""
+        return None if self.latency is None else self.latency.table
 
     @classmethod
     def trace(
@@ -144,15 +139,15 @@ class PlanSearch:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection():
             channel_map = channel_map or trace(model, *examples, outputs=outputs)
-        library = LibraryModel.of(model, examples) if settings.layout == "huggingface" else None
+        library = library_of(model, examples, settings)
         if library is not None:
-            channel_map = with_library_layout(library, channel_map)
+            channel_map = library.with_layout(channel_map)
         traced = 1 + max(run.example for run in channel_map.traced.trace.runs)
         if traced > len(examples):
             raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
         return cls(model, examples, settings, channel_map, log=log, log_plans=log_plans, library=library)
 
-    def with_profile(self, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> Self:
+    def with_profile(self, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> PlanSearch:
         """Return the search with a latency profile of the target, where a budget is one of time.
 
         Args:
@@ -164,39 +159,16 @@ class PlanSearch:
             UsageError: the model takes something else than tensors with a batch, or as for `profile`.
             PlanError: a budget that is not one of time cannot be met; nothing was measured.
         """
-        timed = [name for name in self.settings.budget.given if facts_of(name).measured]
-        if not timed:
+        if not self.settings.budget.measured:
             return self
-        transform = transform_of(self.model, self.examples[0], deploy)
-        try:
-            inputs = inputs_like(self.examples[0])
-        except UsageError as error:
-            raise UsageError(
-                f"budget {' and '.join(timed)}: {error}; give macs, params, channels or size_mb instead"
-            ) from error
-        require_unmeasured_met(self.channel_map, self.settings.in_blocks)
-        found = profile(
-            self.model,
-            self.examples[0],
-            settings=self.settings,
-            channel_map=self.channel_map,
-            more_examples=self.examples[1:],
-            measure=measure,
-            limit_s=PROFILE_SHARE * self.settings.target.limit_s,
-            transform=transform,
-            log=self.log,
-            progress=False,
-        )
-        self.log("; ".join((f"profile: {found.accuracy}", *found.notes)))
-        target = LatencyTarget(self.model, self.channel_map, inputs, self.settings, found, transform)
-        return replace(self, latency=target)
+        from prunekit.pruning.latency_search import with_profile  # runtimes and profiles, for budgets of time alone
+
+        return with_profile(self, deploy, measure=measure)
 
     def with_weights(self, model: nn.Module) -> Self:
         """Return the search for the same network with other weights, as training changes no structure."""
-        target = self.latency
         library = None if self.library is None else self.library.with_weights(model)
-        latency = None if target is None else replace(target, model=model)
-        return replace(self, model=model, latency=latency, library=library)
+        return replace(self, model=model, library=library)
 
     def require_reachable(self) -> None:
         """Raise if the budgets cannot be met, before anything is trained.
@@ -206,18 +178,7 @@ class PlanSearch:
         Raises:
             PlanError: the budgets cannot be met; names the best that is possible.
         """
-        target = self.latency
-        if target is None:
-            feasible_plan(self.channel_map, self.settings)
-            return
-        if target.least_share > 1 - DOUBT:
-            by_norm = replace(target.aim(target.least_share), criterion="l2", scope="global")
-            fastest = replace(self, settings=by_norm).within_memory()
-            timing = time_compact(target, fastest.compact, SEARCH_SHARE * self.settings.target.limit_s, self.log)
-            if timing.excess(target.asked) > 1:
-                raise target.out_of_reach(timing)
-        if target.least_share <= 1:
-            feasible_plan(self.channel_map, self.settings.in_blocks, target.table)
+        feasible_plan(self.channel_map, self.settings)
 
     def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan within all budgets; budgets of time are met by measurement.
@@ -226,24 +187,11 @@ class PlanSearch:
             PlanError: a budget cannot be met (names the best that is possible), or nothing would be removed.
             RunError: the target cannot run the model.
         """
-        if self.latency is None:
-            return self.within_memory(inputs)
-        timed, search, found = LatencySearch(self.latency, log=self.log), self, list[Planned]()
-        while not timed.done:
-            planned = replace(search, settings=timed.aim).within_memory(inputs)
-            found.append(planned)
-            search = replace(search, channel_map=planned.plan.channel_map)  # the trial's locks hold for the next too
-            timed.measure(planned.plan, planned.compact)
-        best = timed.best()
-        planned = next(one for one in found if one.plan is best)
-        return replace(self._as_asked(planned, self.latency.asked_figures), attempts=tuple(timed.attempts))
+        return self.within_memory(inputs)
 
     def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan without measuring it: within budgets of time by prediction, or else the fastest one."""
-        if self.latency is None:
-            return self.within_memory(inputs)
-        aim = self.latency.aim(self.latency.first_share)
-        return self._as_asked(replace(self, settings=aim).within_memory(inputs), self.latency.asked_figures)
+        return self.within_memory(inputs)
 
     def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan whose compact model takes no more memory than the budget, if there is one, when it runs.
@@ -287,7 +235,7 @@ class PlanSearch:
                 f"made for it takes {MEMORY.in_words(counted)}; raise the budget"
             )
         figures = {"asked": asked, "left": most, "dense": self._megabytes(self.model)}
-        return self._as_asked(best, {"memory_mb": figures})
+        return self.as_asked(best, {"memory_mb": figures})
 
     def try_plan(self, settings: PruneSettings, channel_map: ChannelMap, inputs: CriterionInputs) -> Planned:
         """Score, plan, and try the plan until masked == compact: what differs is locked, and planned again.
@@ -297,7 +245,7 @@ class PlanSearch:
             channel_map: of the search, with the locks that earlier trials added.
             inputs: what the criterion reads.
         """
-        table, made = None if self.latency is None else self.latency.table, list[tuple[Plan, Scores]]()
+        made = list[tuple[Plan, Scores]]()
         library, layouts = self.library, list[EqualWidths]()
 
         def choose(chart: ChannelMap) -> Keep:
@@ -306,7 +254,7 @@ class PlanSearch:
             release_memory(self.model)
 
             def planned(chart: ChannelMap, scores: Scores = scores) -> Plan:
-                return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
+                return make_plan(chart, scores, settings, seed=inputs.seed, latency=self.table)
 
             if library is None and inputs.check is not None:
                 said = inputs.check.note
@@ -316,7 +264,7 @@ class PlanSearch:
             elif library is None:
                 plan = planned(chart)
             else:
-                plan = sayable_plan(library, with_known_layout(library, chart, layouts), planned)
+                plan = library.sayable_plan(library.with_known_layout(chart, layouts), planned)
                 layouts.append(plan.channel_map.traced.equal_widths)
             made.append((plan, scores))
             return plan.keep
@@ -327,7 +275,7 @@ class PlanSearch:
             while library is not None and note is None:
                 chart = with_equal_widths(settled.channel_map, made[-1][0].channel_map.traced.equal_widths)
                 plan = replace(made[-1][0], channel_map=chart)
-                note, other = library_changes(library, settled.compact, plan)
+                note, other = library.changes(settled.compact, plan)
                 if note is None:
                     layouts.append(other)
                     settled = run_trial(self.model, chart, choose, list(self.examples), plain=settings.plain_classes)
@@ -342,8 +290,8 @@ class PlanSearch:
             set_noted_config(settled.compact, note)
         return Planned(plan, scores, settled.compact, settled.difference, added, unseen + _uncounted(self.channel_map))
 
-    def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
-        """Measure the final model beside the dense one in fresh processes.
+    def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult | None:
+        """Measure the final model beside the dense one in fresh processes; None without a budget of time.
 
         Args:
             planned: the result of `find`.
@@ -352,17 +300,13 @@ class PlanSearch:
         Raises:
             RunError: the target cannot run it.
         """
-        assert self.latency is not None
-        final = time_delivered(self.latency, planned.attempts[0].timing, model, self.log)
-        found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
-        self.log(f"latency: measured last: {final}: {100 * found.excess:.1f} % of the time asked for")
-        return found
+        return None
 
     def _megabytes(self, model: nn.Module) -> float:
         target = self.settings.target
         return count_memory(model, self.examples[0], target.batch, target.dtype) / MEMORY.per_unit
 
-    def _as_asked(self, planned: Planned, figures: Mapping[str, Mapping[str, float]]) -> Planned:
+    def as_asked(self, planned: Planned, figures: Mapping[str, Mapping[str, float]]) -> Planned:
         """Return the plan with settings and budgets as they were given, not as they were aimed at."""
         origin = planned.plan.provenance
         budgets = {name: {**found, **figures.get(name, {})} for name, found in origin["budgets"].items()}
@@ -409,6 +353,15 @@ class Planned:
             name: replace(curve, outputs=weighted_output_count(groups[name], chart, patches))
             for name, curve in cumulative_curves(chart, self.scores).items()
         }
+
+
+def library_of(model: nn.Module, examples: Sequence[tuple[Any, ...]], settings: PruneSettings) -> LibraryModel | None:
+    """Return the model of transformers whose configuration has to say all widths; None in other layouts."""
+    if settings.layout != "huggingface":
+        return None
+    from prunekit.pruning.library_layout import LibraryModel
+
+    return LibraryModel.of(model, examples)
 
 
 def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:

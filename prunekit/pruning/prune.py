@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -19,23 +19,22 @@ from prunekit.measure.verification import verify
 from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
-from prunekit.pruning.collected import IMAGES
-from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
 from prunekit.pruning.plan_search import Planned
 from prunekit.pruning.prune_request import Calibration, Request
 from prunekit.pruning.pruned import Pruned
-from prunekit.repair.repair_model import repair as repair_masked
-from prunekit.repair.repair_report import RepairReport
-from prunekit.settings.calibration import RepairSettings
+from prunekit.settings.calibration import IMAGES, RepairSettings
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import Depth, Layout, PruneSettings, Scope, Target
-from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.taylor_terms import TaylorTerms
-from prunekit.tasks.task import Task
 from prunekit.utils.context import is_large, release_memory
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
+
+if TYPE_CHECKING:
+    from prunekit.repair.repair_report import RepairReport
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.taylor_terms import TaylorTerms
+    from prunekit.tasks.task import Task
 
 
 @public_call
@@ -373,6 +372,8 @@ def _as_planned(request: Request, planned: Planned) -> Pruned:
 
 def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> Pruned:
     """Return the result with the kept weights fitted to the outputs of the dense model on the samples."""
+    from prunekit.repair.repair_model import repair as repair_masked
+
     masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
     release_memory(request.model)
     stage("verify: the repaired model and the compact one")
@@ -401,6 +402,8 @@ def _with_zeros(
     request: Request, planned: Planned, pattern: PatternSettings, repairing: RepairSettings | None
 ) -> Pruned:
     """Return the result with zeros among the weights that the plan's channels leave, and fitted where asked for."""
+    from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
+
     report = None
     few = request.search.examples[0] if request.samples is None else request.first_samples(8)
     model, order = with_best_order(request.model, planned.plan, few, pattern)
@@ -421,6 +424,8 @@ def _with_zeros(
 
 def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan:
     """Return a plan with masks of single weights."""
+    from prunekit.pruning.pattern_zeros import zeros_by_size, zeros_from_samples
+
     if request.samples is None:
         return zeros_by_size(request.model, plan, request.search.examples[0], pattern)[0]
     return zeros_from_samples(request.model, plan, request.samples, pattern, RepairSettings(), log=stage).plan
@@ -428,10 +433,8 @@ def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan
 
 def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
     """Return the result with its measured time, if a budget is one of time."""
-    if request.search.latency is None:
-        return result
     took = request.search.deliver(planned, result.model)
-    return replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
+    return result if took is None else replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
 
 def _said(request: Request, planned: Planned, flushed: FlushedModel) -> tuple[str, ...]:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import HALF
-from prunekit.criteria.criterion import get_criterion
-from prunekit.criteria.elimination import unread_stacks
 from prunekit.errors import ModelError, UsageError, require_kind, reraise_shortage
-from prunekit.pruning.collected import Collected
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
-from prunekit.pruning.sample_statistics import activation_statistics, patch_statistics, samples_for, share_check
-from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pruning import PruneSettings
-from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.patch_moments import shortfalls
-from prunekit.statistics.taylor_terms import TaylorTerms
-from prunekit.tasks.task import Task
 from prunekit.utils.context import is_large, release_memory, training_mode
 from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import map_tensors
 
-Calibration = Tensor | Mapping[str, Any] | Iterable[Any] | Collected
+if TYPE_CHECKING:
+    from prunekit.pruning.collected import Collected
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.taylor_terms import TaylorTerms
+    from prunekit.tasks.task import Task
+
+Calibration: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any] | Collected"
 """Samples: tensors that hold all of them, a list of images, a data set, a generator, or a loader; or of `collect`."""
 
 
@@ -58,12 +55,17 @@ class Request:
     samples: Any = field(default=None, init=False)
     search: PlanSearch = field(init=False)
     notes: tuple[str, ...] = field(default=(), init=False)
-    _check: ShareCheck | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
-        made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
-        require_kind("gradients", self.gradients, TaylorTerms, made)
+        if self.stats is not None or self.gradients is not None:
+            from prunekit.statistics.channel_stats import ChannelStats
+            from prunekit.statistics.taylor_terms import TaylorTerms
+
+            require_kind(
+                "stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)"
+            )
+            made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
+            require_kind("gradients", self.gradients, TaylorTerms, made)
         require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
 
     def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
@@ -73,6 +75,8 @@ class Request:
             self.samples = collected.samples
             channel_map = channel_map or collected.channel_map
         elif self.calibration is not None:
+            from prunekit.pruning.sample_statistics import samples_for
+
             stage("read the samples")
             self.samples = samples_for(self.model, self.calibration, self.images, self.task)
         example = self._example()
@@ -95,13 +99,17 @@ class Request:
         release_memory(self.model)
         self.search = search.with_profile()
         planned = self.search.find(inputs)
-        if self._check is not None and self._check.note:
-            self.notes += (self._check.note,)
+        if inputs.check is not None and inputs.check.note:
+            self.notes += (inputs.check.note,)
         release_memory(self.model)
         return planned
 
     def _collected(self) -> Collected | None:
         """Return the evidence of `collect`, if that is the calibration."""
+        if self.calibration is None:
+            return None
+        from prunekit.pruning.collected import Collected
+
         if not isinstance(self.calibration, Collected):
             return None
         self.calibration.require_unchanged(self.model)
@@ -146,20 +154,11 @@ class Request:
         model, samples, settings = self.model, self.samples, self.settings
         if samples is None or settings.channels_stay:
             return CriterionInputs(self.stats, self.gradients, None, self.seed)
-        needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
-        if "patches" in needs and collected is not None:
-            patches = collected.patches
-        elif "patches" in needs:
-            stage(f"patch statistics of {sample_count(samples)} samples")
-            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
-        if patches is not None:
-            short += shortfalls(patches)
-        if patches is not None and settings.criterion == "elimination":
-            short += unread_stacks(channel_map, patches)
-            self._check = share_check(model, samples, channel_map, patches, settings, repair)
-        stats = self.stats or activation_statistics(model, samples, settings.criterion)
-        self.notes = tuple(short)
-        return CriterionInputs(stats, self.gradients, patches, self.seed, self._check)
+        from prunekit.pruning.sample_statistics import evidence_of_samples
+
+        given = CriterionInputs(self.stats, self.gradients, None if collected is None else collected.patches, self.seed)
+        inputs, self.notes = evidence_of_samples(model, samples, channel_map, settings, repair, given)
+        return inputs
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
-from prunekit.pruning.latency_target import LatencyResult
-from prunekit.repair.repair_report import RepairReport
 from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
+
+if TYPE_CHECKING:
+    from prunekit.pruning.latency_target import LatencyResult
+    from prunekit.repair.repair_report import RepairReport
 
 NOTES = 10
 """Notes of a result that are shown."""

@@ -34,11 +34,11 @@ from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
-from prunekit.pruning.collected import IMAGES
 from prunekit.pruning.pattern_zeros import schedule_planner
 from prunekit.pruning.prune_request import Calibration, Request
 from prunekit.pruning.schedule_planner import StagePlanner, rescored, share_plan
 from prunekit.pruning.user_loop import LoopStatistics, StepCounter, check_calibration, labeled_batches
+from prunekit.settings.calibration import IMAGES
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import Depth, Layout, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
 from prunekit.settings.train import ClampSettings

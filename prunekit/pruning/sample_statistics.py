@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.criterion import get_criterion
-from prunekit.criteria.elimination import most_state_bytes
+from prunekit.criteria.elimination import most_state_bytes, unread_stacks
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.memory_format import in_fastest_format
 from prunekit.planning.candidates import labels_matching
+from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.repair.repair_model import require_images
 from prunekit.repair.share_check import ShareCheck
 from prunekit.settings.calibration import RepairSettings
@@ -27,13 +28,21 @@ from prunekit.settings.pruning import PruneSettings
 from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_errors import RIDGE, with_gains
-from prunekit.statistics.patch_moments import IN_MEMORY, ROWS, PatchStats, collect_patches, with_raised_ridge
+from prunekit.statistics.patch_moments import (
+    IN_MEMORY,
+    ROWS,
+    PatchStats,
+    collect_patches,
+    shortfalls,
+    with_raised_ridge,
+)
 from prunekit.tasks.batches import BATCH, ModelBatches, holds_all, joined_inputs
 from prunekit.tasks.collation import IMAGES
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, is_large
 from prunekit.utils.display import size
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples, to_device
+from prunekit.utils.progress import stage
 from prunekit.utils.sample_lists import has_sample_lists
 from prunekit.utils.tensors import gather
 
@@ -145,6 +154,29 @@ def patch_statistics(
     found = _moments(copy, images, channel_map, settings, ignore, groups, log)
     few = select_samples(images, slice(max(FEWEST, sample_count(images) // 16)))
     return with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
+
+
+def evidence_of_samples(
+    model: nn.Module,
+    samples: Any,
+    channel_map: ChannelMap,
+    settings: PruneSettings,
+    repair: RepairSettings | None,
+    given: CriterionInputs,
+) -> tuple[CriterionInputs, tuple[str, ...]]:
+    """Return what a criterion reads, collected from samples unless it is given, and what the samples are short of."""
+    needs, patches, check, short = get_criterion(settings.criterion).needs, None, None, list[str]()
+    if "patches" in needs:
+        patches = given.patches
+        if patches is None:
+            stage(f"patch statistics of {sample_count(samples)} samples")
+            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
+        short += shortfalls(patches)
+    if patches is not None and settings.criterion == "elimination":
+        short += unread_stacks(channel_map, patches)
+        check = share_check(model, samples, channel_map, patches, settings, repair)
+    stats = given.stats or activation_statistics(model, samples, settings.criterion)
+    return replace(given, stats=stats, patches=patches, check=check), tuple(short)
 
 
 def share_check(

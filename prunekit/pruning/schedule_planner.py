@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
 from prunekit.planning.solver import make_plan
-from prunekit.pruning.library_layout import LibraryModel, plan_in_layout
 from prunekit.pruning.plan_search import CriterionInputs, ranked, raw_importance
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_from
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
+
+if TYPE_CHECKING:
+    from prunekit.pruning.library_layout import LibraryModel
 
 StageInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
@@ -153,7 +155,7 @@ class StagePlanner(Planner):
         if self._library is None or stage.progress < 1:
             made = planned(self._chart)
         else:
-            made = plan_in_layout(self._library.with_weights(model), self._chart, planned)
+            made = self._library.with_weights(model).plan_in_layout(self._chart, planned)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
     def _scored(self, model: nn.Module, before: Plan, seen: StageInputs) -> Scores:

@@ -12,6 +12,8 @@ from prunekit.settings.validation import Checked
 
 FEWEST_IMAGES = 8
 """The fewest images with some to fit on and some to validate on."""
+IMAGES = 1024
+"""Samples that are taken from a loader or a data set, unless another number is asked for."""
 Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
 
 

@@ -25,7 +25,7 @@ from prunekit.jobs.run.dense_model import prepare
 from prunekit.jobs.run.job_inputs import RECIPE_ONLY
 from prunekit.pruning import latency_search
 from prunekit.pruning.latency_target import LatencyResult, Timing
-from prunekit.pruning.plan_search import Planned, PlanSearch
+from prunekit.pruning.plan_search import Planned
 from prunekit.report.pages.profile_page import fitted
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
@@ -100,14 +100,13 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
 def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last: list[nn.Module] = []
 
-    deliver = PlanSearch.deliver
+    deliver = latency_search.TimedPlanSearch.deliver
 
-    def spied(search: PlanSearch, planned: Planned, model: nn.Module) -> LatencyResult:
-        assert search.latency is not None
+    def spied(search: latency_search.TimedPlanSearch, planned: Planned, model: nn.Module) -> LatencyResult:
         last.extend([search.latency.dense, model])
         return deliver(search, planned, model)
 
-    monkeypatch.setattr(PlanSearch, "deliver", spied)
+    monkeypatch.setattr(latency_search.TimedPlanSearch, "deliver", spied)
     met = Timing(1.0, 0.9, 1.1, 1.21, 1.2, 1.22, True, ())  # small nets differ by less than the noise
     monkeypatch.setattr(latency_search, "time_pair", lambda *_, **__: met)
     small: dict[str, Any] = {"baseline": TrainSettings(epochs=0), "data": DataSettings(image_size=16)}

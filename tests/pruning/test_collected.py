@@ -12,7 +12,7 @@ import prunekit as pk
 from prunekit.criteria import elimination
 from prunekit.errors import UsageError
 from prunekit.pruning import collected as collecting
-from prunekit.pruning import prune, prune_request
+from prunekit.pruning import prune, sample_statistics
 from prunekit.utils import context
 
 
@@ -38,7 +38,7 @@ def test_plans_are_those_of_separate_calls_and_orders_are_found_once(
     def again(*args: object, **named: object) -> None:
         raise AssertionError("collected already")
 
-    monkeypatch.setattr(prune_request, "patch_statistics", again)
+    monkeypatch.setattr(sample_statistics, "patch_statistics", again)
     together = [pk.prune(model, calibration=collected, macs=macs) for macs in (0.7, 0.4)]
     assert len(orders) == len(collected.channel_map.groups)
     for one, other in zip(alone, together, strict=True):

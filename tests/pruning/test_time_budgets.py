@@ -26,7 +26,8 @@ from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
-from prunekit.pruning import latency_search, plan_search, profiling
+from prunekit.pruning import latency_search, profiling
+from prunekit.pruning.latency_search import TimedPlanSearch
 from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.profiling import Profile, profile
@@ -82,13 +83,13 @@ class Machine:
         return table.at(channel_map, keep)
 
 
-def asking(wanted: PruneSettings) -> PlanSearch:
+def asking(wanted: PruneSettings) -> TimedPlanSearch:
     """A search by widths alone with a profile that was made up."""
     wanted = replace(wanted, depth=False)
     model, channel_map, table = net()
     profiled = Profile(channel_map, table, (), (), (), 0.0)
     target = LatencyTarget(model, channel_map, inputs_like(EXAMPLE), wanted, profiled)
-    return PlanSearch(model, (EXAMPLE,), wanted, channel_map, target, log=lambda text: None)
+    return TimedPlanSearch(model, (EXAMPLE,), wanted, channel_map, latency=target, log=lambda text: None)
 
 
 def delivered_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> tuple[Plan, LatencyResult]:
@@ -263,7 +264,7 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
     def measured(*given: Any, **named: Any) -> None:
         raise AssertionError("nothing is to be timed")
 
-    monkeypatch.setattr(plan_search, "profile", measured)
+    monkeypatch.setattr(latency_search, "profile", measured)
     model, channel_map, _ = net()
     for budget, said in (
         ({"macs": 1e-6}, "budget macs: at most 1e-06"),
@@ -343,7 +344,7 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
     transform = transform_of(model, EXAMPLE, deploy)
     search = PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map).with_profile(deploy)
-    assert search.latency is not None
+    assert isinstance(search, TimedPlanSearch)
     profiled = search.latency.profile
     assert "norm" not in {layer["module"] for layer in profiled.rows()}  # it takes no time of its own
     assert "as it is deployed: BatchNorm folded and channels last" in profiled.notes[0]

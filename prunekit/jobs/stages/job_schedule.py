@@ -21,9 +21,8 @@ from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Timeline, timeline
-from prunekit.pruning.library_layout import LibraryModel
 from prunekit.pruning.pattern_zeros import RESOURCE, schedule_planner
-from prunekit.pruning.plan_search import Planned
+from prunekit.pruning.plan_search import Planned, library_of
 from prunekit.pruning.schedule_planner import StageInputs, StagePlanner, StageStatistics, final_shares
 from prunekit.settings.pruning import WITH_REPAIR, PruneSettings, prune_contradictions
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule, steps_per_epoch
@@ -82,8 +81,7 @@ class JobSchedule:
         chart: ChannelMap = plan.channel_map
         statistics, seed = JobStatistics(prepared), prepared.job.seed
         example = prepared.example_inputs
-        said = prepared.job.prune.layout == "huggingface"
-        library = LibraryModel.of(prepared.model, (example,)) if said else None
+        library = library_of(prepared.model, (example,), prepared.job.prune)
         channels = StagePlanner(prepared.job.prune, plan, scores, statistics, seed=seed, library=library)
         self.planner = schedule_planner(prepared.job.prune, channels, prepared.model, example, plan)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
