@@ -31,10 +31,6 @@ from functools import cached_property
 import numpy as np
 
 from prunekit.channels.depth.run_search import (
-    AFFINE,
-    LAST_AXIS,
-    SCALED,
-    VIEWS,
     Candidate,
     RunSearch,
     StaysError,
@@ -46,7 +42,7 @@ from prunekit.channels.depth.run_search import (
 )
 from prunekit.channels.labels import Labels
 from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody, Replacement, is_inside, read_by
-from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator
 
@@ -154,7 +150,7 @@ class BranchBuilder:
         bias, tail = self._constant_of(chain)
         first = self.search.passes[0]
         body = {one for one in self.inside if first.first <= one < first.end} - set(tail)
-        plain_tail = {one for one in tail if operators[one].name in VIEWS}
+        plain_tail = {one for one in tail if operators[one].name in Trait.KEEPS_CONSTANTS}
         gone = self._modules(body, plain_tail)
         last = next(one for one in reversed(chain) if one in body)  # the first behind what vanished
         holder = next((path for path in gone if is_inside(self._owner(bias, last), [path])), None)
@@ -164,7 +160,7 @@ class BranchBuilder:
         replacements = tuple(self._replaced(path, path == holder, bias, chain) for path in gone)
         name = self._name(gone)
         weights = tuple(
-            own for one in sorted(body) if operators[one].name in COUNTED for own in operators[one].tensors
+            own for one in sorted(body) if operators[one].name in Trait.COUNTED for own in operators[one].tensors
             if len(self.chart.shapes.get(own, ())) > 1
         )  # fmt: skip
         branch = Branch(
@@ -242,7 +238,7 @@ class BranchBuilder:
         for number in chain:
             operator = self.operators[number]
             bias = next((name for name in operator.tensors if is_bias(name)), None)
-            if bias is not None and operator.name in AFFINE:
+            if bias is not None and operator.name in Trait.AFFINE:
                 if self._reads_in_a_pass(bias) != {number}:
                     raise StaysError("its bias is also used elsewhere")
                 return bias, tail
@@ -251,8 +247,8 @@ class BranchBuilder:
                 continue
             if others:
                 raise StaysError(f"its constant is changed by {operator.name}")
-            return None, [one for one in tail if self.operators[one].name in VIEWS]
-        return None, [one for one in tail if self.operators[one].name in VIEWS]
+            return None, [one for one in tail if self.operators[one].name in Trait.KEEPS_CONSTANTS]
+        return None, [one for one in tail if self.operators[one].name in Trait.KEEPS_CONSTANTS]
 
     def _reads_in_a_pass(self, name: str) -> set[int]:
         """Return the operators of the first pass that read a tensor, and those of others that are not this branch's."""
@@ -261,8 +257,8 @@ class BranchBuilder:
 
     def _may_follow(self, operator: TracedOperator) -> bool:
         """Return whether an operator may run on a constant that is as small as its channels."""
-        scaled = operator.name in SCALED and len(operator.tensors) == 1
-        return operator.name in VIEWS or scaled or is_function(operator)
+        scaled = operator.name in Trait.SCALES and len(operator.tensors) == 1
+        return operator.name in Trait.KEEPS_CONSTANTS or scaled or is_function(operator)
 
     def _owner(self, bias: str | None, last: int) -> str:
         return self.operators[last].module if bias is None else bias.rpartition(".")[0]
@@ -313,7 +309,7 @@ class BranchBuilder:
         own = next(one for one in chain if bias in self.operators[one].tensors)
         operator = self.operators[own]
         shape = out_shape(operator)
-        axis = len(shape) - 1 if operator.name in LAST_AXIS else 1
+        axis = len(shape) - 1 if operator.name in Trait.LAST_AXIS else 1
         for number in reversed(chain[chain.index(made) : chain.index(own)]):
             axis = moved_axis(self.operators[number], axis)
         return axis
@@ -331,7 +327,7 @@ class BranchBuilder:
         """Return the module with all the layers, if one of those that go has them, else the one around them."""
         counted = [
             path for path in gone
-            if any(self.operators[one].name in COUNTED and is_inside(self.operators[one].module, [path])
+            if any(self.operators[one].name in Trait.COUNTED and is_inside(self.operators[one].module, [path])
                    for one in self.inside)
         ]  # fmt: skip
         return counted[0] if len(counted) == 1 else self.search.around(gone) or counted[0]
@@ -371,9 +367,6 @@ class BranchBuilder:
         return replace(branch, name=path, body=path, steps=tuple(dead), small=tuple(small)), whole
 
 
-JOINS = frozenset({"aten.cat"})
-
-
 def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Branch]]:
     """Yield the parts of concatenations that may go, each with the operators that compute it.
 
@@ -389,7 +382,9 @@ def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Bran
         own, here = set(range(call.first, call.end)), {one for one in inside if one < search.passes[0].end}
         if not here <= own:
             continue  # a module around it computes all of the part
-        if search.call_of[call.path] is not call or not any(search.operators[one].name in COUNTED for one in inside):
+        if search.call_of[call.path] is not call or not any(
+            search.operators[one].name in Trait.COUNTED for one in inside
+        ):
             continue
         found = _part(search, call.path, made, inside)
         if found is not None and not own - inside - search.idle(own - inside, set(inside)):
@@ -402,7 +397,7 @@ def _is_part(search: RunSearch, number: int) -> bool:
     return (
         bool(readers)
         and number not in search.run.returned
-        and all(search.operators[one].name in JOINS and len(search.operators[one].reads) > 1 for one in readers)
+        and all(search.operators[one].name in Trait.JOINS and len(search.operators[one].reads) > 1 for one in readers)
     )
 
 
@@ -430,7 +425,7 @@ def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Br
         dict.fromkeys(
             name
             for one in sorted(inside)
-            if search.operators[one].name in COUNTED
+            if search.operators[one].name in Trait.COUNTED
             for name in search.operators[one].tensors
             if len(chart.shapes.get(name, ())) > 1
         )

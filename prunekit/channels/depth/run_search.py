@@ -14,29 +14,10 @@ from torch import nn
 
 from prunekit.channels.cut.shorter_model import FUNCTIONS
 from prunekit.channels.labels.branch import Step, is_inside
-from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun
 
-SUMS = frozenset({"aten.add", "aten.add_"})
-VIEWS = frozenset(
-    {
-        f"aten.{name}"
-        for name in (
-            *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand"),
-            *("clone", "contiguous", "alias", "detach", "_to_copy", "roll", "slice"),
-        )
-    }
-)
-"""Operators that change no value of what is the same everywhere: the axis of the channels is followed through them."""
-AFFINE = frozenset({
-    "aten.convolution", "aten._convolution", "aten.addmm", "aten.native_batch_norm", "aten.cudnn_batch_norm",
-    "aten._native_batch_norm_legit", "aten._native_batch_norm_legit_no_training", "aten.native_layer_norm",
-    "aten.native_group_norm",
-})  # fmt: skip
-"""Operators that return their bias where the other weights of their module are zero."""
-LAST_AXIS = frozenset({"aten.addmm", "aten.native_layer_norm"})
-SCALED = frozenset({"aten.mul", "aten.mul_", "aten.div", "aten.div_"})
 BIAS = "bias"
 
 
@@ -99,7 +80,7 @@ class RunSearch:
             for number in range(one.first, one.end):
                 operator = self.operators[number]
                 shapes = [value for value in operator.call[0] if is_shape(value)]
-                if operator.name in SUMS and len(operator.reads) == 2 and shapes[0] == shapes[-1]:
+                if operator.name in Trait.ADDS and len(operator.reads) == 2 and shapes[0] == shapes[-1]:
                     counts[operator.module] += 1
                     found[operator.module, counts[operator.module]].append(number)
         return (same for same in found.values() if len(same) == len(self.passes))
@@ -109,7 +90,7 @@ class RunSearch:
         return end >= 0 and end not in self.run.returned and self.consumers[end] == [number]
 
     def _weight(self, inside: Iterable[int]) -> int:
-        return sum(self.operators[one].name in COUNTED for one in inside)
+        return sum(self.operators[one].name in Trait.COUNTED for one in inside)
 
     def cone(self, ends: Sequence[int]) -> frozenset[int]:
         """Return the operators whose results are read for some results alone, with those that made these."""
@@ -247,7 +228,7 @@ def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
             number = child.end
             continue
         operator = search.operators[number]
-        for name in operator.tensors if operator.name in SUMS | SCALED else ():
+        for name in operator.tensors if operator.name in Trait.ADDS or operator.name in Trait.SCALES else ():
             own = name.rpartition(".")
             if own[0] == call.path:
                 add(("parameter", own[2]), set(), ())

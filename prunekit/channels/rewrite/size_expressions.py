@@ -20,7 +20,7 @@ from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import Constraint, EqualParts, FixedPositions, Rectangle
 from prunekit.channels.rewrite.source_rewriter import can_state, integers
-from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.tracing.call_sites import (
     attribute_read,
@@ -69,7 +69,7 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     if site is None or node is None:
         return
     name = operator.name.removeprefix("aten.")
-    made = operator.name in MADE
+    made = operator.name in Trait.MAKES
     if name == "mul":
         sizes = _of_scale
     elif made:
@@ -268,17 +268,12 @@ def _order(size: SizeAttribute) -> Labels:
     return np.arange(len(size.labels)) if size.order is None else size.order
 
 
-_MOVES = frozenset(
-    f"aten.{name}" for name in ("view", "_unsafe_view", "permute", "transpose", "clone", "unsqueeze", "squeeze")
-)
-
-
 def _chain(operators: Sequence[TracedOperator], start: int) -> Iterator[TracedOperator]:
     """Yield operators each of which only moves what the one before it moved."""
     yield operators[start]
     for before, operator in zip(operators[start:], operators[start + 1 :], strict=False):
         (fields,) = before.outputs
-        if operator.name not in _MOVES or len(fields) != 1 or operator.inputs != fields:
+        if operator.name not in Trait.REARRANGES or len(fields) != 1 or operator.inputs != fields:
             return
         yield operator
 

@@ -12,7 +12,7 @@ import torch
 from prunekit.channels.labels import Field, WidthMultiple
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
+from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
 _EINSUM = {
     "aten.mm": ("mk", "kn", "mn"),
@@ -25,13 +25,12 @@ _EINSUM = {
 
 
 _GROUPED = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
-COUNTED = frozenset({
-    *_EINSUM, *_GROUPED, "aten.addmm", "aten._sparse_addmm", "aten.baddbmm", "aten.convolution", "aten._convolution",
-})  # fmt: skip
-"""Operators whose multiply-accumulates count even if no argument has labels."""
+Trait.COUNTED.declare(*aten("addmm _sparse_addmm baddbmm"))
+Trait.AFFINE.declare("aten.addmm")
+Trait.LAST_AXIS.declare("aten.addmm")
 
 
-@register_rule(*_EINSUM)
+@register_rule(*_EINSUM, traits=[Trait.COUNTED])
 def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge along the contracted axis."""
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
@@ -63,7 +62,7 @@ IN_STEPS_OF = {"aten._grouped_mm": 8}
 """Operator -> what its widths have to be multiples of: rows of 16 bytes, also in half precision."""
 
 
-@register_rule(*_GROUPED)
+@register_rule(*_GROUPED, traits=[Trait.COUNTED, Trait.PICKS_FROM_STACK])
 def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Contract like one matrix with one: parts of an axis, which end at offsets, each meet another one of a stack.
 
@@ -171,8 +170,7 @@ def unpooled(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
-DROPS_AXES = frozenset(aten("norm linalg_vector_norm"))
-"""Reductions that may take an axis made of several labeled ones, as weight normalization over other axes does."""
+Trait.DROPS_AXES.declare(*aten("norm linalg_vector_norm"))  # weight normalization takes norms over all other axes
 _EXTREMA = frozenset(aten("max min"))
 _ZERO_OF_ZEROS = _EXTREMA | frozenset(
     aten("sum nansum mean amax amin aminmax prod std var std_mean var_mean norm linalg_vector_norm any count_nonzero")
@@ -210,7 +208,7 @@ def reduction(flow: LabelFlow, call: OperatorCall) -> None:
             flow.take_statistics(field, reason)
         elif reason is not None:
             flow.lock([field], reason)
-    if call.name in DROPS_AXES and any(set(a.span) & set(b.span) for a, b in combinations(kept, 2)):
+    if call.name in Trait.DROPS_AXES and any(set(a.span) & set(b.span) for a, b in combinations(kept, 2)):
         flow.constraints.extend(flow.crossed(source))
     for index, out in enumerate(call.outs):
         squeeze = out.dim() != ndim

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.labels.constraints import NOT_ZERO, Grouped
 from prunekit.channels.labels.label_flow import LabelFlow
-from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.rule import OperatorCall, Trait, register_rule
 
 SLIDES = "a convolution slides over these channels"
 FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"
@@ -33,6 +33,10 @@ class _Channels:
     first: tuple[Labels | None, bool]
     second: tuple[Labels | None, bool]
     bias: tuple[Labels | None, bool] | None
+
+
+Trait.COUNTED.declare("aten.convolution", "aten._convolution")
+Trait.AFFINE.declare("aten.convolution", "aten._convolution")
 
 
 @register_rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")

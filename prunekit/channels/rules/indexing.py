@@ -14,11 +14,15 @@ from prunekit.channels.labels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.meta_shapes import numbers_in
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.rule import OperatorCall, Trait, register_rule
 from prunekit.channels.rules.scattering import DECIDES
 from prunekit.channels.rules.shape import PICKED, part, replay
 from prunekit.hooks.model_copy import named_tensors
 
+Trait.SIZED.declare("aten.split", "aten.split_with_sizes")
+Trait.JOINS.declare("aten.cat")
+Trait.PICKS.declare("aten.index", "aten.index_select")
+Trait.PICKS_FROM_STACK.declare("aten.select", "aten.index", "aten.index_select")
 STORED_ORDER = (
     "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a "
     "view and a transpose reorder instead can be pruned"

@@ -10,11 +10,16 @@ import torch
 from prunekit.channels.labels import Field, along, rows_along
 from prunekit.channels.labels.constraints import Normalized
 from prunekit.channels.labels.label_flow import LabelFlow, Shape
-from prunekit.channels.rules.rule import OperatorCall, register_rule
+from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 from prunekit.hooks.model_copy import named_tensors
 
 Tensor = torch.Tensor | None
 
+Trait.AFFINE.declare(
+    *aten("native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training"),
+    *aten("native_layer_norm native_group_norm"),
+)
+Trait.LAST_AXIS.declare("aten.native_layer_norm")
 TOGETHER = "a norm takes its statistics over these channels together"
 
 

@@ -15,7 +15,7 @@ import torch
 from prunekit.channels.labels import Field
 from prunekit.channels.labels.code_places import Expression
 from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, Operand, Shape
-from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
+from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
 IN_PLACE = ("", "_")
 KEEPS_ZERO = (
@@ -33,15 +33,21 @@ PRODUCTS = "mul logical_and bitwise_and div true_divide floor_divide remainder f
 DIVIDES = frozenset(aten("reciprocal rsqrt log log2 log10", ("", "_")))
 """Operators of `MOVES_ZERO` that are not finite at 0."""
 KEEPS_NONZERO = frozenset(aten("clone detach alias _to_copy lift_fresh contiguous to"))
-NOISE = frozenset(aten("normal normal_ randn randn_like"))
-"""Operators that draw numbers around 0: those of a removed channel are removed with it."""
-BELOW_ONE = frozenset(aten("uniform uniform_ rand rand_like"))
-RANDOM = NOISE | BELOW_ONE | frozenset(aten("bernoulli exponential", IN_PLACE))
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "gt", "le", "ge")}
 SLOPES = (
     "tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward elu_backward softplus_backward "
     "leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward"
 )
+
+Trait.ADDS.declare(*aten("add", IN_PLACE))
+Trait.SCALES.declare(*aten("mul div", IN_PLACE))
+Trait.MEETS.declare(*aten("add sub mul div", IN_PLACE))
+Trait.COPIES.declare(*aten("clone _to_copy contiguous"))
+Trait.KEEPS_CONSTANTS.declare(*aten("clone contiguous alias detach _to_copy"))
+Trait.REARRANGES.declare("aten.clone")
+Trait.NOISE.declare(*aten("normal normal_ randn randn_like"))
+Trait.BELOW_ONE.declare(*aten("uniform uniform_ rand rand_like"))
+Trait.RANDOM.declare(*Trait.NOISE.names, *Trait.BELOW_ONE.names, *aten("bernoulli exponential", IN_PLACE))
 
 
 def aligned(flow: LabelFlow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
@@ -124,7 +130,7 @@ def moves_zero(flow: LabelFlow, call: OperatorCall) -> None:
         flow.divide_by(call.args[0])
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
-    flow.set(call.outs[0], [Field(field.labels, zero=call.name in NOISE) for field in fields])
+    flow.set(call.outs[0], [Field(field.labels, zero=call.name in Trait.NOISE) for field in fields])
 
 
 @register_rule(*aten("clamp clamp_min clamp_max hardtanh", IN_PLACE))
@@ -211,7 +217,7 @@ def is_zero(value: Any) -> bool:
     return not isinstance(number, torch.Tensor) and bool(number == 0)
 
 
-@register_rule("aten.scalar_tensor")
+@register_rule("aten.scalar_tensor", traits=[Trait.MAKES])
 def number(flow: LabelFlow, call: OperatorCall) -> None:
     """Remember the number that `torch.where` and others make a tensor of."""
     call.out._prunekit_number = call.args[0]
@@ -230,13 +236,7 @@ def copy(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
 
 
-_MADE = aten("zeros ones empty full rand randn")
-_MADE_LIKE = aten("new_zeros new_ones new_empty new_empty_strided new_full")
-MADE = frozenset([*_MADE, *_MADE_LIKE, *aten("scalar_tensor expand repeat")])
-"""Operators that make a tensor of given sizes: it gets labels even if no argument has any."""
-
-
-@register_rule(*_MADE)
+@register_rule(*aten("zeros ones empty full rand randn"), traits=[Trait.MAKES])
 def made(flow: LabelFlow, call: OperatorCall) -> None:
     """Give new labels to every axis: what a tensor meets tells which of its sizes are numbers of channels.
 
@@ -248,10 +248,10 @@ def made(flow: LabelFlow, call: OperatorCall) -> None:
 def _is_zero(call: OperatorCall) -> bool:
     """Return whether a new tensor has zeros alone, for removed channels at least."""
     value = call.arg(2 if "new_" in call.name else 1, "fill_value") if "full" in call.name else None
-    return "zeros" in call.name or call.name in NOISE or (isinstance(value, (int, float)) and value == 0)
+    return "zeros" in call.name or call.name in Trait.NOISE or (isinstance(value, (int, float)) and value == 0)
 
 
-@register_rule(*_MADE_LIKE)
+@register_rule(*aten("new_zeros new_ones new_empty new_empty_strided new_full"), traits=[Trait.MAKES])
 def made_like(flow: LabelFlow, call: OperatorCall) -> None:
     """Give a new tensor the labels of another if it has its shape, else new labels."""
     if call.out.shape == call.args[0].shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -39,6 +40,43 @@ RULES: dict[str, Rule] = {}
 """Operator name without overload, such as `aten.add` or `mylib.scan`, to its rule."""
 
 
+class Trait(Enum):
+    """A fact about operators that others than their rules ask for, as in `name in Trait.COUNTED`.
+
+    Each is declared beside the rules of the operators that have it.
+    """
+
+    COUNTED = "its multiply-accumulates count even if no argument has labels"
+    MAKES = "makes a tensor of given sizes, which gets labels even if no argument has any"
+    SIZED = "some arguments are sizes, or positions along an axis"
+    DROPS_AXES = "reduces axes, also one that was made of several labeled ones"
+    RESHAPES_IN_PLACE = "changes the shape of a tensor in place, and none of its values"
+    COPIES = "returns the same values, so that a trial does not compare its result"
+    MEETS = "a compact model may take one of its two tensors at stated positions"
+    PICKS = "puts the positions of an axis in the order of an index"
+    PICKS_FROM_STACK = "picks matrices from a stack, such as those of experts"
+    RANDOM = "draws random numbers"
+    NOISE = "draws random numbers around 0: those of a removed channel are removed with it"
+    BELOW_ONE = "draws random numbers from 0 to 1"
+    ADDS = "adds two tensors"
+    SCALES = "multiplies or divides by a tensor"
+    JOINS = "concatenates tensors"
+    REARRANGES = "moves values to other positions, whatever they are"
+    KEEPS_CONSTANTS = "changes no value of what is the same everywhere, so that the axis of channels can be followed"
+    AFFINE = "returns its bias where the other weights of its module are zero"
+    LAST_AXIS = "channels lie on the last axis of its result, and not on axis 1"
+
+    def __init__(self, meaning: str) -> None:
+        self.names: set[str] = set()
+
+    def declare(self, *names: str) -> None:
+        """Say that operators have this trait."""
+        self.names.update(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+
 def aten(names: str, suffixes: Sequence[str] = ("",)) -> list[str]:
     """Return the full names of ATen operators, given with spaces between them; with `("", "_")` in-place ones too."""
     return [f"aten.{name}{suffix}" for name in names.split() for suffix in suffixes]
@@ -56,8 +94,12 @@ def rule_of(name: str) -> Rule | None:
     return RULES.get(name)
 
 
-def register_rule(*names: str) -> Callable[[Rule], Rule]:
+def register_rule(*names: str, traits: Sequence[Trait] = ()) -> Callable[[Rule], Rule]:
     """Register a rule for operators such as `aten.convolution`; in-place and out variants are separate names.
+
+    Args:
+        names: the operators, without overload.
+        traits: what others than the rule should know about them.
 
     Raises:
         ValueError: an operator has a rule already.
@@ -89,6 +131,8 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
             if name in RULES:
                 raise ValueError(f"operator {name} already has a rule: {RULES[name].__module__}.{RULES[name].__name__}")
             RULES[name] = function
+        for trait in traits:
+            trait.declare(*names)
         return function
 
     return register

@@ -11,7 +11,7 @@ import torch
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
 from prunekit.channels.labels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels.label_flow import LabelFlow
-from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
+from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
 
 def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -54,8 +54,11 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     return np.broadcast_to(labels, full).reshape(target), splits
 
 
-SHAPES_IN_PLACE = frozenset(aten("squeeze_ unsqueeze_ transpose_ t_"))
-"""Operators that change the shape of a tensor in place, and none of its values."""
+Trait.RESHAPES_IN_PLACE.declare(*aten("squeeze_ unsqueeze_ transpose_ t_"))
+Trait.SIZED.declare(*aten("view _unsafe_view reshape expand slice"))
+Trait.COPIES.declare(*aten("_unsafe_view as_strided_"))
+Trait.REARRANGES.declare(*aten("view _unsafe_view permute transpose unsqueeze squeeze"))
+Trait.KEEPS_CONSTANTS.declare(*aten("view _unsafe_view reshape permute transpose t expand roll slice"))
 
 
 @register_rule(
@@ -163,7 +166,7 @@ def _repeated(call: OperatorCall) -> list[int]:
     return [axis for axis, size in enumerate(sizes) if size == 1 < call.out.shape[axis]]
 
 
-@register_rule("aten.expand")
+@register_rule("aten.expand", traits=[Trait.MAKES])
 def expand(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat axes of size 1: the labels do not depend on them, and such an axis may have any size.
 
@@ -297,7 +300,7 @@ def flip(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
 
 
-@register_rule("aten.repeat")
+@register_rule("aten.repeat", traits=[Trait.MAKES])
 def repeat(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat labels together with the values; an axis along which one position is repeated may have any size.
 

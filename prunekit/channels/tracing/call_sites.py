@@ -22,18 +22,13 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.weak_cache import weak_cache
-
-SIZED = frozenset(
-    f"aten.{name}"
-    for name in ("view", "_unsafe_view", "reshape", "expand", "split", "split_with_sizes", "slice")
-)  # fmt: skip
-"""Operators whose arguments are sizes or positions along an axis."""
 
 
 def takes_sizes(name: str, args: Sequence[Any]) -> bool:
     """Return whether a call of an operator may state a size; attention multiplies by a scale made of one."""
-    return name in SIZED or (name == "aten.mul" and isinstance(args[1], float))
+    return name in Trait.SIZED or (name == "aten.mul" and isinstance(args[1], float))
 
 
 _TORCH = f"{Path(torch.__file__).parent}/"  # torchvision stands beside it

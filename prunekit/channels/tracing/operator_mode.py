@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from prunekit.channels.rules.meta_shapes import SHORTCUTS, numbers_in, remember
-from prunekit.channels.rules.pointwise import BELOW_ONE, RANDOM
+from prunekit.channels.rules.rule import Trait
 from prunekit.utils.private_torch import HigherOrderOperator, explicit_kernel, is_composite
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -119,8 +119,8 @@ def without_randomness(name: str, out: Any) -> Any:
     Two models of different widths cannot draw the same numbers.
     """
     if isinstance(out, torch.Tensor):
-        if name in RANDOM:
-            out.fill_(0.999 if name in BELOW_ONE else 1.0)  # code takes the logarithm of -log(x), not 0 below 1
+        if name in Trait.RANDOM:
+            out.fill_(0.999 if name in Trait.BELOW_ONE else 1.0)  # code takes the logarithm of -log(x), not 0 below 1
         elif name == "aten.randperm":
             torch.arange(out.numel(), out=out)
         elif "empty" in name:

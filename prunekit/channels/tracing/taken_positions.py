@@ -17,10 +17,6 @@ import torch
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.tracing.call_sites import Site, expression_at, is_of_torch, operands_at, place_of
 
-MEETING = frozenset(f"aten.{name}{end}" for name in ("add", "sub", "mul", "div") for end in ("", "_"))
-"""Operators one of whose two tensors may be taken at stated positions."""
-PICKING = frozenset({"aten.index", "aten.index_select"})
-"""Operators that put the positions of an axis in the order of an index."""
 _CALLED = frozenset({"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"})
 
 

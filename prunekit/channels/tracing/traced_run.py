@@ -12,6 +12,7 @@ import torch
 from prunekit.channels.labels import Field
 from prunekit.channels.labels.code_places import ModuleCall
 from prunekit.channels.labels.constraints import Constraint
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.cached_state import ModelCalls
 from prunekit.channels.tracing.call_sites import Site
 from prunekit.channels.tracing.execution import Alternatives
@@ -66,12 +67,9 @@ class TracedCall:
     plain: bool
 
 
-_SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))
-
-
 def is_counted(func: Any, name: str) -> bool:
     """Return whether the trial numbers an operator: not views and plain copies, and not what a plan had put in."""
-    return not (func.is_view or name in _SAME_VALUES or (name == "aten.index_select" and is_ordering()))
+    return not (func.is_view or name in Trait.COPIES or (name == "aten.index_select" and is_ordering()))
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

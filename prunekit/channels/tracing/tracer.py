@@ -21,12 +21,9 @@ from prunekit.channels.labels import LOCKED, Field, Labels, along
 from prunekit.channels.labels.constraints import FixedPositions, LockRecord
 from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, positions_of
 from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
-from prunekit.channels.rules.compute import COUNTED, DROPS_AXES
 from prunekit.channels.rules.convolution import FIXED_PARTNER
-from prunekit.channels.rules.pointwise import MADE
 from prunekit.channels.rules.quantized import PRUNE_FIRST, is_quantizing, quantized_parts
-from prunekit.channels.rules.rule import OperatorCall, rule_of
-from prunekit.channels.rules.shape import SHAPES_IN_PLACE
+from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.call_sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.tracing.channel_norms import NormFinder
@@ -46,7 +43,7 @@ from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on
 from prunekit.channels.tracing.state_search import label_state, operators_aside, results_aside, runs_on, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.substitutes import substitute_all
-from prunekit.channels.tracing.taken_positions import MEETING, PICKING, RunningExpression
+from prunekit.channels.tracing.taken_positions import RunningExpression
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients, named_tensors, owners, with_tensors
@@ -165,7 +162,7 @@ class LabelMode(OperatorMode):
         aside = len(self.run.operators) in self.run.aside
         for tensor in inputs:
             if not aside:
-                flow.read(tensor, drops_axes=name in DROPS_AXES)
+                flow.read(tensor, drops_axes=name in Trait.DROPS_AXES)
             owners = self.owners.get(id(tensor), ())
             self.run.uses_own = self.run.uses_own or bool(owners)
             if flow.module not in owners:
@@ -189,13 +186,13 @@ class LabelMode(OperatorMode):
             self._name_given(inputs, outs, locks)
             if flow.module in self.quantized:
                 self._advise(locks, {record.reason for record in flow.locks[locks:]}, f"; {PRUNE_FIRST}")
-            if name not in SHAPES_IN_PLACE:
+            if name not in Trait.RESHAPES_IN_PLACE:
                 self._written(target, known)
         if not aside:
             self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
         fields = tuple([flow.fields(o) for o in outs])
         counted = counted and flow.module not in flow.substituted
-        place = self._place((before and takes_sizes(name, args)) or name in MADE)
+        place = self._place((before and takes_sizes(name, args)) or name in Trait.MAKES)
         constraints = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
         own = tuple([self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names])
@@ -208,7 +205,7 @@ class LabelMode(OperatorMode):
 
     def _expression(self, name: str, inputs: Sequence[torch.Tensor]) -> RunningExpression | None:
         """Return the running expression, if one of its tensors may be taken at stated positions."""
-        takes = name in PICKING or (name in MEETING and len(inputs) == 2)
+        takes = name in Trait.PICKS or (name in Trait.MEETS and len(inputs) == 2)
         if not takes or self.flow.module in self.flow.substituted:
             return None
         here = site_here(4)
@@ -236,7 +233,7 @@ class LabelMode(OperatorMode):
         return site, self.stack.path_of(owner), caller, function
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
-        if before or name in COUNTED or name in MADE:
+        if before or name in Trait.COUNTED or name in Trait.MAKES:
             rule = rule_of(name)
             tensors = gather((args, kwargs, out))
             if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
@@ -250,7 +247,7 @@ class LabelMode(OperatorMode):
         """Say in new locks that further inputs of the model fixed a size, and what to do if they are its states."""
         shape = next((self.beside[id(tensor)] for tensor in inputs if id(tensor) in self.beside), None)
         if shape is None:
-            if self.flow.operator in MEETING and not all(
+            if self.flow.operator in Trait.MEETS and not all(
                 id(tensor) in self.given or self.flow.fields(tensor) for tensor in inputs
             ):
                 self._advise(earlier, (MEETS_FIXED,), BUFFER_INSTEAD)

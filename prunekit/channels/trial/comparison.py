@@ -18,7 +18,7 @@ from torch import nn
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import KeptIndices, take
 from prunekit.channels.labels.branch import is_inside
-from prunekit.channels.rules.pointwise import NOISE
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.execution import (
     FIXED_CODE,
@@ -322,7 +322,7 @@ def record_reference(
         operator = operators.get(key)
         if operator is None or operator.name != name:
             return
-        if name in NOISE:
+        if name in Trait.NOISE:
             _silence(outs[0], operator, channel_map, keep)
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
         values.add(key, name, kept, outs)

@@ -20,6 +20,7 @@ from torch import nn
 from prunekit.channels.cut.slicing import resize, take
 from prunekit.channels.labels import Labels
 from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, around
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.trial.float64 import (
@@ -35,10 +36,6 @@ from prunekit.utils.context import same_draws, seeded
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
-PICKING = frozenset(
-    {"aten.select", "aten.index", "aten.index_select", "aten._grouped_mm", "transformers.grouped_mm_fallback"}
-)
-"""Operators that pick matrices from a stack."""
 AROUND = 3
 """How many modules around such an operator may hold the router too, the one that runs it included."""
 NOISE = 0.3
@@ -117,7 +114,7 @@ def _places(model: nn.Module, chart: ChannelMap) -> list[list[tuple[str, tuple[T
     sizes = {
         record.module: record.labels.size
         for record in trace.flow.locks
-        if record.operator in PICKING and record.labels.tobytes() in on_stacks
+        if record.operator in Trait.PICKS_FROM_STACK and record.labels.tobytes() in on_stacks
     }
     locked = [(name, index, axis.size) for name, index, axis in axes if not final[axis].any()]
     result = []

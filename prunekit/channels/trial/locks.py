@@ -25,7 +25,7 @@ from torch import nn
 
 from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import LockRecord, Removal
-from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import Divergence, number_of, operators_by_key
@@ -37,7 +37,6 @@ DIVIDES = (
     "what it is computed from is divided by zero where a channel is removed: add an eps to the divisor, or prune "
     "before such a factor is put on, or after it is merged into the weight"
 )
-SCALING = frozenset({"aten.mul", "aten.div"})
 KEEPS_CLASS = "plain_classes keeps its class as it is"
 
 
@@ -71,7 +70,7 @@ class LockSearch:
             final = self.channel_map.traced.final[labels]
             if not self.keep[final].all():
                 reason = f"the trial found a difference: {_in_words(divergence)}"
-                if divergence.operator in MADE:
+                if divergence.operator in Trait.MAKES:
                     reason += f"; {MAKE_IT}"
                 if NOT_FINITE in divergence.detail:
                     reason += f"; {DIVIDES}"
@@ -113,7 +112,7 @@ class LockSearch:
         The number may be made of the width of a head, as attention's scale is, in a function that cannot be rewritten:
         whole heads may go then.
         """
-        operator = culprit if culprit.name.removesuffix("_") in SCALING else None
+        operator = culprit if culprit.name in Trait.SCALES else None
         lost = None
         while operator is not None and lost is None:
             lost = self._lost(self.channel_map.traced.final[_labels_at([operator])])

@@ -30,7 +30,7 @@ from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import EqualParts
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
 from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
-from prunekit.channels.rules.pointwise import MADE
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.call_sites import (
     Site,
     calling_frame,
@@ -453,5 +453,5 @@ def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tup
 
 def fields_at(operator: TracedOperator) -> list[Field]:
     """Return the fields of the inputs and outputs of an operator; a new tensor owes nothing to one like which it is."""
-    inputs = () if operator.name in MADE else operator.inputs
+    inputs = () if operator.name in Trait.MAKES else operator.inputs
     return [*inputs, *(one for fields in operator.outputs for one in fields)]
