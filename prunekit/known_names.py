@@ -1,4 +1,4 @@
-"""Known names of criteria, budgets, runtimes, tasks, formats, sections, commands and substitutes of layers, for settings and commands.
+"""Known names of criteria, budgets, runtimes, tasks, formats, sections, commands and substitutes of layers.
 
 The objects themselves are not imported. Types of settings that several modules share are here too.
 """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.tracing.weak_cache import weak_cache
+from prunekit.channels.tracing.call_sites import weak_cache
 from prunekit.measure.latency_profile.layer_times import structure_hash
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

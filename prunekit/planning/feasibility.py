@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import LockRecord
-from prunekit.channels.rules.quantized import PRUNE_FIRST, quantized_parts
+from prunekit.channels.tracing.execution import PRUNE_FIRST, quantized_parts
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock
 from prunekit.channels.tracing.execution import hint_at_child
 from prunekit.errors import PlanError, UsageError

@@ -13,7 +13,7 @@ from pydantic import Strict, TypeAdapter, ValidationError
 
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody
-from prunekit.channels.labels.joint_labels import NOT_JOINT
+from prunekit.channels.labels.constraint_solver import NOT_JOINT
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.kept_state import KeptState

@@ -13,7 +13,7 @@ from equivalence import TOLERANCE, Net, heads_and_positions, parity, random_keep
 from torch import Tensor, nn
 
 from prunekit.channels.labels import Labels
-from prunekit.channels.labels.joint_labels import Numbering, numbered
+from prunekit.channels.labels.constraint_solver import Numbering, numbered
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError

@@ -14,7 +14,7 @@ from equivalence import TOLERANCE, Net, difference, masked_double, parity, rando
 from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.labels.joint_labels import numbered
+from prunekit.channels.labels.constraint_solver import numbered
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.planning.budgets.costs import cost_model, entries

@@ -325,7 +325,7 @@ def _method(method: SizedMethod, bundle: Bundle) -> str:
             other[name] = bound
     text = method.text(base, other)
     if ORDERED in text:
-        bundle.include("prunekit.channels.tracing.taken_positions", "ordered")
+        bundle.include("prunekit.channels.tracing.call_sites", "ordered")
         text = text.replace(ORDERED, "ordered")
     return text
 

@@ -27,9 +27,9 @@ from prunekit.channels.labels.constraints import (
     Flattened,
     LockRecord,
     Nested,
+    Positions,
     Repeated,
 )
-from prunekit.channels.labels.interchangeable import Positions
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]

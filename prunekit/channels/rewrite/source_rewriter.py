@@ -45,11 +45,12 @@ from prunekit.channels.tracing.call_sites import (
     is_of_torch,
     is_unscaled_attention,
     method_of,
+    ordered,
+    picked_from,
     rearranged_by,
+    weak_cache,
 )
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.tracing.taken_positions import ordered, picked_from
-from prunekit.channels.tracing.weak_cache import weak_cache
 from prunekit.errors import ArtifactError
 
 Values = dict[str, dict[str, Any]]
@@ -152,7 +153,7 @@ _KINDS: dict[type, type] = {}
 DECORATORS = 8
 """How many decorators a method may have."""
 ORDERED = "_prunekit_ordered"
-"""The name of `prunekit.channels.tracing.taken_positions.ordered` in a recompiled method."""
+"""The name of `prunekit.channels.tracing.call_sites.ordered` in a recompiled method."""
 
 
 def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:

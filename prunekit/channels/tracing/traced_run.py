@@ -14,10 +14,9 @@ from prunekit.channels.labels.code_places import ModuleCall
 from prunekit.channels.labels.constraints import Constraint
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.cached_state import ModelCalls
-from prunekit.channels.tracing.call_sites import Site
+from prunekit.channels.tracing.call_sites import RunningExpression, Site, is_ordering
 from prunekit.channels.tracing.execution import Alternatives
 from prunekit.channels.tracing.storages import shape_of
-from prunekit.channels.tracing.taken_positions import RunningExpression, is_ordering
 from prunekit.utils.inputs import concatenate
 
 

@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels import LOCKED, Field, Labels, along
-from prunekit.channels.labels.constraints import FixedPositions, LockRecord
-from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, positions_of
+from prunekit.channels.labels.constraints import FixedPositions, Interchangeable, LockRecord, TensorAxis, positions_of
 from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
 from prunekit.channels.rules.convolution import FIXED_PARTNER
-from prunekit.channels.rules.quantized import PRUNE_FIRST, is_quantizing, quantized_parts
 from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
-from prunekit.channels.tracing.call_sites import Site, caller_here, site_here, takes_sizes
+from prunekit.channels.tracing.call_sites import RunningExpression, Site, caller_here, site_here, takes_sizes
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import (
+    PRUNE_FIRST,
     Alternatives,
     ModuleStack,
     TrainModeWatch,
@@ -35,15 +34,25 @@ from prunekit.channels.tracing.execution import (
     channel_axis,
     fused_away,
     hint_at_child,
+    is_quantizing,
     mode_for_trace,
     plain_operators,
+    quantized_parts,
 )
-from prunekit.channels.tracing.kept_state import NO_STATE, KeptState, kept_tensors, same_state
+from prunekit.channels.tracing.kept_state import (
+    NO_STATE,
+    KeptState,
+    kept_tensors,
+    label_state,
+    operators_aside,
+    results_aside,
+    runs_on,
+    same_state,
+    with_left,
+)
 from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on_meta, without_randomness
-from prunekit.channels.tracing.state_search import label_state, operators_aside, results_aside, runs_on, with_left
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.substitutes import substitute_all
-from prunekit.channels.tracing.taken_positions import RunningExpression
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients, named_tensors, owners, with_tensors

@@ -19,7 +19,7 @@ from torch import nn
 
 from prunekit.channels.cut.slicing import resize, take
 from prunekit.channels.labels import Labels
-from prunekit.channels.labels.interchangeable import Interchangeable, TensorAxis, around
+from prunekit.channels.labels.constraints import Interchangeable, TensorAxis, around
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention

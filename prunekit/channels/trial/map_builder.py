@@ -13,7 +13,7 @@ from prunekit.channels.depth.branch_search import find_branches
 from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.branch import BranchLock, is_inside
 from prunekit.channels.labels.code_places import CodePlace
-from prunekit.channels.labels.constraint_solver import WHOLE_AXIS, LabeledAxes, solve
+from prunekit.channels.labels.constraint_solver import WHOLE_AXIS, LabeledAxes, numbered, solve
 from prunekit.channels.labels.constraints import (
     Constraint,
     Contracted,
@@ -27,7 +27,6 @@ from prunekit.channels.labels.constraints import (
     Repeated,
 )
 from prunekit.channels.labels.equal_widths import EqualWidths
-from prunekit.channels.labels.joint_labels import numbered
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms

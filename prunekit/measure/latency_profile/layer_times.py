@@ -18,7 +18,7 @@ from torch import nn
 
 from prunekit.backends.backend import RUNTIMES, Backend
 from prunekit.backends.session import INT8, Inputs, Setting
-from prunekit.channels.tracing.weak_cache import weak_cache
+from prunekit.channels.tracing.call_sites import weak_cache
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.records import as_record
