@@ -24,18 +24,18 @@ from prunekit.inspection.diagnosis.diagnose_model import diagnose as diagnose
 from prunekit.inspection.diagnosis.findings import Diagnosis as Diagnosis
 from prunekit.inspection.visualize.class_maps import class_activation_map as class_activation_map
 from prunekit.inspection.visualize.class_maps import saliency as saliency
-from prunekit.jobs.bench import Benchmark as Benchmark
-from prunekit.jobs.bench import bench as bench
-from prunekit.jobs.explain import Explanation as Explanation
-from prunekit.jobs.explain import explain as explain
+from prunekit.jobs.analyses.bench import Benchmark as Benchmark
+from prunekit.jobs.analyses.bench import bench as bench
+from prunekit.jobs.analyses.explain import Explanation as Explanation
+from prunekit.jobs.analyses.explain import explain as explain
+from prunekit.jobs.analyses.inspect import interface as interface
+from prunekit.jobs.analyses.predict import Prediction as Prediction
+from prunekit.jobs.analyses.predict import predict as predict
+from prunekit.jobs.analyses.sensitivity import Sensitivity as Sensitivity
+from prunekit.jobs.analyses.sensitivity import sensitivity as sensitivity
 from prunekit.jobs.export.export_model import Exported as Exported
-from prunekit.jobs.inspect import interface as interface
-from prunekit.jobs.predict import Prediction as Prediction
-from prunekit.jobs.predict import predict as predict
-from prunekit.jobs.run.job_inputs import Own as Own
-from prunekit.jobs.run.results import RunResult as RunResult
-from prunekit.jobs.sensitivity import Sensitivity as Sensitivity
-from prunekit.jobs.sensitivity import sensitivity as sensitivity
+from prunekit.jobs.finetune import RunResult as RunResult
+from prunekit.jobs.run.subject import Own as Own
 from prunekit.masks.activation_masks import ActivationMasks as ActivationMasks
 from prunekit.masks.gradient_clamps import (
     clamp_activation_grad as clamp_activation_grad,

@@ -20,18 +20,16 @@ from prunekit.backends.files.export_source import ExportOptions
 from prunekit.compaction.model_folder import ModelWithPlan, save
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.calibrate import CalibrationResult
-from prunekit.jobs.calibrate import calibrate as run_calibration
-from prunekit.jobs.export.export_inputs import with_data
+from prunekit.jobs.analyses.profile import ProfileRun, profile_job
+from prunekit.jobs.analyses.sensitivity import SensitivityRun, analyze
 from prunekit.jobs.export.export_model import Exported, ExportRequest, require_exportable
 from prunekit.jobs.export.quantize_export import export_target
+from prunekit.jobs.finetune import RunResult, prune_job
 from prunekit.jobs.finetune import finetune as run_finetuning
-from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.profile import ProfileRun, profile_job
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
-from prunekit.jobs.run.model_sources import InputModel, folder_model
-from prunekit.jobs.run.results import RunResult
-from prunekit.jobs.sensitivity import SensitivityRun, analyze
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own, Subject
+from prunekit.jobs.run.subject_sources import folder_model
+from prunekit.jobs.stages.calibration_stage import CalibrationResult
+from prunekit.jobs.stages.calibration_stage import calibrate as run_calibration
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
 from prunekit.models.interface import attached
@@ -300,15 +298,15 @@ def export(
             target = replace(target, inputs=as_example(target.model, example))
         if settings is not None:
             job = job_of(settings, (), own)
-            target = with_data(target, job.known_data, own, job.task)
+            target = target.with_data(job.known_data, own, "check the export on", job.task)
         return export_target(target, request, folder=folder, facts=facts, log=log)
     if example is None:
         raise UsageError("example: expected what the model is called with, at least two samples, got none")
     module = unwrapped(model if isinstance(model, nn.Module) else model.model)
-    target = InputModel(module, "", (), inputs=as_example(module, example), interface=attached(module))
+    target = Subject(module, "", (), inputs=as_example(module, example), interface=attached(module))
     if recipe is not None:
         job = job_of(recipe, (), own)
-        target = with_data(target, job.known_data, own, job.task)
+        target = target.with_data(job.known_data, own, "check the export on", job.task)
     with TemporaryDirectory(prefix="prunekit-") as place:
         needed = FORMATS.get(to).reads_folder and not isinstance(model, nn.Module)
         saved = save(model, Path(place, "model")) if needed else None

@@ -139,8 +139,8 @@ def test_a_command_says_that_memory_is_short(tmp_path: Path, monkeypatch: pytest
     def starved(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("prunekit.jobs.predict.predict_target", starved)
-    monkeypatch.setattr("prunekit.jobs.run.model_sources.resolve", starved)
+    monkeypatch.setattr("prunekit.jobs.analyses.predict.predict_target", starved)
+    monkeypatch.setattr("prunekit.jobs.run.subject_sources.resolve", starved)
     result = CliRunner().invoke(cli, ["predict", "resnet8", "--zoo", "cifar", str(tmp_path / "x.npy")])
     assert result.exit_code == 1
     assert "out of memory (MemoryError)" in result.stderr

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from prunekit.channels.rules.rule import RULES
 from prunekit.cli import cli
-from prunekit.jobs.run import batch_size
+from prunekit.jobs import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pattern import PatternSettings

@@ -19,9 +19,9 @@ from prunekit.errors import UsageError
 from prunekit.inspection.capture.recorder import capture
 from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
 from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
-from prunekit.jobs.bench import Benchmark, bench
-from prunekit.jobs.explain import Explanation
-from prunekit.jobs.sensitivity import Sensitivity
+from prunekit.jobs.analyses.bench import Benchmark, bench
+from prunekit.jobs.analyses.explain import Explanation
+from prunekit.jobs.analyses.sensitivity import Sensitivity
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
 from prunekit.measure.causes.cause import Cause

@@ -26,7 +26,7 @@ from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.model_pair import ModelPair
-    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.jobs.run.subject import Subject
     from prunekit.settings.inputs import ModelSettings
     from prunekit.settings.job import JobSettings
 
@@ -81,7 +81,7 @@ def model_command(
 
 def one_target(
     names: Sequence[str], overrides: Sequence[str], options: ModelOptions, *, needs_module: str = ""
-) -> InputModel:
+) -> Subject:
     """Return the one model that a command line names; raise UsageError if it names several.
 
     With a recipe, `--model` replaces its model; with a model folder it builds the dense model.
@@ -92,13 +92,11 @@ def one_target(
         raise UsageError(f"expected one model, got two: {names[0]} and --model {options.factory}")
     found = _resolve(names[0] if names else None, overrides, options)
     if needs_module:
-        from prunekit.jobs.run.exported_model import require_module
-
-        require_module(found, needs_module)
+        found.require_module(needs_module)
     return found
 
 
-def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[InputModel]:
+def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[Subject]:
     """Return the models that a command line names.
 
     The user's own comes first, because the others are compared with it, unless it replaces that of a recipe.
@@ -111,11 +109,11 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
 
 
 def _resolve(
-    name: str | None, overrides: Sequence[str], options: ModelOptions, *, beside: Sequence[InputModel] = ()
-) -> InputModel:
+    name: str | None, overrides: Sequence[str], options: ModelOptions, *, beside: Sequence[Subject] = ()
+) -> Subject:
     recipe = name is not None and is_recipe(name)
     job = _job(str(name), overrides, options) if recipe else None
-    from prunekit.jobs.run.model_sources import resolve
+    from prunekit.jobs.run.subject_sources import resolve
 
     return resolve(
         job or _named(name, options.zoo),
@@ -180,17 +178,17 @@ def job_of_data(
 
 def model_or_trained(
     targets: Sequence[str], job: JobSettings | None, options: ModelOptions, console: Console
-) -> InputModel:
+) -> Subject:
     """Return the model that a command line names; that of a recipe is trained first where it has no weights."""
     if job is None or not any(map(is_recipe, targets)):
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
-    from prunekit.jobs.run.job_inputs import Own
-    from prunekit.jobs.run.model_sources import trained_model
+    from prunekit.jobs.run.dense_model import trained_subject
+    from prunekit.jobs.run.subject import Own
 
     own = Own(options.factory, options.data)
-    return trained_model(job, log=console.log, progress=console.progress, own=own)
+    return trained_subject(job, log=console.log, progress=console.progress, own=own)
 
 
 def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: ModelOptions) -> None:
@@ -266,8 +264,7 @@ def find_model_pair(
     job = None if recipe is None else job_to_read(str(recipe), overrides, options, **given)
     if of_classes:
         require_class_scores(job, of_classes)
-    data = None if job is None else job.known_data
-    found = replace(load_model_pair(folder, data, factory=options.factory, own_data=options.data), job=job)
+    found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)
     for note in found.notes:
         console.log(note)
     return found
@@ -290,9 +287,9 @@ def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
 def _single(
     names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console, of_classes: str
 ) -> ModelPair:
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.dense_model import trained_subject
     from prunekit.jobs.run.model_pair import require_class_scores, single_model
-    from prunekit.jobs.run.model_sources import trained_model
+    from prunekit.jobs.run.subject import Own
 
     if len(names) != 1 or not is_recipe(names[0]):
         found = single_model(one_target(names, overrides, options, needs_module="look into"))
@@ -302,8 +299,8 @@ def _single(
         if of_classes:
             require_class_scores(job, of_classes)
         own = Own(options.factory, options.data)
-        target = trained_model(job, log=console.log, progress=console.progress, own=own)
-        found = replace(single_model(target, job.known_data, options.data), job=job)
+        target = trained_subject(job, log=console.log, progress=console.progress, own=own)
+        found = single_model(target, job, own)
     for note in found.notes:
         console.log(note)
     return found

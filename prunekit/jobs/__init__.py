@@ -1,1 +1,1 @@
-"""Jobs, in a file each: fine-tuning, benchmarks, explanations, profiles, sensitivity and the others."""
+"""Jobs: from the settings of a recipe to a folder with a smaller model, its figures and its report."""

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from prunekit.errors import NotMeasuredError, UsageError
-from prunekit.jobs.calibrate import criterion_inputs
-from prunekit.jobs.run.dense_model import cached_baseline, prepare
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
+from prunekit.jobs.run.dense_model import cached_baseline
+from prunekit.jobs.run.job_subject import prepare
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.tables import layer_rows
+from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.measure.effort import current_effort

@@ -6,16 +6,18 @@ fine-tune, compact, control, deploy and measure. The report is written when the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from prunekit.compaction.compact_model import compact, remarks
+from prunekit.compaction.model_folder import load
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
 from prunekit.deploy.subnormals import without_subnormals
@@ -28,36 +30,60 @@ from prunekit.distributed.process_group import (
     wait_for_all,
 )
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.calibrate import criterion_inputs
-from prunekit.jobs.run import results
-from prunekit.jobs.run.dense_model import prepare, save_weights, train_baseline
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
-from prunekit.jobs.run.results import RunResult
-from prunekit.jobs.run.resume import find_run, identity_of, note, run_recipe
-from prunekit.jobs.run.run_folder import Finish, RunFolder, as_raised, run_folder, write_report
-from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cached_plan
-from prunekit.jobs.run.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
-from prunekit.jobs.stages.activation_stage import find_thresholds, measure_masks
-from prunekit.jobs.stages.deployment_stage import FOLDER, Deployed, deploy, require_deployable
-from prunekit.jobs.stages.detection_pictures import write_detections
-from prunekit.jobs.stages.export_stage import export_models, require_formats
+from prunekit.jobs.run.dense_model import save_weights, train_baseline
+from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
+from prunekit.jobs.run.model_pair import DENSE, load_model_pair
+from prunekit.jobs.run.resume import StageClock, cache_plan, cached_plan, find_run, identity_of, note, run_recipe
+from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised, run_folder, write_report
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
+from prunekit.jobs.run.tables import (
+    COUPLING_COLUMNS,
+    CURVE_COLUMNS,
+    LOCK_COLUMNS,
+    SCORE_COLUMNS,
+    coupling_rows,
+    curve_rows,
+    layer_rows,
+    lock_rows,
+    score_rows,
+)
+from prunekit.jobs.stages.calibration_stage import criterion_inputs
+from prunekit.jobs.stages.deployment_stage import (
+    DEPLOYED,
+    Deployed,
+    deploy,
+    export_models,
+    require_deployable,
+    require_formats,
+)
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
+from prunekit.jobs.stages.measurement_stage import measure_models, metrics_of, write_detections
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary, zero_weights
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
-from prunekit.jobs.stages.training_stage import Finetuning, OnEpoch, Trainings, checkpoints_of, told
+from prunekit.jobs.stages.training_stage import (
+    Finetuning,
+    OnEpoch,
+    Trainings,
+    checkpoints_of,
+    find_thresholds,
+    measure_masks,
+    told,
+)
 from prunekit.masks.masked_model import sparsity
 from prunekit.measure.latency.comparison import devices
 from prunekit.measure.verification import Verification, verify
-from prunekit.planning.plan import Plan
+from prunekit.models.zoo import load_factory
+from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan
 from prunekit.repair.repair_report import RepairReport
+from prunekit.report.headline import comparison, models, tiles
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
 from prunekit.utils.context import threads
-from prunekit.utils.display import listed, plural
+from prunekit.utils.display import Displayed, Table, listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import Log, StageCounter, stage, wanted
@@ -164,7 +190,7 @@ class FinetuneRun:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: JobSubject,
         search: PlanSearch,
         run: RunFolder,
         *,
@@ -264,9 +290,9 @@ class FinetuneRun:
         """Write a plan into the run's folder, with its scores, locks and groups."""
         folder, plan = self.folder.path, planned.plan
         plan.save(folder)
-        write_csv(folder / "scores.csv", score_rows(plan, planned.scores), results.SCORE_COLUMNS)
-        write_csv(folder / "locks.csv", lock_rows(plan), results.LOCK_COLUMNS)
-        write_csv(folder / "coupling.csv", coupling_rows(plan), results.COUPLING_COLUMNS)
+        write_csv(folder / "scores.csv", score_rows(plan, planned.scores), SCORE_COLUMNS)
+        write_csv(folder / "locks.csv", lock_rows(plan), LOCK_COLUMNS)
+        write_csv(folder / "coupling.csv", coupling_rows(plan), COUPLING_COLUMNS)
 
     def _log_plan(self, planned: Planned) -> None:
         chart = planned.plan.channel_map
@@ -370,15 +396,15 @@ class FinetuneRun:
         with self._stage("deploy"):
             deployed = deploy(self.prepared, folder, dense, plan)
         with self._stage("measure"):
-            share, attempt, target = sparsity(pruned, plan), results.Attempts(self.log), self.search.latency
+            share, attempt, target = sparsity(pruned, plan), Attempts(self.log), self.search.latency
             final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
             models = dense, control, None if deployed is None else deployed.model
-            measured = results.measure(self.prepared, folder, *models, attempt=attempt, final=final)
+            measured = measure_models(self.prepared, folder, *models, attempt=attempt, final=final)
             masks = attempt("activation masks", lambda: self._measure_activations(small))
             shown = {"dense": dense, "pruned": small if deployed is None else deployed.model}
             attempt("pictures of detections", lambda: write_detections(self.prepared, shown, folder.path))
             measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
-        metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
+        metrics = metrics_of(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= self._stage_metrics(deployed)
         if target is not None and final is not None:
             metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
@@ -398,7 +424,7 @@ class FinetuneRun:
         """Return the rows of exported files, and all shortfalls, for `metrics.json`; empty if none are asked for."""
         if not self.job.export:
             return {}
-        folder, attempt = "model" if deployed is None else FOLDER, results.Attempts(self.log, done="made")
+        folder, attempt = "model" if deployed is None else DEPLOYED, Attempts(self.log, done="made")
         model = self.prepared.load_model(self.folder.path / folder, dense)
         with self._stage("export"):
             rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
@@ -406,7 +432,7 @@ class FinetuneRun:
 
     def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult | None:
         """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""
-        folder = FOLDER if self.job.deploy.wanted else "model"
+        folder = DEPLOYED if self.job.deploy.wanted else "model"
         return self.search.deliver(planned, self.prepared.load_model(self.folder.path / folder, dense))
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
@@ -429,3 +455,100 @@ class FinetuneRun:
             "schedule": None if self.schedule is None else self.schedule.summary(),
             "deployment": None if deployed is None else deployed.figures(),
         }
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunResult(Displayed):
+    """A finished run.
+
+    Attributes:
+        folder: everything it wrote, as the command leaves it: `report.html`, `metrics.json`, the plan, tables.
+        metrics: what `metrics.json` holds.
+        own: the user's own code of the job.
+
+    Example:
+        >>> import prunekit as pk
+        >>> from pathlib import Path
+        >>> _ = Path("mine.py").write_text('''
+        ... from torch import nn
+        ... def net():
+        ...     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
+        ... ''')
+        >>> settings, data = pk.ModelSettings("mine.py:net", zoo="own"), pk.DataSettings(image_size=8)
+        >>> job = pk.JobSettings("mine", settings, data=data, finetune=pk.TrainSettings(epochs=0), control=False)
+        >>> shorter, own = ["latency.batches=[1]", "latency.explain=false", "watch=null"], pk.Own("mine.py:net")
+        >>> result = pk.finetune(job, shorter, own=own, log=lambda line: None)
+        >>> result
+        <RunResult: runs/mine/...: MACs −50.0 %, ...>
+        >>> result.plan.widths()
+        {'1': (8, 16)}
+        >>> print(result.report)
+        runs/mine/.../report.html
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+    own: Own = field(default=RECIPE_ONLY)
+
+    @property
+    def shortfalls(self) -> list[str]:
+        """Shortfalls, in sentences; empty if there are none."""
+        return list(self.metrics["shortfalls"])
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Every epoch of every training of the run, as `history.csv` has them; empty where nothing was trained."""
+        import pandas as pd
+
+        path = self.folder / "history.csv"
+        return pd.read_csv(path).to_dict("records") if path.is_file() else []
+
+    @property
+    def validation(self) -> float | None:
+        """The pruned model's score on the validation images, percent, in its best epoch; None if not fine-tuned.
+
+        A search over settings compares this, and leaves the test images alone. Scores of some tasks have another unit,
+        and of a perplexity less is better: minimize that.
+        """
+        trained: dict[str, Any] = self.metrics["trainings"].get("pruned", {})
+        return trained.get("validation")
+
+    @property
+    def plan(self) -> Plan:
+        """The plan: which channels of the dense model are kept."""
+        return load_plan(self.folder)
+
+    @property
+    def report(self) -> Path:
+        """The page of the run."""
+        return self.folder / "report.html"
+
+    def model(self) -> nn.Module:
+        """Load the pruned model, in eval mode on the CPU.
+
+        Raises:
+            ArtifactError: the folder is missing or damaged.
+        """
+        return load(self.folder / "model", None if self.own.model is None else load_factory(self.own.model))
+
+    def dense(self) -> nn.Module:
+        """Load the dense model with the weights that it was pruned from, in eval mode on the CPU.
+
+        Raises:
+            ArtifactError: the folder is missing or damaged.
+        """
+        return load_model_pair(self.folder, factory=self.own.model).models[DENSE]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the figures of each model: scores in percent, MACs of one sample, parameters, bytes."""
+        return [{"model": name, **self.metrics[name]} for name in models(self.metrics)]
+
+    def _headline(self) -> str:
+        figures = (f"{tile.label} {tile.value}" for tile in tiles(self.metrics))
+        return f"{self.folder}: {', '.join(figures)}"
+
+    def _parts(self) -> Iterable[str | Table]:
+        from prunekit.report.pages.run_page import lines  # pandas and matplotlib take most of a second to import
+
+        yield comparison(self.metrics)
+        yield "\n".join(lines(self.metrics, self.folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import LockRecord
-from prunekit.channels.tracing.execution import PRUNE_FIRST, quantized_parts
-from prunekit.channels.tracing.channel_map import ChannelMap, Lock
-from prunekit.channels.tracing.execution import hint_at_child
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Lock
+from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.budget import Budgets, budgets_of
 from prunekit.planning.budgets.costs import GroupPart, Numbers
@@ -22,6 +21,7 @@ from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, free_par
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, budget_names, facts_of
 from prunekit.utils.display import listed
+from prunekit.utils.globs import globs, matching
 
 LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "layout", "plain_classes")
 NAMED = 3
@@ -252,3 +252,13 @@ def _timed(budgets: Budgets) -> NDArray[np.bool_]:
 
 def _narrowest(parts: list[GroupPart]) -> Labels:
     return np.array([part.counts[0] for part in parts])
+
+
+def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
+    """Return the groups whose names match one of the globs; all of them without globs."""
+    names = [group.name for group in channel_map.groups]
+    if not names:
+        raise nothing_free_error(channel_map)
+    wanted = globs(patterns, "groups")
+    found = {name for glob in wanted for name in matching(glob, names, "groups", PlanError, "channel group")}
+    return tuple(group for group in channel_map.groups if not wanted or group.name in found)

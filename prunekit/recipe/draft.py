@@ -22,8 +22,8 @@ from prunekit.data.local_files import read_npz, scan_folder
 from prunekit.data.sources import missing_data
 from prunekit.data.texts import SUFFIXES
 from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest, reraise_shortage
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import Own, Prepared
+from prunekit.jobs.run.job_subject import JobSubject, prepare
+from prunekit.jobs.run.subject import Own
 from prunekit.models.hugging_face import CONFIG, head_of
 from prunekit.models.zoo import ZOOS, has_weights, image_shape, missing_weights, zoo_names
 from prunekit.planning.solver import feasible_plan
@@ -113,7 +113,7 @@ def _checked(text: str, changes: Sequence[str] = ()) -> JobSettings:
         return load(written, changes)
 
 
-def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str]) -> Prepared:
+def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str]) -> JobSubject:
     """Read the data and build the model, with the first image size that the model takes, which is set."""
     data = values["data"]
     sizes = [None] if "image_size" not in data else list(dict.fromkeys([data["image_size"], 224, 299]))
@@ -287,7 +287,7 @@ def _missing(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(text for text in (missing_data(settings), weights) if text is not None)
 
 
-def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     """Return the recipe with epochs and learning rates for the number of images and the kind of model."""
     images, batch = len(prepared.splits.train), values["data"]["batch"]
     steps = max(1, images // batch)
@@ -307,7 +307,7 @@ def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     return made
 
 
-def _rounding(prepared: Prepared) -> int:
+def _rounding(prepared: JobSubject) -> int:
     """Return the largest `round_to` with which the budget can be met; raise PlanError if there is none."""
     prune, roundings = prepared.job.prune, (8, 4, 2, 1)
     if prune.budget.measured:  # which only measuring tells
@@ -323,7 +323,7 @@ def _rounding(prepared: Prepared) -> int:
     raise AssertionError(roundings)
 
 
-def _found(prepared: Prepared) -> Iterator[str]:
+def _found(prepared: JobSubject) -> Iterator[str]:
     splits, model = prepared.splits, prepared.model
     counts = ", ".join(f"{len(getattr(splits, part))} for {part}" for part in ("train", "validation", "test"))
     if splits.task.texts is not None:

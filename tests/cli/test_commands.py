@@ -19,19 +19,18 @@ from torch import nn
 from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data.sources import load_splits
-from prunekit.jobs import calibrate
+from prunekit.jobs import batch_size
+from prunekit.jobs import dry_run as dry_run_module
 from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
-from prunekit.jobs.calibrate import CalibrationResult
-from prunekit.jobs.run import batch_size
-from prunekit.jobs.run import model_sources as targets
-from prunekit.jobs.run.batch_size import LargestBatch, TriedBatch
-from prunekit.jobs.run.job_inputs import Own
-from prunekit.jobs.run.model_sources import InputModel
-from prunekit.jobs.run.results import RunResult
+from prunekit.jobs.batch_size import LargestBatch, TriedBatch
+from prunekit.jobs.finetune import RunResult
+from prunekit.jobs.run import dense_model
 from prunekit.jobs.run.run_folder import Finish, write_report
+from prunekit.jobs.run.subject import Own, Subject
+from prunekit.jobs.stages import calibration_stage
+from prunekit.jobs.stages.calibration_stage import CalibrationResult
 from prunekit.measure.latency import timing_job
-from prunekit.pruning import dry_run as dry_run_module
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings, dump
 from prunekit.statistics.channel_stats import ChannelStats
@@ -275,7 +274,7 @@ def test_calibrate_prints_a_row_for_each_layer_and_marks_dead_channels(
     layer = LayerStats(count, (low + high) / 2, count * 1.0, count * 0.5, low, high, np.array([10, 0, 5]), whole, whole)
     stats = ChannelStats({StatsKey("features.1", "output", 0): layer, StatsKey("features.1", "output", 1): layer})
     done = CalibrationResult(stats, tmp_path / "stats.safetensors", tmp_path / "stats.csv", reused=True)
-    monkeypatch.setattr(calibrate, "calibrate", lambda job, *, log, progress, own: done)
+    monkeypatch.setattr(calibration_stage, "calibrate", lambda job, *, log, progress, own: done)
     result = run("calibrate", recipe)
     assert result.exit_code == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("  features.1")]
@@ -381,12 +380,12 @@ def test_evaluate_the_users_own_model_on_a_recipes_images(own_model: str, recipe
 def test_evaluate_a_recipe_takes_its_trained_dense_model(
     monkeypatch: pytest.MonkeyPatch, recipe: str, jobs: list[JobSettings]
 ) -> None:
-    def stand_in(job: JobSettings, *, log: Log, progress: bool, own: Own) -> InputModel:
+    def stand_in(job: JobSettings, *, log: Log, progress: bool, own: Own) -> Subject:
         jobs.append(job)
         model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        return InputModel(model, job.name, (3, 8, 8), load_splits(job.data))
+        return Subject(model, job.name, (3, 8, 8), load_splits(job.data))
 
-    monkeypatch.setattr(targets, "trained_model", stand_in)
+    monkeypatch.setattr(dense_model, "trained_subject", stand_in)
     result = run("evaluate", recipe, *SMALL_IMAGES, "--seed", "9", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["model"] == "small"

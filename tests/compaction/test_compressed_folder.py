@@ -23,7 +23,7 @@ from prunekit.backends.standalone import Standalone
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.errors import ArtifactError
-from prunekit.jobs.run.model_sources import folder_model
+from prunekit.jobs.run.subject_sources import folder_model
 from prunekit.models.interface import interface_of
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import build_model

@@ -9,7 +9,7 @@ from typing import Any
 from efforts import HERE
 
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.run.job_inputs import Own
+from prunekit.jobs.run.subject import Own
 from prunekit.measure.effort import effort_of
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings

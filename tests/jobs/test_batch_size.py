@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from prunekit.data.sources import load_splits
 from prunekit.errors import MemoryShortageError, RunError, UsageError, is_shortage
-from prunekit.jobs.run import batch_size
-from prunekit.jobs.run.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, find_batch_size
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import Own
+from prunekit.jobs import batch_size
+from prunekit.jobs.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, find_batch_size
+from prunekit.jobs.run.job_subject import prepare
+from prunekit.jobs.run.subject import Own
 from prunekit.measure.latency.peak_memory import PeakMemory
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
@@ -130,7 +130,7 @@ def test_every_training_of_the_job_is_rehearsed_with_all_that_it_has(
         seen.append((more["label"], more["batch"], len(splits.train), kinds))
         return fit(model, splits, settings, **more)
 
-    monkeypatch.setattr("prunekit.jobs.run.batch_size.fit", note)
+    monkeypatch.setattr("prunekit.jobs.batch_size.fit", note)
     everything = job(
         tmp_path,
         sparsify=TrainSettings(epochs=1, regularize=RegularizerSettings("growing")),

@@ -10,16 +10,16 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.bench import bench_targets, gated
-from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.analyses.bench import bench_targets, gated
+from prunekit.jobs.run.subject import Subject
 from prunekit.measure.latency.comparison import devices
 from prunekit.settings.deployment import LatencySettings
 
 QUICK = LatencySettings(batches=(1, 2), threads=(1,), repeats=5)
 
 
-def target(name: str, width: int = 4) -> InputModel:
-    return InputModel(nn.Linear(width, 2), name, (width,))
+def target(name: str, width: int = 4) -> Subject:
+    return Subject(nn.Linear(width, 2), name, (width,))
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_models_that_take_different_inputs_are_refused() -> None:
 
 def test_a_model_that_does_not_run_is_named_before_anything_is_timed() -> None:
     with pytest.raises(ModelError, match="b: the model does not run on an input of 1x4"):
-        bench_targets([target("a"), InputModel(nn.Linear(3, 2), "b", (4,))], QUICK, "cpu", log=print)
+        bench_targets([target("a"), Subject(nn.Linear(3, 2), "b", (4,))], QUICK, "cpu", log=print)
 
 
 def test_auto_is_the_cpu_and_cuda_where_there_is_one() -> None:
@@ -66,7 +66,7 @@ def test_auto_is_the_cpu_and_cuda_where_there_is_one() -> None:
 def test_what_cannot_be_timed_is_refused_before_models_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    broken = [InputModel(nn.Linear(3, 2), "broken", (4,))]
+    broken = [Subject(nn.Linear(3, 2), "broken", (4,))]
     with pytest.raises(UsageError, match="'cuda' was asked for, but this machine's CUDA devices number 0"):
         bench_targets(broken, QUICK, "cpu,cuda", log=print)
     with pytest.raises(UsageError, match=r"cudagraphs on cpu.*it runs on cuda here; nothing was measured"):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import prunekit
-from prunekit.jobs.run.dense_model import Baseline, prepare
+from prunekit.jobs.run.dense_model import Baseline
+from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.training_stage import Finetuning, Trainings

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import prunekit
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.explain import CauseSearch, find_causes
+from prunekit.jobs.analyses.explain import CauseSearch, find_causes
 from prunekit.measure.causes.breakdown import break_down
 from prunekit.measure.latency.timing import Contention
 from prunekit.measure.model_size import count_macs

@@ -17,8 +17,8 @@ from prunekit.backends.onnx_runtime import OnnxRuntime
 from prunekit.backends.openvino import OpenVino
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, RunError, UsageError
+from prunekit.jobs import finetune
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.stages import export_stage
 from prunekit.recipe_jobs import job_of
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
@@ -163,7 +163,7 @@ def test_what_cannot_be_written_here_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OnnxRuntime, "packages", ("not_here",))
-    monkeypatch.setattr(export_stage, "export_models", None)
+    monkeypatch.setattr(finetune, "export_models", None)
     with pytest.raises(UsageError, match="export 'onnx' needs not_here, not installed here"):
         run(job(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -27,15 +27,15 @@ from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.calibrate import calibrate
+from prunekit.jobs.analyses.explain import explain_job
 from prunekit.jobs.dry_run import dry_run
-from prunekit.jobs.explain import explain_job
 from prunekit.jobs.finetune import finetune, stages_of
-from prunekit.jobs.run.dense_model import Baseline, prepare, train_baseline
-from prunekit.jobs.run.results import Measurements, shortfalls
+from prunekit.jobs.run.dense_model import Baseline, train_baseline
+from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.stages.activation_stage import missed_targets
-from prunekit.jobs.stages.training_stage import Trainings
+from prunekit.jobs.stages.calibration_stage import calibrate
+from prunekit.jobs.stages.measurement_stage import Measurements, shortfalls
+from prunekit.jobs.stages.training_stage import Trainings, missed_targets
 from prunekit.masks.masked_model import Sparsity
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.accuracy import Scores, evaluate
@@ -216,7 +216,7 @@ def test_an_explanation_that_fails_costs_no_run(monkeypatch: pytest.MonkeyPatch)
     def fail(*models: object, **options: object) -> None:
         raise RuntimeError("view size is not compatible")
 
-    monkeypatch.setattr("prunekit.jobs.explain.explain", fail)
+    monkeypatch.setattr("prunekit.jobs.analyses.explain.explain", fail)
     said: list[str] = []
     net = torch.nn.Linear(2, 2)
     assert explain_job(net, net, (2,), LatencySettings(), said.append) is None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError
-from prunekit.jobs.inspect import inspect
-from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.analyses.inspect import inspect
+from prunekit.jobs.run.subject import Subject
 
 
 class Residual(nn.Module):
@@ -30,7 +30,7 @@ class Residual(nn.Module):
 
 def test_groups_locks_and_macs_of_a_residual_block() -> None:
     model = Residual()
-    result = inspect(InputModel(model, "mine", (3, 4, 4))).figures()
+    result = inspect(Subject(model, "mine", (3, 4, 4))).figures()
     assert (result["model"], result["architecture"], result["input_shape"]) == ("mine", "Residual", [1, 3, 4, 4])
     assert sorted((group["name"], group["channels"]) for group in result["groups"]) == [("inner", 6), ("stem", 8)]
     macs = {layer["module"]: layer["macs"] for layer in result["layers"]}
@@ -69,7 +69,7 @@ class ResidualBlock(nn.Module):
 
 
 def test_blocks_that_may_go_and_those_that_stay_are_listed() -> None:
-    result = inspect(InputModel(Beside(), "mine", (3, 4, 4))).figures()
+    result = inspect(Subject(Beside(), "mine", (3, 4, 4))).figures()
     (block,) = result["blocks"]
     macs = {layer["module"]: layer["macs"] for layer in result["layers"]}
     assert (block["block"], block["layers"], block["channels"]) == ("block", ["block.first", "block.second"], 5)
@@ -83,11 +83,11 @@ def test_blocks_that_may_go_and_those_that_stay_are_listed() -> None:
 def test_inspection_leaves_the_model_as_it_was() -> None:
     model = Residual()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    inspect(InputModel(model, "mine", (3, 4, 4)))
+    inspect(Subject(model, "mine", (3, 4, 4)))
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_wrong_input_is_said() -> None:
     with pytest.raises(ModelError, match="mine: the model does not run on an input of 1x4x4x4"):
-        inspect(InputModel(Residual(), "mine", (4, 4, 4)))
+        inspect(Subject(Residual(), "mine", (4, 4, 4)))

@@ -17,11 +17,11 @@ import prunekit
 from prunekit.cli import cli
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, ModelError, RecipeError, UsageError
-from prunekit.jobs.evaluate import evaluate
+from prunekit.jobs.analyses.evaluate import evaluate
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import Own
-from prunekit.jobs.run.model_sources import resolve
+from prunekit.jobs.run.job_subject import build_of, prepare
+from prunekit.jobs.run.subject import Own
+from prunekit.jobs.run.subject_sources import resolve
 from prunekit.measure.accuracy import evaluate as measured
 from prunekit.recipe.loading import load
 from prunekit.settings.inputs import DataSettings, ModelSettings
@@ -128,8 +128,9 @@ def test_models_and_texts_fit_their_task(tmp_path: Path, task: str) -> None:
     prepared = prepare(job(tmp_path, task, folder))
     assert prepared.splits.task.name == task
     assert prepared.splits.vocabulary == 45
-    assert prepared.build is not None
-    assert prepared.build.head == task
+    build = build_of(prepared.job, prepared.splits)
+    assert build is not None
+    assert build.head == task
     assert ("attention_mask" in prepared.example_inputs[-1]) == (task == "embedding")
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from prunekit.compaction.model_folder import save
 from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
-from prunekit.jobs.run.model_sources import InputModel, probe, resolve
+from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.zoo import build_model, load_factory
 from prunekit.pruning.prune import prune
 from prunekit.settings.inputs import DataSettings, ModelSettings
@@ -38,7 +39,7 @@ def test_a_job_gives_its_dense_model_with_its_data() -> None:
     assert target.name == "small"
     assert target.sample_shape == (3, 32, 32)
     assert target.splits is not None
-    assert probe(target).shape == (1, len(target.splits.classes))
+    assert target.probe().shape == (1, len(target.splits.classes))
     assert not target.trained
 
 
@@ -120,8 +121,8 @@ def test_a_factory_without_an_example_needs_a_shape(factory: str) -> None:
 
 def test_models_beside_it_tell_the_shape_of_a_factory_without_an_example(factory: str, tmp_path: Path) -> None:
     net = nn.Linear(4, 2)
-    several = InputModel(net, "several", (), inputs=(torch.zeros(1, 4), torch.zeros(1, 4)))
-    beside = [several, InputModel(net, "one", (4,)), InputModel(net, "other", (5,))]
+    several = Subject(net, "several", (), inputs=(torch.zeros(1, 4), torch.zeros(1, 4)))
+    beside = [several, Subject(net, "one", (4,)), Subject(net, "other", (5,))]
     assert resolve(None, factory=factory, beside=beside).sample_shape == (4,)
     assert resolve(None, factory=factory, beside=beside, input_shape=(1, 3, 4)).sample_shape == (3, 4)
     (tmp_path / "own.py").write_text(
@@ -146,9 +147,9 @@ def test_probe_says_what_does_not_run_and_restores_the_mode() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout())
     said = r"mine: the model does not run on an input of 1x5: RuntimeError: .*; --input-shape gives another"
     with pytest.raises(ModelError, match=said):
-        probe(InputModel(model, "mine", (5,)))
+        Subject(model, "mine", (5,)).probe()
     model[0].eval()
-    assert probe(InputModel(model, "mine", (4,))).shape == (1, 2)
+    assert Subject(model, "mine", (4,)).probe().shape == (1, 2)
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
@@ -158,7 +159,7 @@ def test_whatever_a_models_code_raises_is_a_model_error() -> None:
             raise KeyError("scale")
 
     with pytest.raises(ModelError, match=r"broken: the model does not run on an input of 1x3x8x8: KeyError: 'scale'"):
-        probe(InputModel(Broken(), "broken", (3, 8, 8)))
+        Subject(Broken(), "broken", (3, 8, 8)).probe()
 
 
 def test_a_damaged_input_shape_in_a_manifest_is_named(tmp_path: Path) -> None:

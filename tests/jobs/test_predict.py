@@ -15,8 +15,8 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import DataError, ModelError, UsageError
-from prunekit.jobs.predict import predict_target
-from prunekit.jobs.run.model_sources import resolve
+from prunekit.jobs.analyses.predict import predict_target
+from prunekit.jobs.run.subject_sources import resolve
 
 FEED = pk.Preprocessing(8, 8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 CLASSES = ["red", "green", "blue"]

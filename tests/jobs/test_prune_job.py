@@ -12,8 +12,7 @@ import torch
 
 import prunekit
 from prunekit.errors import DataError
-from prunekit.jobs.finetune import finetune, prune_job
-from prunekit.jobs.run.results import RunResult
+from prunekit.jobs.finetune import RunResult, finetune, prune_job
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import LatencySettings
@@ -86,8 +85,8 @@ def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
     def broken(*_: object, **named: object) -> None:
         raise AssertionError("Expected gradient function to be set")
 
-    monkeypatch.setattr("prunekit.jobs.run.results.count_macs", broken)
-    monkeypatch.setattr("prunekit.jobs.run.results.measure_latency", broken)
+    monkeypatch.setattr("prunekit.jobs.stages.measurement_stage.count_macs", broken)
+    monkeypatch.setattr("prunekit.jobs.stages.measurement_stage.measure_latency", broken)
     log: list[str] = []
     result = prune_job(job(output), log=log.append)
     assert prunekit.load(result.folder / "model") is not None
@@ -103,13 +102,13 @@ def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
 
 @pytest.mark.slow
 def test_the_job_is_what_prune_makes_of_its_images(output: Path, finished: tuple[RunResult, list[str]]) -> None:
-    from prunekit.jobs.calibrate import calibration_images
-    from prunekit.jobs.run.dense_model import prepare, train_baseline
+    from prunekit.jobs.run.dense_model import train_baseline
+    from prunekit.jobs.run.job_subject import prepare
 
     settings, (result, _) = job(output), finished
     prepared = prepare(settings)
     dense = train_baseline(prepared, log=lambda _: None, progress=False).model
-    images = calibration_images(prepared)
+    images = prepared.calibration_images()
     same = prunekit.prune(dense, calibration=images, macs=0.6, repair=RepairSettings(rows=2048))
     loaded = prunekit.load(result.folder / "model").eval()
     assert [tensor.shape for tensor in loaded.state_dict().values()] == [

@@ -18,10 +18,10 @@ from torch import nn
 import prunekit
 from prunekit.cli import cli
 from prunekit.errors import DataError, UsageError
+from prunekit.jobs.analyses.sensitivity import analyze
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.run.job_inputs import Own
 from prunekit.jobs.run.resume import resolved
-from prunekit.jobs.sensitivity import analyze
+from prunekit.jobs.run.subject import Own
 from prunekit.models.zoo import build_model
 from prunekit.recipe.loading import load
 from prunekit.settings.calibration import CalibrationSettings

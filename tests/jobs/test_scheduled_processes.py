@@ -19,7 +19,7 @@ import prunekit
 from prunekit.distributed.process_group import rank
 from prunekit.errors import ResumeError
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.run.job_inputs import Own
+from prunekit.jobs.run.subject import Own
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings

@@ -17,11 +17,10 @@ from several_jobs import job, ran, written
 import prunekit
 from prunekit.distributed.process_group import from_main, rank
 from prunekit.errors import PeerError, RunError
-from prunekit.jobs.calibrate import loss_gradients
-from prunekit.jobs.evaluate import evaluate
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import Own
-from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.analyses.evaluate import evaluate
+from prunekit.jobs.run.job_subject import prepare
+from prunekit.jobs.run.subject import Own, Subject
+from prunekit.jobs.stages.calibration_stage import loss_gradients
 from prunekit.jobs.stages.training_stage import Trainings
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan
@@ -121,7 +120,7 @@ def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
 def counted(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
     """Correct and tested images, and their share: 539 in batches of 64 are 9 batches, the last of 27."""
     torch.manual_seed(rank())  # the main process's weights count
-    target = InputModel(load_factory(factory), "net", (3, 16, 16))
+    target = Subject(load_factory(factory), "net", (3, 16, 16))
     found = evaluate(target, recipe.data, torch.device("cpu")).figures()
     return found["correct"], found["n_test"], found["top1"]
 

@@ -16,8 +16,8 @@ from mutants import changed_values, unclean
 from torch import nn
 
 from prunekit.errors import ResumeError
+from prunekit.jobs.run.resume import StageClock, cache_plan, cache_repair, cached_plan, cached_repair
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.run.stage_cache import StageClock, cache_plan, cache_repair, cached_plan, cached_repair
 from prunekit.pruning.latency_target import Attempt, Timing
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport

@@ -25,11 +25,11 @@ from prunekit.cli import cli
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import ArtifactError, DataError, UsageError
-from prunekit.jobs.bench import bench_targets
-from prunekit.jobs.evaluate import evaluate
+from prunekit.jobs.analyses.bench import bench_targets
+from prunekit.jobs.analyses.evaluate import evaluate
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.run.job_inputs import Own
-from prunekit.jobs.run.model_sources import resolve
+from prunekit.jobs.run.subject import Own
+from prunekit.jobs.run.subject_sources import resolve
 from prunekit.measure.effort import effort_of
 from prunekit.report.headline import compared
 from prunekit.report.pages.run_page import write_report

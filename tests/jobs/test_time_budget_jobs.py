@@ -18,11 +18,11 @@ from prunekit.channels.cut.shorter_model import AbsentModule, ConstantModule
 from prunekit.channels.trace import trace
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.errors import PlanError, UsageError
+from prunekit.jobs.analyses.profile import profile_job
 from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.profile import profile_job
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY
+from prunekit.jobs.run.job_subject import prepare
+from prunekit.jobs.run.subject import RECIPE_ONLY
 from prunekit.pruning import latency_search
 from prunekit.pruning.latency_target import LatencyResult, Timing
 from prunekit.pruning.plan_search import Planned

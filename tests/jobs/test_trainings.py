@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from prunekit.errors import UsageError
-from prunekit.jobs.calibrate import calibrate
 from prunekit.jobs.finetune import finetune, prune_job
-from prunekit.jobs.run.job_inputs import Own
+from prunekit.jobs.run.subject import Own
+from prunekit.jobs.stages.calibration_stage import calibrate
 from prunekit.planning.plan import load_plan
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.deployment import LatencySettings

@@ -16,7 +16,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.cli import cli
 from prunekit.errors import PlanError, RecipeError, UsageError
-from prunekit.jobs.run.job_inputs import code_of_job, renew_code
+from prunekit.jobs.run.job_subject import code_of_job, renew_code
 from prunekit.jobs.run.resume import resolved
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.planning.budgets.budget import BUDGETS, Countable

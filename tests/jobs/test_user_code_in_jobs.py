@@ -13,11 +13,12 @@ import torch
 import prunekit
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.errors import DataError, ModelError, UsageError
-from prunekit.jobs.calibrate import calibrate
 from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.run.job_inputs import Own
-from prunekit.jobs.run.model_sources import resolve, trained_model
+from prunekit.jobs.run.dense_model import trained_subject
+from prunekit.jobs.run.subject import Own
+from prunekit.jobs.run.subject_sources import resolve
+from prunekit.jobs.stages.calibration_stage import calibrate
 from prunekit.models.zoo import load_factory
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.deployment import LatencySettings
@@ -166,9 +167,9 @@ def test_own_weights_come_from_the_factory_or_a_file(file: Path, tmp_path: Path)
     trained = load_factory(f"{file}:Net")
     torch.save(trained.state_dict(), tmp_path / "net.th")
     with_file = job(tmp_path, model=ModelSettings("Net", "own", weights=str(tmp_path / "net.th")), baseline=None)
-    model = trained_model(with_file, log=silent, own=own).model
+    model = trained_subject(with_file, log=silent, own=own).model
     assert torch.equal(model.head.weight, trained.head.weight)
-    assert trained_model(job(tmp_path, baseline=None), log=silent, own=own).trained
+    assert trained_subject(job(tmp_path, baseline=None), log=silent, own=own).trained
 
 
 @pytest.mark.parametrize(

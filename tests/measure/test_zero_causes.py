@@ -8,7 +8,7 @@ from torch import nn
 
 import prunekit
 from prunekit.compaction.zero_patterns import ModelZeros, ZeroPattern, zero_patterns
-from prunekit.jobs.explain import CauseSearch, find_causes
+from prunekit.jobs.analyses.explain import CauseSearch, find_causes
 from prunekit.measure.causes import experiments
 from prunekit.measure.causes.breakdown import break_down
 from prunekit.measure.causes.zero_causes import unused_zeros

@@ -107,7 +107,7 @@ def bench_command(
     """
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, given)
-    from prunekit.jobs.bench import bench_targets, gated
+    from prunekit.jobs.analyses.bench import bench_targets, gated
     from prunekit.measure.latency.comparison import devices
     from prunekit.settings.deployment import LatencySettings
 

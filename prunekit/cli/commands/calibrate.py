@@ -11,7 +11,7 @@ from prunekit.cli.output import Console
 from prunekit.utils.display import table
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.subject import Own
     from prunekit.settings.job import JobSettings
     from prunekit.statistics.channel_stats import ChannelStats
 
@@ -29,7 +29,7 @@ def calibrate_command(
 
     The table averages over the channels of each layer's output; dead channels never change.
     """
-    from prunekit.jobs.calibrate import calibrate as run
+    from prunekit.jobs.stages.calibration_stage import calibrate as run
 
     with console.running():
         result = run(job, log=console.log, progress=console.progress, own=own)

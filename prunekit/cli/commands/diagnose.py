@@ -56,8 +56,8 @@ def diagnose_command(
     code = {"factory": given.factory if whole else None, "data": given.data, "task": given.task}
     where = {"device": device, "seed": given.seed}
     job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, **code, **where)
-    from prunekit.jobs.diagnose import diagnose_target, first_training
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.analyses.diagnose import diagnose_target, first_training
+    from prunekit.jobs.run.subject import Own
     from prunekit.settings.inputs import DataSettings
     from prunekit.utils.context import resolve_device
 

@@ -51,7 +51,7 @@ def explain_command(
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     if output is not None:
         require_report()
-    from prunekit.jobs.explain import explain
+    from prunekit.jobs.analyses.explain import explain
     from prunekit.report.sections.explanation import write_explanation
 
     with console.running():

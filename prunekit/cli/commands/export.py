@@ -22,7 +22,7 @@ from prunekit.errors import UsageError
 from prunekit.known_names import FORMATS
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.jobs.run.subject import Subject
     from prunekit.settings.job import JobSettings
 
 
@@ -120,10 +120,9 @@ def export_command(
     console.result({"exports": [file.figures() for file in files]}, "\n\n".join(map(str, found)))
 
 
-def _with_data(target: InputModel, job: JobSettings | None, options: ModelOptions) -> InputModel:
+def _with_data(target: Subject, job: JobSettings | None, options: ModelOptions) -> Subject:
     """Return a model with the data of a recipe, or the user's own, if there is any."""
-    from prunekit.jobs.export.export_inputs import with_data
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.subject import Own
 
     own, task = Own(data=options.data), job.task if job else options.task
-    return with_data(target, job.known_data if job else None, own, task)
+    return target.with_data(job.known_data if job else None, own, "check the export on", task)

@@ -14,7 +14,7 @@ from prunekit.cli.output import Console
 from prunekit.utils.files import write_text
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.jobs.run.subject import Subject
 
 
 @register_command("inspect", about="Show channel groups, blocks, locks, and MACs per layer.", place=15)
@@ -37,7 +37,7 @@ def inspect_command(
     """
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, given)
-    from prunekit.jobs.inspect import inspect as look
+    from prunekit.jobs.analyses.inspect import inspect as look
 
     with console.running():
         target = one_target(targets, overrides, given, needs_module="show layers of" if layers else "")
@@ -47,13 +47,13 @@ def inspect_command(
     console.show(found, found.figures(), "inspect", output)
 
 
-def _layers(target: InputModel, output: Path | None, console: Console) -> None:
+def _layers(target: Subject, output: Path | None, console: Console) -> None:
     """Show the table of modules, in order of execution."""
     from dataclasses import asdict
 
     from prunekit.report.pages.model_summary import summary
 
-    found = summary(target.model, target.example_inputs(), name=target.name)
+    found = summary(target.model, target.example_inputs, name=target.name)
     result = {**asdict(found), "rows": found.rows()}
     del result["modules"]
     if output is not None:

@@ -14,7 +14,7 @@ from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.model_sources import InputModel
+    from prunekit.jobs.run.subject import Subject
 
 
 @register_command("predict", about="Show what a model says about images.", place=7)
@@ -43,7 +43,7 @@ def predict_command(
     if not inputs:
         raise UsageError(f"expected images: prunekit predict {model} photo.jpg, or a folder of images")
     refuse_idle_overrides([], [model], given.data)
-    from prunekit.jobs.predict import predict_target
+    from prunekit.jobs.analyses.predict import predict_target
     from prunekit.utils.context import resolve_device
 
     with console.running():
@@ -54,17 +54,17 @@ def predict_command(
     console.show(found, found.figures(), "predict", output)
 
 
-def _target(model: str, given: ModelOptions, console: Console) -> InputModel:
+def _target(model: str, given: ModelOptions, console: Console) -> Subject:
     from dataclasses import replace
 
     if is_recipe(model):
-        from prunekit.jobs.run.job_inputs import Own
-        from prunekit.jobs.run.model_sources import trained_model
+        from prunekit.jobs.run.dense_model import trained_subject
+        from prunekit.jobs.run.subject import Own
 
         code = {"factory": given.factory, "data": given.data, "task": given.task}
         job = job_to_read(model, [], given, **code, seed=given.seed)
         own = Own(given.factory, given.data)
-        return trained_model(job, log=console.log, progress=console.progress, own=own)
+        return trained_subject(job, log=console.log, progress=console.progress, own=own)
     target = one_target([model], [], given)
     if given.task is None or target.interface is None:
         return target

@@ -11,7 +11,7 @@ from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.subject import Own
     from prunekit.settings.job import JobSettings
 
 SLOWEST = 20
@@ -32,7 +32,7 @@ def profile_command(console: Console, job: JobSettings, own: Own, networks: int,
 
     KEY=VALUE changes the recipe, for example: prune.target.runtime=onnxruntime.
     """
-    from prunekit.jobs.profile import profile_job
+    from prunekit.jobs.analyses.profile import profile_job
 
     with console.running():
         run = profile_job(job, networks=networks, again=again, log=console.log, own=own)

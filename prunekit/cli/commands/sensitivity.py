@@ -11,7 +11,7 @@ from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.run.subject import Own
     from prunekit.settings.job import JobSettings
 
 
@@ -38,7 +38,7 @@ def sensitivity_command(
     output, and the loss and the scores of its task, when the group is masked and nothing is fitted. For every task.
     Curves are written as CSV and JSON, and a report.
     """
-    from prunekit.jobs.sensitivity import analyze
+    from prunekit.jobs.analyses.sensitivity import analyze
 
     with console.running():
         run = analyze(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from prunekit.inspection.visualize.class_maps import SaliencyMethod
     from prunekit.inspection.visualize.feature_maps import View
     from prunekit.inspection.visualize.image_files import Panel
-    from prunekit.jobs.pictures import ClassMaps, FindClassMap
+    from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
     from prunekit.jobs.run.model_pair import ModelPair
 
 
@@ -90,7 +90,7 @@ def features_command(
     transformer in their places.
     """
     from prunekit.inspection.visualize.image_grids import GridSettings
-    from prunekit.jobs.pictures import FeatureMapSettings, write_features
+    from prunekit.jobs.analyses.pictures import FeatureMapSettings, write_features
     from prunekit.report.sections.pictures import write_features as write_page
 
     with console.running():
@@ -247,7 +247,7 @@ def _show_maps(
     output: Path | None,
 ) -> None:
     from prunekit.inspection.visualize.image_files import write_picture
-    from prunekit.jobs.pictures import class_maps
+    from prunekit.jobs.analyses.pictures import class_maps
     from prunekit.utils.context import resolve_device
 
     where = resolve_device(device or "auto")
@@ -343,7 +343,7 @@ def histograms_command(
     those on the calibration samples of the recipe. The report of a run says how many channels were found, and links to
     the page.
     """
-    from prunekit.jobs.pictures import StatisticsSettings, write_statistics
+    from prunekit.jobs.analyses.pictures import StatisticsSettings, write_statistics
     from prunekit.report.sections.pictures import write_histograms
     from prunekit.utils.context import resolve_device
 
@@ -417,8 +417,8 @@ def gradients_command(
     job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **options)
     import pandas as pd
 
-    from prunekit.jobs.pictures import gradient_flow
-    from prunekit.jobs.run.job_inputs import Own
+    from prunekit.jobs.analyses.pictures import gradient_flow
+    from prunekit.jobs.run.subject import Own
     from prunekit.report.figures.gradient_flow import write_flow
     from prunekit.utils.files import write_csv
 

@@ -11,7 +11,7 @@ from ultralytics.engine.model import Model
 from ultralytics.utils.nms import non_max_suppression
 
 from prunekit.errors import PlanError, UsageError
-from prunekit.jobs.bench import bench
+from prunekit.jobs.analyses.bench import bench
 from prunekit.settings.pruning import Target
 from prunekit.utils.context import threads, training_mode
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.backends.backend import FORMATS
 from prunekit.backends.files.export_source import ExportOptions, ExportSource, Run
@@ -18,32 +18,26 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.backends.folders.model_card import RUN, run_facts
 from prunekit.backends.standalone import BUILD
 from prunekit.compaction.zero_patterns import zero_patterns
-from prunekit.data.loader import batches
+from prunekit.data.datasets import SampleDataset
+from prunekit.data.loader import Batches, batches
 from prunekit.data.splits import Splits
-from prunekit.errors import UsageError
+from prunekit.errors import ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.export.export_inputs import (
-    READ,
-    checked_batches,
-    described_interface,
-    other_sizes,
-    real_samples,
-    runs,
-)
-from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.subject import Subject
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired
 from prunekit.measure.zero_support import exported_zeros_notes
-from prunekit.models.interface import ModelInterface
+from prunekit.models.interface import ModelInterface, TensorSpec, interface_of, with_batch
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.display import Displayed, Table, digits, factor, in_unit, interval, scientific, share, size
 from prunekit.utils.files import folder_beside, replace_folder, require_writable, set_permissions
-from prunekit.utils.inputs import call, is_batched, sample_count, select_samples
+from prunekit.utils.inputs import call, inputs_as_example, is_batched, sample_count, select_samples
 from prunekit.utils.progress import Log
+from prunekit.utils.tensors import map_tensors
 
 CPU = torch.device("cpu")
 
@@ -224,7 +218,7 @@ def int8_path(path: Path) -> Path:
 
 
 def export_float(
-    target: InputModel,
+    target: Subject,
     request: ExportRequest,
     *,
     folder: Path | None = None,
@@ -265,7 +259,7 @@ def export_float(
     return Exported(path, kind.format, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
 
 
-def _facts(target: InputModel, folder: Path | None, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+def _facts(target: Subject, folder: Path | None, facts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what is known of a model: how its dense one is built, and the figures of the run that it is from."""
     build = {} if target.build is None else {BUILD: target.build}
     known = {**build, **(facts or {})}
@@ -332,3 +326,161 @@ def move_into_place(aside: Path, path: Path) -> None:
             replace_folder(written, final)
         else:
             os.replace(written, final)
+
+
+SAMPLES = 32
+"""Real samples that exports are checked on, at most."""
+TRACED, OTHER = 2, 5
+"""Batch sizes: that a model is exported at, and the other one that its file is checked at."""
+READ = 32
+"""Samples of a batch that files are scored and calibrated with."""
+PRESETS = ("image", "sequence")
+"""Names of axes of any size: height and width of images, and the length of token sequences."""
+
+
+def real_samples(target: Subject) -> tuple[tuple[Any, ...], bool]:
+    """Return up to 32 samples as one example, and whether they are real.
+
+    They are test samples if the model has data, else those of its example if it has several that differ, else random
+    numbers in the example's shapes.
+    """
+    if target.splits is not None:
+        test = target.splits.test
+        inputs, _ = next(iter(batches(test, min(SAMPLES, len(test)), shuffle_seed=None)))
+        return inputs_as_example(target.model, inputs), True
+    example = target.example_inputs
+    if target.inputs is not None and sample_count(example) > 1:
+        return example, True
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(tensor: Tensor) -> Tensor:
+        shape = (OTHER + TRACED, *tensor.shape[1:])
+        if tensor.is_floating_point():
+            return torch.randn(shape, generator=generator)
+        return tensor[:1].expand(shape).clone()
+
+    return (map_tensors(example, drawn) if is_batched(example) else example), False
+
+
+def file_batches(data: SampleDataset, interface: ModelInterface, indices: Tensor | None = None) -> Batches:
+    """Return batches of a data set as a file takes them; of a fixed size, the samples that are left over are not in."""
+    chosen, fixed = torch.arange(len(data)) if indices is None else indices, fixed_batch(interface)
+    if fixed is not None:
+        chosen = chosen[: len(chosen) // fixed * fixed]
+    return batches(data, fixed or READ, shuffle_seed=None, indices=chosen)
+
+
+def samples_in_batches(samples: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the samples of an example in whole batches, or all of them if there are fewer."""
+    count = sample_count(samples)
+    for start in range(0, max(count - size, 0) + 1, size):
+        yield select_samples(samples, slice(start, start + size))
+
+
+def fixed_batch(interface: ModelInterface) -> int | None:
+    """Return the only batch size that a file takes; None if it takes any."""
+    sizes = [one.shape[0] for one in interface.inputs if one.shape]
+    return sizes[0] if sizes and isinstance(sizes[0], int) else None
+
+
+def checked_batches(samples: tuple[Any, ...], batch: int | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the examples that a file is checked on, first the one that it is exported with.
+
+    They are two batches of different sizes, of different samples as far as there are any; one if the batch is fixed, or
+    if samples are not on the first axis of every tensor.
+    """
+    count = sample_count(samples)
+    if not is_batched(samples):
+        yield samples
+        return
+    sizes = (batch,) if batch is not None else (TRACED, OTHER)
+    start = 0
+    for wanted in sizes:
+        index = (torch.arange(wanted) + start) % count
+        yield select_samples(samples, index)
+        start += wanted
+
+
+def described_interface(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    target: Subject,
+    dynamic: Sequence[str] = (),
+    batch: int | None = None,
+) -> ModelInterface:
+    """Return the interface of an export: what is known of the model, with axes as they are asked for."""
+    try:
+        found = interface_of(model, example)
+    except Exception as error:  # a model's own code may raise anything
+        reraise_shortage(error)
+        name, samples = target.name or type(model).__name__, real_samples(target)[0]
+        given, tried = sample_count(samples), sample_count(example)
+        if batch is None and is_batched(samples) and given != tried and runs(model, samples):
+            raise ModelError(
+                f"{name}: the model runs on {given} samples and not on {tried}, so its code fixes the batch "
+                f"({reason_of(error)}); export it for that batch alone: --batch {given} (batch={given})"
+            ) from error
+        raise ModelError(f"{name}: the model does not run on its example: {reason_of(error)}") from error
+    if target.interface is not None:
+        known = target.interface
+        found = replace(found, task=known.task, classes=known.classes, preprocessing=known.preprocessing)
+    splits = target.splits
+    if splits is not None:
+        feed = found.preprocessing or splits.preprocessing
+        found = replace(found, task=splits.task.name, classes=tuple(splits.classes), preprocessing=feed)
+    if batch is not None:
+        found = with_batch(found, batch)
+    return replace(found, inputs=tuple(dynamic_inputs(found.inputs, dynamic)))
+
+
+def runs(model: nn.Module, example: tuple[Any, ...]) -> bool:
+    """Return whether a model runs on an example."""
+    try:
+        with torch.inference_mode():
+            call(model, example)
+    except Exception as error:  # a model's own code may raise anything
+        reraise_shortage(error)
+        return False
+    return True
+
+
+def dynamic_inputs(inputs: Sequence[TensorSpec], asked: Iterable[str]) -> Iterator[TensorSpec]:
+    """Yield the inputs with names for the axes that may have any size."""
+    axes: dict[tuple[str, int], str] = {}
+    for text in asked:
+        if text == "image":
+            images = [one for one in inputs if len(one.shape) == 4 and one.dtype.startswith(("float", "bfloat"))]
+            found = {(one.name, axis): name for one in images for axis, name in ((2, "height"), (3, "width"))}
+        elif text == "sequence":
+            tokens = [one for one in inputs if len(one.shape) == 2 and not one.dtype.startswith(("float", "bfloat"))]
+            found = {(one.name, 1): "sequence" for one in tokens}
+        else:
+            name, _, axis = text.rpartition(":")
+            known = {one.name: one for one in inputs}
+            if name not in known or not axis.isdigit() or not 0 < int(axis) < len(known[name].shape):
+                raise UsageError(
+                    f"dynamic {text!r}: expected {', '.join(PRESETS)}, or INPUT:AXIS with an axis after the first of "
+                    f"{'; '.join(map(str, inputs))}{'' if name in known else '; ' + nearest(name, list(known))}"
+                )
+            found = {(name, int(axis)): f"{name}_{axis}"}
+        if not found:
+            raise UsageError(f"dynamic {text!r}: the model takes none, but {'; '.join(map(str, inputs))}")
+        axes |= found
+    for one in inputs:
+        shape = tuple(axes.get((one.name, axis), size) for axis, size in enumerate(one.shape))
+        yield replace(one, shape=shape)
+
+
+def other_sizes(example: tuple[Any, ...], interface: ModelInterface, asked: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return the example with half of each axis that may have any size, to check a file on; empty without such axes."""
+    if not asked:
+        return []
+    specs = iter(interface.inputs)
+
+    def halved(tensor: Tensor) -> Tensor:
+        for axis, length in enumerate(next(specs).shape):
+            if axis and isinstance(length, str):
+                tensor = tensor.narrow(axis, 0, max(1, tensor.shape[axis] // 2))
+        return tensor.contiguous()
+
+    return [map_tensors(example, halved)]

@@ -20,29 +20,27 @@ from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.export.export_inputs import (
-    READ,
-    checked_batches,
-    file_batches,
-    fixed_batch,
-    real_samples,
-    samples_in_batches,
-)
 from prunekit.jobs.export.export_model import (
     CPU,
+    READ,
     Exported,
     ExportRequest,
+    checked_batches,
     export_float,
+    file_batches,
+    fixed_batch,
     int8_path,
     latency_row,
     move_into_place,
     one_copy,
+    real_samples,
+    samples_in_batches,
     score_export,
     size_of,
     time_export,
 )
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
-from prunekit.jobs.run.model_sources import InputModel
+from prunekit.jobs.run.subject import Subject
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
@@ -59,7 +57,7 @@ def require_quantizable(request: ExportRequest) -> None:
 
 
 def export_target(
-    target: InputModel,
+    target: Subject,
     request: ExportRequest,
     *,
     folder: Path | None = None,
@@ -82,7 +80,7 @@ def export_target(
     return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))
 
 
-def require_calibration(target: InputModel) -> None:
+def require_calibration(target: Subject) -> None:
     """Raise if there is no data to take the ranges of activations from."""
     splits = target.splits
     if splits is not None and splits.train is splits.test:
@@ -101,7 +99,7 @@ def require_calibration(target: InputModel) -> None:
 
 
 def quantize_export(
-    target: InputModel,
+    target: Subject,
     exported: Exported,
     request: ExportRequest,
     *,
@@ -162,7 +160,7 @@ def _count(batch: Mapping[str, Any]) -> int:
 
 
 def _calibration(
-    target: InputModel, interface: ModelInterface, settings: QuantizeSettings
+    target: Subject, interface: ModelInterface, settings: QuantizeSettings
 ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
     """Yield training samples, or those of the example, as arrays by the names of the inputs."""
     names, fixed = [one.name for one in interface.inputs], fixed_batch(interface)
@@ -182,7 +180,7 @@ def _with_lower_better(found: Quantized) -> Quantized:
     return replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
 
 
-def _validation_merit(kind: FileBackend, interface: ModelInterface, target: InputModel, file: Path) -> float:
+def _validation_merit(kind: FileBackend, interface: ModelInterface, target: Subject, file: Path) -> float:
     """Return the main score of a file on the validation samples; its negative if less is better."""
     assert target.splits is not None
     held_out = batches(target.splits.validation, READ, shuffle_seed=None)

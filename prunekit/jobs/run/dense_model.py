@@ -1,4 +1,4 @@
-"""The dense model of a job: built, and trained first when it has no weights; cached by content."""
+"""The dense model of a job with its weights: as given, from the cache, or trained now and cached by content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,51 +15,26 @@ from safetensors.torch import save_file
 from torch import nn
 
 from prunekit.channels.trace import trace
-from prunekit.criteria.criterion import get_criterion
 from prunekit.distributed.process_group import (
-    in_turn,
     main_has,
     main_process_only,
-    require_equal,
-    share_tensors,
     size,
-    wait_for_all,
 )
-from prunekit.errors import PrunekitError, UsageError
+from prunekit.errors import PrunekitError
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.jobs.run.job_inputs import (
-    RECIPE_ONLY,
-    Own,
-    Prepared,
-    bound_splits,
-    build_of,
-    job_model,
-    job_optimizer,
-    job_splits,
-    own_source,
-    own_structure,
-    renew_code,
-    require_sources,
-    training_sections,
-)
+from prunekit.jobs.run.job_subject import JobSubject, prepare, share_model
 from prunekit.jobs.run.run_folder import digest, weights_digest
-from prunekit.masks.thresholds import chosen_paths
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own, own_source
 from prunekit.measure.latency.machine import cpu_name
-from prunekit.models.outputs import require_trainable
-from prunekit.models.zoo import has_weights
 from prunekit.reading.records import as_record
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.task import Task
 from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.history import ClampRow, Compilation, EpochRow, History
-from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, needs_plan, task_loss
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
-from prunekit.training.clamps import check_clamps
-from prunekit.training.compatibility import check_fits
 from prunekit.training.loop import fit
-from prunekit.utils.context import resolve_device, threads
+from prunekit.utils.context import threads
 from prunekit.utils.files import atomic_file, keep_newest, user_cache
 from prunekit.utils.progress import Log
 from prunekit.utils.registry import registered_names
@@ -86,75 +61,15 @@ class Baseline:
     compilation: Compilation | None = None
 
 
-def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
-    """Read the data and build the dense model, and raise for whatever is wrong with either.
-
-    Several processes do this in turn, so that each file is downloaded once; all end with the same data and model.
-    """
-    with in_turn():
-        prepared = _prepared(job, own)
-    require_equal(prepared.splits.fingerprint, "the images (their fingerprint)")
-    share_model(prepared.model, "the dense model")
+def trained_subject(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> JobSubject:
+    """Return a job's subject whose model has its weights: as given, from the cache, or trained now."""
+    prepared = prepare(job, own)
+    train_baseline(prepared, log=log, progress=progress)
     return prepared
 
 
-def _prepared(job: JobSettings, own: Own) -> Prepared:
-    device = resolve_device(job.device)
-    require_sources(job, own)
-    renew_code(job)
-    if not has_weights(job.model) and job.baseline is None and own.model is None:
-        raise UsageError(
-            "model.weights is not given, and nothing says how to train the dense model: "
-            "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
-        )
-    splits = job_splits(job.known_data, own, job.task)
-    model = job_model(job, own, splits)
-    require_trainable(model)
-    _require_targets(job, splits.task)
-    splits = bound_splits(splits, model)
-    check_fits(model, splits, torch.device("cpu"))
-    if job.activations is not None:
-        chosen_paths(model, job.activations)
-    for name, settings in training_sections(job).items():
-        _check_training(name, settings, model, splits.task)
-    build = build_of(job, splits)
-    structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
-    sources = own_source(own.optimizer), own_source(job.task) if is_reference(job.task) else None
-    return Prepared(job, splits, model, device, structure, job_optimizer(own), *sources)
-
-
-def _require_targets(job: JobSettings, task: Task) -> None:
-    """Raise a `UsageError` if a job needs more than a task's targets give that are the dense model's outputs."""
-    if not task.from_dense:
-        return
-    if job.model.weights is None and job.baseline is not None:
-        raise UsageError(
-            f"baseline: expected none, because the targets of task {task.name!r} are the dense model's own outputs; "
-            "give trained weights, a folder for model.name, or a factory that loads them"
-        )
-    needs = get_criterion(job.prune.criterion).needs
-    if "gradients" in needs and "curvature" not in needs:
-        raise UsageError(
-            f"prune.criterion: expected one without gradients of the loss, which are zero at the dense model whose "
-            f"outputs are the targets of task {task.name!r}, got {job.prune.criterion!r}; take elimination"
-        )
-
-
-def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:
-    check_clamps(model, settings)
-    task_loss(task, settings)
-    if settings.distill is not None:
-        if name == "baseline":
-            raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
-        feature_paths(model, settings.distill)
-    if needs_plan(settings) and name != "sparsify":
-        raise UsageError(
-            f"{name}.regularize.method: 'growing' shrinks channels before a plan removes them; use it in `sparsify`"
-        )
-
-
 def train_baseline(
-    prepared: Prepared,
+    prepared: JobSubject,
     *,
     log: Log,
     progress: bool,
@@ -214,12 +129,12 @@ def _save_baseline(folder: Path, model: nn.Module, history: History, log: Log) -
         keep_newest(folder.parent, CACHED_NAME, CACHED_BYTES)
 
 
-def cached_baseline(prepared: Prepared) -> Baseline | None:
+def cached_baseline(prepared: JobSubject) -> Baseline | None:
     """Return the trained dense model from the cache; None if it is not there."""
     return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_folder(prepared))
 
 
-def _read_baseline(prepared: Prepared, folder: Path, log: Log = lambda message: None) -> Baseline | None:
+def _read_baseline(prepared: JobSubject, folder: Path, log: Log = lambda message: None) -> Baseline | None:
     """Return the baseline from its folder, once all of it is checked; None if it is damaged or not there."""
     if not folder.is_dir():
         return None
@@ -259,7 +174,7 @@ PACKAGES = ("numpy", "prunekit", "timm", "torch", "torchvision", "transformers",
 """Packages whose code decides the weights: models, initial weights, augmentation, training."""
 
 
-def _baseline_folder(prepared: Prepared) -> Path:
+def _baseline_folder(prepared: JobSubject) -> Path:
     """Return where the trained model is cached, by all that decides its weights.
 
     The folder is in the user's cache: every run shares it, whatever output folder it has.
@@ -296,9 +211,3 @@ def _version(package: str) -> str | None:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_name()}"
-
-
-def share_model(model: nn.Module, what: str) -> None:
-    """Give every process the main one's weights and buffers, once the main one has them."""
-    wait_for_all()
-    share_tensors(named_tensors(model), what)

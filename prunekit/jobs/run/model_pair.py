@@ -20,10 +20,10 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_selection import Layers, attention_weights
 from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
-from prunekit.jobs.run.job_inputs import Own, job_splits
-from prunekit.jobs.run.model_sources import MANIFEST, InputModel, resolve
-from prunekit.jobs.sensitivity import chosen_groups
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own, Subject, bound_splits
+from prunekit.jobs.run.subject_sources import MANIFEST, resolve
 from prunekit.models.zoo import build_model, from_build, load_factory
+from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.reading.array_files import read_tensors
 from prunekit.settings.inputs import DataSettings
@@ -33,49 +33,26 @@ from prunekit.tasks.task import Task, get_task
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.inputs import described
 
-
-def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
-    """Build the dense model that a folder's model was pruned from, with random weights."""
-    manifest = read_manifest(folder)
-    with seeded(0):
-        if (known := from_build(manifest.get("build"))) is not None:
-            return build_model(known, num_classes=None)
-        if factory is None:
-            raise ModelError(
-                f"{folder}: the dense model ({manifest.get('class')}) was built by its owner's code; give that as "
-                "--model file.py:factory, or another model as --dense"
-            )
-        return load_factory(factory)
-
-
 Mask = NDArray[np.bool_]
 DENSE, PRUNED = "dense", "pruned"
 
 
-@dataclass(frozen=True, eq=False)
-class ModelPair:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelPair(Subject):
     """A dense and a pruned model, or one of them; in eval mode on the CPU.
 
     Attributes:
-        name: of the model or folder, as it was given.
         models: `dense`, `pruned` or both, in this order.
-        sample_shape: shape of one input without the batch.
-        data: how images become inputs; None without a recipe.
-        own_data: `file.py:factory` of the images, if they are the user's own.
-        splits: the images, if they were read already.
+        own: the user's own code that its data is from.
         plan: of the pruned model; None if unknown.
         rows: which outputs of the dense layer are kept, (channels,), by module path, of layers with smaller weights.
         notes: what to know when reading pictures and figures of the models.
         run: folder of the run that the pruned model is from.
-        job: the recipe of the models.
+        job: the recipe of the models; None without one.
     """
 
-    name: str
     models: Mapping[str, nn.Module]
-    sample_shape: tuple[int, ...]
-    data: DataSettings | None = None
-    own_data: str | None = None
-    splits: Splits | None = None
+    own: Own = RECIPE_ONLY
     plan: Plan | None = None
     rows: Mapping[str, Mask] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -92,23 +69,37 @@ class ModelPair:
     def picture(self, values: Tensor) -> Pixels:
         """Return an input (C, H, W) as an image; samples of a task's own from their least to their largest value."""
         if self.task is None or self.task.labeled_images:
-            return self.preprocessing.to_image(values)
+            return self.image_conversion.to_image(values)
         return stretched(values)
 
     @property
-    def preprocessing(self) -> Preprocessing:
+    def image_conversion(self) -> Preprocessing:
         """The conversion of an image file into an input and back."""
-        feed = image_transform_of(self.data or DataSettings(source="imagefolder"))
+        feed = image_transform_of(DataSettings(source="imagefolder") if self.job is None else self.job.known_data)
         return Preprocessing(self.sample_shape, feed.mean, feed.std)
+
+    def of_job(self) -> Splits:
+        """Return the data of its recipe."""
+        if self.splits is not None:
+            return self.splits
+        assert self.job is not None
+        if (self.job.data.source == "own") != (self.own.data is not None):
+            raise UsageError(
+                f"{self.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
+                "alone, and a task by name"
+            )
+        splits = self.data(self.job.known_data, self.own, "look at", self.job.task)
+        return bound_splits(splits, next(iter(self.models.values())))
 
     def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:
         """Return an input (1, C, H, W) and its name, from an image file or a test image of the recipe."""
         if image is not None:
-            return read_image(image, self.preprocessing)[None], image.name
-        if self.data is None and self.own_data is None:
+            return read_image(image, self.image_conversion)[None], image.name
+        if self.job is None and self.own.data is None:
             raise UsageError(f"{self.name}: expected an image to look at, because no recipe says which: --image FILE")
-        name = IMAGE_CLASSIFICATION.name if self.job is None else self.job.task
-        splits = self.splits or job_splits(self.data or DataSettings(source="own"), Own(data=self.own_data), name)
+        job = self.job
+        settings = DataSettings(source="own") if job is None else job.known_data
+        splits = self.data(settings, self.own, "look at", IMAGE_CLASSIFICATION.name if job is None else job.task)
         if not 0 <= index < len(splits.test):
             raise UsageError(f"expected the number of a test image, 0 to {len(splits.test) - 1}, got {index}")
         if isinstance(splits.test, ImageDataset):
@@ -129,7 +120,7 @@ class ModelPair:
         if self.plan is not None:
             chart = self.plan.channel_map
         else:
-            chart = trace(next(iter(self.models.values())), (torch.zeros(1, *self.sample_shape),))
+            chart = trace(self.model, (torch.zeros(1, *self.sample_shape),))
         return [*paths, *chosen_groups(chart, groups)]
 
     def kept(self, path: str, call: int) -> Mask | None:
@@ -149,11 +140,20 @@ def require_class_scores(job: JobSettings | None, purpose: str) -> None:
         )
 
 
-def single_model(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> ModelPair:
+def single_model(subject: Subject, job: JobSettings | None = None, own: Own = RECIPE_ONLY) -> ModelPair:
     """Return one model, as a command names it."""
-    notes = () if target.trained else (f"{target.name}: its weights are random",)
-    models = {DENSE: set_mode(target.model, False)}
-    return ModelPair(target.name, models, target.sample_shape, data, own_data, target.splits, notes=notes)
+    notes = () if subject.trained else (f"{subject.name}: its weights are random",)
+    model = set_mode(subject.model, False)
+    return ModelPair(
+        model,
+        subject.name,
+        subject.sample_shape,
+        subject.splits,
+        models={DENSE: model},
+        own=own,
+        notes=notes,
+        job=job,
+    )
 
 
 def is_pruned(folder: Path) -> bool:
@@ -177,26 +177,40 @@ def recipe_of_run(folder: Path) -> Path | None:
 
 
 def load_model_pair(
-    folder: Path, data: DataSettings | None = None, *, factory: str | None = None, own_data: str | None = None
+    folder: Path, job: JobSettings | None = None, *, factory: str | None = None, own_data: str | None = None
 ) -> ModelPair:
     """Load the pruned model of a folder, and the dense one if its run has kept the weights."""
     folder, given = model_folder(folder), folder
     pruned = resolve(folder, factory=factory)
-    run, manifest = folder.resolve().parent, read_manifest(folder)
-    plan = load_plan(run) if (run / "plan.json").is_file() else None
+    run = folder.resolve().parent
     dense, notes = _load_dense(run, folder, factory)
     models = {PRUNED: pruned.model} if dense is None else {DENSE: dense, PRUNED: pruned.model}
     return ModelPair(
+        pruned.model if dense is None else dense,
         str(given),
-        models,
         pruned.sample_shape,
-        data,
-        own_data,
-        plan=plan,
-        rows=_rows(manifest, pruned.model),
+        models=models,
+        own=Own(factory, own_data),
+        plan=load_plan(run) if (run / "plan.json").is_file() else None,
+        rows=_rows(read_manifest(folder), pruned.model),
         notes=notes,
         run=run if (run / "status.json").is_file() else None,
+        job=job,
     )
+
+
+def build_dense(folder: Path, factory: str | None = None) -> nn.Module:
+    """Build the dense model that a folder's model was pruned from, with random weights."""
+    manifest = read_manifest(folder)
+    with seeded(0):
+        if (known := from_build(manifest.get("build"))) is not None:
+            return build_model(known, num_classes=None)
+        if factory is None:
+            raise ModelError(
+                f"{folder}: the dense model ({manifest.get('class')}) was built by its owner's code; give that as "
+                "--model file.py:factory, or another model as --dense"
+            )
+        return load_factory(factory)
 
 
 def _load_dense(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module | None, tuple[str, ...]]:

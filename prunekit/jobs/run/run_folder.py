@@ -11,26 +11,27 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import psutil
 import torch
 from torch import nn
 
 from prunekit.distributed.process_group import is_main, size
-from prunekit.errors import ArtifactError, ResumeError, RunError
+from prunekit.errors import ArtifactError, ResumeError, RunError, reason_of
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import atomic_file, remove_leftovers, write_json, write_text
 from prunekit.utils.progress import Log
 
+T = TypeVar("T")
 Finish = Callable[[Path], object]
 
 
@@ -303,3 +304,29 @@ def weights_digest(model: nn.Module) -> str:
         result.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return result.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Attempts:
+    """Measurements that may fail, as models are saved by then: a failure costs a figure, and not the run.
+
+    A model's own code may raise anything if it runs in another way than in training.
+
+    Attributes:
+        log: gets a line for each failure.
+        failures: what was not measured, and why.
+        done: what is done, in messages: measured, or made.
+    """
+
+    log: Log
+    failures: list[str] = field(default_factory=list)
+    done: str = "measured"
+
+    def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
+        """Return the result of a measurement; None if it failed, which is logged."""
+        try:
+            return measure()
+        except Exception as error:
+            self.failures.append(f"{what} not {self.done}: {reason_of(error)}; the model is saved all the same")
+            self.log(f"measure: {self.failures[-1]}")
+            return None

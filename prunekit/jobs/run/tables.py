@@ -147,3 +147,12 @@ def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if key not in most or row["share"] > most[key]["share"]:
             most[key] = row
     return list(most.values())
+
+
+SCORE_COLUMNS = ("group", "channel", "score", "kept")
+
+
+COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
+
+
+LOCK_COLUMNS = ("reason", "module", "operator", "channels")

@@ -1,29 +1,40 @@
-"""The deployment of a job's compact model: transformed, verified, saved, and loaded again."""
+"""The stages that deliver a job's compact model: deployed in a folder, and exported to other formats, each verified."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from prunekit.backends.backend import FORMATS
+from prunekit.backends.standalone import DENSE
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.transform import channels_last, channels_last_problem
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.jobs.run.job_inputs import Prepared
-from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
+from prunekit.jobs.export.quantize_export import quantize_export
+from prunekit.jobs.run.job_subject import JobSubject
+from prunekit.jobs.run.run_folder import Attempts, RunFolder
+from prunekit.jobs.run.subject import Subject
 from prunekit.measure.latency.timing_job import TOLERANCES
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.plan import Plan
+from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.inputs import inputs_as_example, sample_count
-from prunekit.utils.tensors import FORMATS
+from prunekit.utils.tensors import FORMATS as MEMORY_FORMATS
 
 IMAGES = 32
 """Validation images that compact and deployed model are compared on, in float64."""
-FOLDER = "deployed"
+DEPLOYED = "deployed"
+EXPORTS = "exports"
+NAME = "model"
+"""Name of exported files, before the suffix of their format."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +71,14 @@ class Deployed:
         }
 
 
-def require_deployable(prepared: Prepared) -> None:
+def require_deployable(prepared: JobSubject) -> None:
     """Raise if a deployment would do nothing, before hours of work."""
     problems = list(_idle(prepared))
     if problems:
         raise UsageError("; ".join(problems))
 
 
-def _idle(prepared: Prepared) -> Iterator[str]:
+def _idle(prepared: JobSubject) -> Iterator[str]:
     wanted, model = prepared.job.deploy, prepared.model
     if wanted.fold_batchnorm:
         found = norms_after_layers(model, prepared.example_inputs)
@@ -77,7 +88,7 @@ def _idle(prepared: Prepared) -> Iterator[str]:
                 "deploy.fold_batchnorm: expected a BatchNorm that alone reads a convolution or a linear layer, and "
                 f"{type(model).__name__} has none ({'; '.join(reasons)}); set it to false"
             )
-    if wanted.channels_last and not any(tensor.dim() in FORMATS for _, tensor in named_tensors(model)):
+    if wanted.channels_last and not any(tensor.dim() in MEMORY_FORMATS for _, tensor in named_tensors(model)):
         yield (
             "deploy.channels_last: expected a model with kernels of four or five axes, and "
             f"{type(model).__name__} has none; set it to false"
@@ -86,7 +97,7 @@ def _idle(prepared: Prepared) -> Iterator[str]:
         yield problem
 
 
-def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:
+def deploy(prepared: JobSubject, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:
     """Transform the compact model of a run into the folder `deployed`; None if the job deploys nothing."""
     wanted = prepared.job.deploy
     if not wanted.wanted:
@@ -97,8 +108,8 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
     example = inputs_as_example(compact, held_out)
     folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else FoldedModel(compact, {}, {}, 0.0)
     model = channels_last(folded.model, example) if wanted.channels_last else folded.model
-    prepared.save_model(model, run.path / FOLDER, plan)
-    again = prepared.load_model(run.path / FOLDER, dense)
+    prepared.save_model(model, run.path / DEPLOYED, plan)
+    again = prepared.load_model(run.path / DEPLOYED, dense)
     compare_outputs(model, again, example)
     found = Deployed(
         again,
@@ -115,3 +126,52 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
         f"{found.after_rounding:.1e} with weights rounded to their own dtype"
     )
     return found
+
+
+def require_formats(prepared: JobSubject) -> None:
+    """Raise if a format of the job's exports cannot be written here, before hours of work."""
+    unusable = {name: FORMATS.get(name).unusable() for name in prepared.job.export}
+    problems = [f"export {name!r} {reason}" for name, reason in unusable.items() if reason]
+    if prepared.job.quantize is not None:
+        quantizing = [kind for name in prepared.job.export if (kind := FORMATS.get(name)).quantizer]
+        problems += [reason for kind in quantizing if (reason := kind.unquantizable())]
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def export_models(
+    prepared: JobSubject,
+    run: RunFolder,
+    folder: str,
+    model: nn.Module,
+    *,
+    attempt: Attempts,
+    dense: nn.Module,
+) -> list[dict[str, Any]]:
+    """Export a job's finished model to every format of the recipe, and return a row of figures for each file."""
+    splits = prepared.splits
+    target = Subject(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
+    rows, facts = [], {DENSE: dense}
+    for request in _requests(prepared, run.path):
+        exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
+        found: Exported | None = attempt(f"export to {request.to}", exporting)
+        if found is None:
+            continue
+        files: list[Exported | None] = [found]
+        if request.quantize is not None:
+            quantizing = partial(quantize_export, target, found, request, dense=dense, log=run.log)
+            files.append(attempt(f"int8 of the export to {request.to}", quantizing))
+        rows += [file.figures() | {"path": str(file.path.relative_to(run.path))} for file in files if file is not None]
+    return rows
+
+
+def _requests(prepared: JobSubject, run: Path) -> Iterator[ExportRequest]:
+    """Yield what to export."""
+    job = prepared.job
+    for name in job.export:
+        suffix = FORMATS.get(name).suffix
+        path = run / EXPORTS / (f"{NAME}{suffix}" if suffix else name)
+        timed, threads = tuple(job.latency.batches), job.latency.threads[0]
+        wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
+        quantize = wanted if isinstance(wanted, QuantizeSettings) and FORMATS.get(name).quantizer else None
+        yield ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)

@@ -13,9 +13,9 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.distributed.process_group import computed_by_main
 from prunekit.errors import UsageError
-from prunekit.jobs.calibrate import calibrate_again
-from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.jobs.stages.calibration_stage import calibrate_again
 from prunekit.masks.scheduled_masks import PlanChange
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
@@ -32,7 +32,7 @@ from prunekit.utils.progress import Log
 COLUMNS = ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown")
 
 
-def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
+def require_schedule(prepared: JobSubject, *, training: bool) -> Timeline | None:
     """Return the timeline of a job's schedule, None without one, before anything is written."""
     job = prepared.job
     settings = job.prune.schedule
@@ -55,7 +55,7 @@ def require_schedule(prepared: Prepared, *, training: bool) -> Timeline | None:
 class JobStatistics(StageStatistics):
     """The statistics of a job's calibration images, collected again at each stage."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: JobSubject) -> None:
         self._prepared = prepared
 
     def collect(self, model: nn.Module) -> StageInputs:
@@ -73,7 +73,7 @@ class JobSchedule:
         run: where the schedule is logged.
     """
 
-    def __init__(self, prepared: Prepared, plan: Plan, scores: Scores | None, run: RunFolder) -> None:
+    def __init__(self, prepared: JobSubject, plan: Plan, scores: Scores | None, run: RunFolder) -> None:
         self._prepared, self._run = prepared, run
         settings = prepared.job.prune.schedule
         assert settings is not None

@@ -10,11 +10,9 @@ from torch import nn
 
 from prunekit.distributed.process_group import main_process_only
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.calibrate import calibration_batches, calibration_images
-from prunekit.jobs.run.dense_model import share_model
-from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.job_subject import JobSubject, share_model
+from prunekit.jobs.run.resume import cache_repair, cached_repair
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.run.stage_cache import cache_repair, cached_repair
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
@@ -29,7 +27,7 @@ COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 
 
 def repair_model(
-    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
     """Return the masked model on the CPU, and the report of its repair, None if the job asks for none.
 
@@ -43,7 +41,7 @@ def repair_model(
 
 @main_process_only
 def _repaired_once(
-    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
     """Return the repaired model of the run that is resumed, or repair it now."""
     kept = cached_repair(run, dense)
@@ -54,16 +52,16 @@ def _repaired_once(
 
 
 def _repaired(
-    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
     settings = prepared.job.repair
     if settings is None:
         model = copied(dense, prepared.device)
         with masked(model, plan, restore=False):
             if training:
-                recalibrate_batchnorm(model, calibration_batches(prepared), device=prepared.device, progress=False)
+                recalibrate_batchnorm(model, prepared.calibration_batches(), device=prepared.device, progress=False)
         return model.cpu(), None
-    images = calibration_images(prepared)
+    images = prepared.calibration_images()
     run.log(
         f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
         f"{sample_count(images)} training {prepared.splits.task.samples}"
@@ -75,7 +73,7 @@ def _repaired(
 
 
 def zero_weights(
-    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
     """Return the masked model with zeros among single weights, the report of its fit, and the plan with their masks.
 
@@ -89,7 +87,7 @@ def zero_weights(
 
 @main_process_only
 def _zeros_once(
-    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
     kept, folder = cached_repair(run, dense), run.resume / "pattern"
     if kept is not None:
@@ -101,7 +99,7 @@ def _zeros_once(
 
 
 def _with_zeros(
-    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
     pattern, repairing = prepared.job.prune.pattern, prepared.job.repair
     assert pattern is not None
@@ -115,9 +113,9 @@ def _with_zeros(
         model = copied(ordered, prepared.device)
         with masked(model, made, restore=False):
             if training:
-                recalibrate_batchnorm(model, calibration_batches(prepared), device=prepared.device, progress=False)
+                recalibrate_batchnorm(model, prepared.calibration_batches(), device=prepared.device, progress=False)
         return model.cpu(), None, made
-    images = calibration_images(prepared)
+    images = prepared.calibration_images()
     how = "" if repairing is None else ", kept weights fitted to the dense model"
     run.log(
         f"pattern: {pattern.in_words} by {pattern.method} from {sample_count(images)} training "

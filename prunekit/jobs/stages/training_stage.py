@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
@@ -18,14 +18,15 @@ from prunekit.distributed.process_group import computed_by_main, is_main
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.dense_model import Baseline
-from prunekit.jobs.run.job_inputs import Prepared
+from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
 from prunekit.jobs.run.tables import clamp_rows, clamp_summary, history_rows
-from prunekit.jobs.stages.activation_stage import find_thresholds, masks
 from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.tensorboard_log import watched_before, watching
+from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.masked_model import masked, sparsity
-from prunekit.masks.thresholds import ActivationThresholds
+from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
+from prunekit.measure.accuracy import evaluate
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
@@ -39,9 +40,10 @@ from prunekit.training.callbacks.selection import CallbackInputs, build_callback
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
-from prunekit.utils.display import training_name
+from prunekit.utils.display import in_unit, training_name
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import inputs_as_example
+from prunekit.utils.progress import Log
 
 
 def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
@@ -60,7 +62,7 @@ OnEpoch = Callable[[dict[str, Any]], object]
 
 
 def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
-    """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in another process."""
+    """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in others."""
     if on_epoch is None or settings is None or not is_main():
         return None
 
@@ -85,7 +87,13 @@ class Trainings:
     """
 
     def __init__(
-        self, prepared: Prepared, run: RunFolder, baseline: Baseline, *, progress: bool, on_epoch: OnEpoch | None = None
+        self,
+        prepared: JobSubject,
+        run: RunFolder,
+        baseline: Baseline,
+        *,
+        progress: bool,
+        on_epoch: OnEpoch | None = None,
     ) -> None:
         self._prepared, self._run, self._progress, self._on_epoch = prepared, run, progress, on_epoch
         self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
@@ -208,7 +216,9 @@ class Finetuning:
         schedule: prunes while the model is trained; None: all is pruned before.
     """
 
-    def __init__(self, prepared: Prepared, run: RunFolder, trainings: Trainings, schedule: JobSchedule | None) -> None:
+    def __init__(
+        self, prepared: JobSubject, run: RunFolder, trainings: Trainings, schedule: JobSchedule | None
+    ) -> None:
         self._prepared, self._run, self._trainings, self._schedule = prepared, run, trainings, schedule
         self._job, self._log = prepared.job, run.log
 
@@ -287,3 +297,96 @@ class Finetuning:
         if thresholds is not None:
             thresholds.save(path)
         return thresholds
+
+
+TOLERANCE = 0.01
+"""How far from its target a layer's share of zeros may be."""
+
+
+def find_thresholds(prepared: JobSubject, compact: nn.Module, *, log: Log) -> ActivationThresholds | None:
+    """Return the thresholds of the recipe, or those that meet its target on calibration images; None without masks."""
+    settings = prepared.job.activations
+    if settings is None:
+        return None
+    if settings.threshold is not None:
+        paths = chosen_paths(compact, settings)
+        return ActivationThresholds(dict.fromkeys(paths, settings.threshold), {}, None, settings.side, 0)
+    found = calibrate_thresholds(
+        compact,
+        prepared.calibration_batches(),
+        settings.modules,
+        device=prepared.device,
+        target=settings.target,
+        overall=settings.overall,
+        by=settings.by,
+        side=settings.side,
+        progress=False,
+    )
+    asked = f"{settings.target:.1%} zeros" if found.budget is None else f"{found.budget.overall:.1%} zeros overall"
+    log(f"activations: thresholds of {len(found)} layers for {asked}, passes: {found.rounds}")
+    if found.budget is not None:
+        log(f"activations: {_spread(found.budget)}")
+    for path, share in found.off_target().items():
+        log(f"activations: {path} has {share:.1%} zeros at threshold {found[path]:.3g}")
+    return found
+
+
+def _spread(budget: ActivationBudget) -> str:
+    spread, uniform = (f"{budget.errors[way]:.2%}" for way in ("spread", "uniform"))
+    if budget.way == "spread":
+        return f"spread by errors: on held-out images the output differs by {spread} of its variance, uniform {uniform}"
+    return f"one share for all layers: on held-out images the output differs by {uniform}, spread by errors {spread}"
+
+
+def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> AbstractContextManager[Any]:
+    """Return the masks for a training, a context that does nothing without thresholds."""
+    if thresholds is None:
+        return nullcontext()
+    return ActivationMasks(model, thresholds, side=thresholds.side, count=False)
+
+
+def measure_masks(
+    prepared: JobSubject, compact: nn.Module, thresholds: ActivationThresholds, *, log: Log
+) -> dict[str, Any]:
+    """Return sparsity and accuracy under the masks on the test images, which nothing has seen before."""
+    data, task = prepared.job.data, prepared.splits.task
+    test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
+    with ActivationMasks(compact, thresholds, side=thresholds.side) as active:
+        found = evaluate(compact, test, task, prepared.device)
+    compact.cpu()
+    sparsity = active.sparsity()
+    budget = thresholds.budget
+    overall = sparsity.overall if budget is None else thresholds.budget_share(sparsity.layers)
+    weighted = "" if budget is None or budget.by == "values" else ", weighted by MACs"
+    log(
+        f"test: {overall:.1%} of the masked activations are zero{weighted}; "
+        f"{task.main.label} under the masks {in_unit(found.values[task.main.name], task.main.unit)}"
+    )
+    layers = [
+        {
+            "module": path,
+            "threshold": threshold,
+            "calibrated": thresholds.reached.get(path),
+            "sparsity": sparsity.layers[path],
+            **({} if budget is None else {"weight": budget.weights[path]}),
+        }
+        for path, threshold in thresholds.items()
+    ]
+    asked: dict[str, Any] = {"side": thresholds.side, "target": thresholds.target}
+    if budget is not None:
+        asked |= {"overall": budget.overall, "by": budget.by, "way": budget.way, "errors": dict(budget.errors)}
+    return {**asked, "sparsity": overall, **found.figures(), "layers": layers}
+
+
+def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
+    """Return what is more than a point off its target on the test images: layers, or the overall share of zeros."""
+    if measured is None:
+        return []
+    overall, target = measured.get("overall"), measured["target"]
+    if overall is not None and abs(measured["sparsity"] - overall) > TOLERANCE:
+        return [f"activations overall {overall:.1%}: {measured['sparsity']:.1%} zeros on the test images"]
+    return [
+        f"activations target {target:.1%}: {row['module']} has {row['sparsity']:.1%} zeros on the test images"
+        for row in measured["layers"]
+        if target is not None and abs(row["sparsity"] - target) > TOLERANCE
+    ]

@@ -79,7 +79,7 @@ class StatisticsSection:
 
 
 def write_histograms(folder: Path, run: Path | None = None) -> Path:
-    """Render `histograms.html` into a folder that `prunekit.jobs.pictures.write_statistics` has written."""
+    """Render `histograms.html` into a folder that `prunekit.jobs.analyses.pictures.write_statistics` has written."""
     facts = read_json(folder / FACTS)
     try:
         rows = pd.read_csv(folder / "histograms.csv", dtype={"layer": str}, keep_default_na=False)
@@ -124,7 +124,7 @@ def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_features(folder: Path) -> Path:
-    """Render `features.html` into a folder that `prunekit.jobs.pictures.write_features` has written."""
+    """Render `features.html` into a folder that `prunekit.jobs.analyses.pictures.write_features` has written."""
     return write(folder / "features.html", "features.html", features=features_data(folder))
 
 

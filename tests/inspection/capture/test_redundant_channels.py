@@ -19,7 +19,7 @@ from prunekit.inspection.capture.redundancy import (
     redundant_channels,
     weight_cosines,
 )
-from prunekit.jobs.pictures import channel_findings
+from prunekit.jobs.analyses.pictures import channel_findings
 
 CPU = torch.device("cpu")
 

@@ -21,17 +21,16 @@ from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches, batches
-from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.calibrate import calibration_images
-from prunekit.jobs.run.dense_model import prepare, train_baseline
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
+from prunekit.jobs.run.dense_model import train_baseline
+from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.modes.public_call import public_call
-from prunekit.planning.feasibility import nothing_free_error
+from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.sensitivity_curves import (
     MeasuredPoint,
     SensitivityCurve,
@@ -46,7 +45,6 @@ from prunekit.tasks.task import Loss, Task, described_task, pair
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import write_csv, write_json
-from prunekit.utils.globs import globs, matching
 from prunekit.utils.inputs import as_example, inputs_as_example, sample_count, select_samples, to_device
 from prunekit.utils.progress import Log, reporting, stage, wanted
 from prunekit.utils.tensors import gather
@@ -251,16 +249,6 @@ def analyze_sensitivity(
     return Sensitivity(chart, chosen, curves, measured)
 
 
-def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
-    """Return the groups whose names match one of the globs; all of them without globs."""
-    names = [group.name for group in channel_map.groups]
-    if not names:
-        raise nothing_free_error(channel_map)
-    wanted = globs(patterns, "groups")
-    found = {name for glob in wanted for name in matching(glob, names, "groups", PlanError, "channel group")}
-    return tuple(group for group in channel_map.groups if not wanted or group.name in found)
-
-
 def _halved(channel_map: ChannelMap) -> Keep:
     """Return a choice of half of every group, for the trial."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
@@ -315,7 +303,7 @@ def analyze(
     prepared = prepare(job, own)
     task = prepared.splits.task
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
-    images, labeled = calibration_images(prepared), _validation(prepared) if measured else None
+    images, labeled = prepared.calibration_images(), _validation(prepared) if measured else None
     with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=shown).model.to(prepared.device)
         start = time.perf_counter()
@@ -332,7 +320,7 @@ def analyze(
     return SensitivityRun(run.path, result, metrics)
 
 
-def _validation(prepared: Prepared) -> Batches:
+def _validation(prepared: JobSubject) -> Batches:
     """Return batches over a fixed random choice of validation samples, never of test samples."""
     job, total = prepared.job, len(prepared.splits.validation)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
@@ -341,7 +329,7 @@ def _validation(prepared: Prepared) -> Batches:
     return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
-def _metrics(prepared: Prepared, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
+def _metrics(prepared: JobSubject, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
     """Return what `sensitivity.json` holds."""
     points = next(iter(result.measured.values()), ())
     return {

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.data.loader import Batches
-from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.inspection.capture.layer_selection import Layers, channels_of, select_layers
@@ -22,16 +21,9 @@ from prunekit.inspection.visualize.feature_maps import LayerFeatures, View, feat
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import (
-    RECIPE_ONLY,
-    Own,
-    bound_splits,
-    chosen_batches,
-    job_splits,
-    require_optimizer,
-)
+from prunekit.jobs.run.job_subject import chosen_batches, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import ModelPair
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.watch import run_passes
@@ -198,12 +190,12 @@ def write_statistics(
             f"{pair.name}: expected a run's folder or a recipe, whose calibration samples the models can be shown; "
             "a picture of weights alone: prunekit visualize filters"
         )
-    splits = pair.splits or _splits(pair, pair.job)
-    images = chosen_batches(pair.job, splits)
+    job, splits = pair.job, pair.of_job()
+    images = chosen_batches(job, splits)
     histograms: list[Row] = []
     findings: list[Row] = []
     channels = {}
-    with threads(pair.job.threads):
+    with threads(job.threads):
         for name, model in pair.models.items():
             model.to(device)
             histograms += _histograms(name, model, images, device, settings.layers)
@@ -224,16 +216,6 @@ def write_statistics(
         "channels": channels,
         "findings": findings,
     }
-
-
-def _splits(pair: ModelPair, job: JobSettings) -> Splits:
-    if (job.data.source == "own") != (pair.own_data is not None):
-        raise UsageError(
-            f"{pair.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
-            "alone, and a task by name"
-        )
-    splits = job_splits(job.known_data, Own(data=pair.own_data), job.task)
-    return bound_splits(splits, next(iter(pair.models.values())))
 
 
 def _filters(pair: ModelPair, folder: Path) -> str | None:

@@ -9,10 +9,10 @@ from typing import Any
 from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
 from prunekit.deploy.transform import transform_of
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
+from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.measure.effort import Effort
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.pruning.profiling import Profile, layer_setting, profile

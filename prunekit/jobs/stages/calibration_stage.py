@@ -16,11 +16,12 @@ from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import gather_on_main, is_main, main_has, main_process_only, rank, size
 from prunekit.errors import ArtifactError
-from prunekit.jobs.run.dense_model import prepare, train_baseline
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, chosen_batches
+from prunekit.jobs.run.dense_model import train_baseline
+from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.run.run_folder import digest, weights_digest
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.pruning.plan_search import CriterionInputs
-from prunekit.pruning.sample_statistics import joined_samples, needs_activations, patch_statistics, share_check
+from prunekit.pruning.sample_statistics import needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import Collectors, RankCollector, StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
@@ -29,7 +30,7 @@ from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
 from prunekit.training.parallel import share_buffers, share_corrupt
 from prunekit.utils.context import seeded, threads
-from prunekit.utils.inputs import sample_count, to_device
+from prunekit.utils.inputs import sample_count
 from prunekit.utils.progress import Log, StageCounter, stage, wanted
 
 
@@ -65,7 +66,7 @@ def calibrate(
     return result
 
 
-def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> CalibrationResult:
+def calibrate_model(prepared: JobSubject, model: nn.Module, *, log: Log) -> CalibrationResult:
     """Return the statistics of a model on the job's calibration images, from an earlier run or collected now."""
     job = prepared.job
     facts = {
@@ -104,10 +105,10 @@ def _saved(collected: ChannelStats, path: Path, facts: dict[str, str], log: Log)
     return stats
 
 
-def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
+def _collected(prepared: JobSubject, model: nn.Module, log: Log) -> ChannelStats:
     """Collect statistics; processes share the batches, and the main one merges the results."""
     job = prepared.job
-    images = calibration_batches(prepared)
+    images = prepared.calibration_batches()
     log(f"calibration: {images.images} training {prepared.splits.task.samples}")
     collectors = collectors_for(job, model.to(prepared.device))
     with threads(job.threads):
@@ -142,7 +143,7 @@ def collectors_for(job: JobSettings, model: nn.Module) -> Collectors:
     return Collectors(StatsCollector(model, fused=job.calibration.fused), ranks)
 
 
-def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
+def loss_gradients(prepared: JobSubject, model: nn.Module, *, log: Log) -> TaylorTerms | None:
     """Return Taylor terms of the task's loss on the calibration samples; None if the criterion needs none.
 
     Processes share the batches, and the main one gets the terms.
@@ -150,7 +151,7 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     needs = get_criterion(prepared.job.prune.criterion).needs
     if "gradients" not in needs:
         return None
-    images = calibration_batches(prepared)
+    images = prepared.calibration_batches()
     log(f"calibration: gradients of the loss on {images.images} training {prepared.splits.task.samples}")
     with threads(prepared.job.threads):
         found = merged_gradients(prepared, model.to(prepared.device), images)
@@ -158,7 +159,7 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     return found
 
 
-def merged_gradients(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms | None:
+def merged_gradients(prepared: JobSubject, model: nn.Module, images: Batches) -> TaylorTerms | None:
     """Return the Taylor terms of all batches, which processes share; None outside the main one."""
     second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
     share, mine = (rank(), size()), images.dealt(rank(), size())
@@ -180,12 +181,12 @@ def merged_gradients(prepared: Prepared, model: nn.Module, images: Batches) -> T
 
 
 @main_process_only
-def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
+def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
     """Return patch statistics of the calibration images; None if the criterion needs none, or in other processes."""
     job = prepared.job
     if "patches" not in get_criterion(job.prune.criterion).needs:
         return None
-    images = calibration_images(prepared)
+    images = prepared.calibration_images()
     with threads(job.threads):
         found = patch_statistics(
             model.to(prepared.device),
@@ -204,7 +205,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
 
 
 def criterion_inputs(
-    prepared: Prepared, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
+    prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
 ) -> CriterionInputs:
     """Collect what the job's criterion reads on the calibration samples; the main process has all of it."""
     job, stats = prepared.job, None
@@ -213,27 +214,16 @@ def criterion_inputs(
     gradients = loss_gradients(prepared, model, log=log)
     patches, check = job_patches(prepared, model, chart, log=log), None
     if patches is not None:
-        check = share_check(model, calibration_images(prepared), chart, patches, job.prune, job.repair)
+        check = share_check(model, prepared.calibration_images(), chart, patches, job.prune, job.repair)
     return CriterionInputs(stats, gradients, patches, job.seed, check)
 
 
-def calibration_images(prepared: Prepared) -> Any:
-    """Return the inputs (N, ...) of `calibration_batches` on the job's device; a tuple if the model takes several."""
-    count = prepared.job.calibration.images
-    return to_device(joined_samples(prepared.model, calibration_batches(prepared), count), prepared.device)
-
-
-def calibration_batches(prepared: Prepared) -> Batches:
-    """Return batches over a fixed random choice of training images."""
-    return chosen_batches(prepared.job, prepared.splits)
-
-
-def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
+def calibrate_again(prepared: JobSubject, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
     """Return statistics and Taylor terms of a model in training, if the criterion needs them; no file is written.
 
     Processes share the batches, and the main one gets the results. The random state is restored.
     """
-    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, calibration_batches(prepared), None
+    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, prepared.calibration_batches(), None
     share_buffers(model)  # BatchNorm statistics differ between two steps
     with seeded(prepared.job.seed):
         if needs_activations(prepared.job.prune.criterion):

@@ -16,7 +16,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.model_sources import InputModel, probe
+from prunekit.jobs.run.subject import Subject
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.interface import ModelInterface, attached, interface_of
 from prunekit.modes.public_call import public_call
@@ -37,7 +37,7 @@ class Inspection(Displayed):
         channel_map: of it.
     """
 
-    target: InputModel
+    target: Subject
     channel_map: ChannelMap
 
     def figures(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Inspection(Displayed):
             "architecture": type(target.model).__name__,
             "input_shape": [1, *target.sample_shape],
             "params": count_parameters(target.model),
-            "macs": count_macs(target.model, target.example_inputs()),
+            "macs": count_macs(target.model, target.example_inputs),
             "free_share": chart.free_share(name for name, _ in target.model.named_parameters()),
             "groups": [
                 {"name": group.name, "channels": len(group.labels), "axes": len(group.slots)} for group in chart.groups
@@ -155,12 +155,12 @@ class FileInspection(Displayed):
         yield Table(("what", "is"), cells, ("is",), self._headline(), widest=WHOLE)
 
 
-def inspect(target: InputModel) -> Inspection | FileInspection:
+def inspect(target: Subject) -> Inspection | FileInspection:
     """Trace a model, and return what can be pruned of it; of an exported file, what it says of itself."""
     if isinstance(target.model, ExportedModel):
         return FileInspection(target.model)
-    probe(target)
-    return Inspection(target, trace(target.model, target.example_inputs()))
+    target.probe()
+    return Inspection(target, trace(target.model, target.example_inputs))
 
 
 @public_call

@@ -14,8 +14,8 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.exported_model import figures_of
-from prunekit.jobs.run.model_sources import InputModel, exported_target, probe
+from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.subject_sources import exported_target
 from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.measure.latency.row_text import (
     dtype_text,
@@ -222,17 +222,17 @@ def _several(given: Any) -> Any:
     return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
-def _target(name: str, model: nn.Module | StrPath, given: Any, allow_code: bool) -> InputModel:
+def _target(name: str, model: nn.Module | StrPath, given: Any, allow_code: bool) -> Subject:
     if not isinstance(model, nn.Module):
         model = exported_target(Path(model), allow_code=allow_code).model
     model = unwrapped(model)
     inputs = as_example(model, given)
     shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
-    return InputModel(model, name, shape, inputs=inputs)
+    return Subject(model, name, shape, inputs=inputs)
 
 
 def bench_targets(
-    targets: Sequence[InputModel], settings: LatencySettings, device: str = "auto", *, log: Log
+    targets: Sequence[Subject], settings: LatencySettings, device: str = "auto", *, log: Log
 ) -> Benchmark:
     """Time models alternately; the speedup of each is relative to the first."""
     files = [target for target in targets if isinstance(target.model, ExportedModel)]
@@ -241,10 +241,10 @@ def bench_targets(
     _same_inputs(targets)
     models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
     for target in targets:
-        probe(target)
+        target.probe()
     measured = {name: target.model for name, target in models.items()}
     report = measure_latency(measured, targets[0].timing_inputs, settings, places, log=log)
-    sizes = {name: figures_of(target) for name, target in models.items()}
+    sizes = {name: target.figures() for name, target in models.items()}
     return Benchmark(
         models=sizes,
         latency=tuple(dict(row) for row in report.rows),
@@ -281,7 +281,7 @@ def _zeros(models: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list
     return unused_zeros_notes(zeros, tuple(dict.fromkeys(str(row["runtime"]) for row in rows)))
 
 
-def _with_inputs(targets: Sequence[InputModel]) -> list[InputModel]:
+def _with_inputs(targets: Sequence[Subject]) -> list[Subject]:
     """Return targets whose inputs have sizes: files that take inputs of any size get those of the others."""
     known = next((target for target in targets if target.knows_inputs), None)
     if known is None:
@@ -294,7 +294,7 @@ def _with_inputs(targets: Sequence[InputModel]) -> list[InputModel]:
     return [one if one.knows_inputs else replace(one, **given) for one in targets]  # type: ignore[arg-type]
 
 
-def _same_inputs(targets: Sequence[InputModel]) -> None:
+def _same_inputs(targets: Sequence[Subject]) -> None:
     files = any(isinstance(target.model, ExportedModel) for target in targets)
     taken = {target.name: _taken(target, named=not files) for target in targets}
     if len(set(taken.values())) > 1:
@@ -302,9 +302,9 @@ def _same_inputs(targets: Sequence[InputModel]) -> None:
         raise UsageError(f"expected models that take the same input, but {found}; give --input-shape for all of them")
 
 
-def _taken(target: InputModel, named: bool) -> str:
+def _taken(target: Subject, named: bool) -> str:
     """Return shapes of all inputs of a sample in words, and dtypes of those that are not floating-point."""
-    found = list(input_specs(target.example_inputs()))
+    found = list(input_specs(target.example_inputs))
     found = sorted(found, key=lambda spec: spec.name or "") if named else found
     return " and ".join(
         (f"{spec.name} " if spec.name and named else "")

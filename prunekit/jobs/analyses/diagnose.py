@@ -16,8 +16,7 @@ from prunekit.data.splits import Splits
 from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose, require_kinds
 from prunekit.inspection.diagnosis.findings import Diagnosis
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own
-from prunekit.jobs.run.model_sources import InputModel, splits_of
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own, Subject
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
@@ -36,7 +35,7 @@ def first_training(job: JobSettings) -> TrainSettings:
 
 
 def diagnose_target(
-    target: InputModel,
+    target: Subject,
     data: DataSettings | None,
     training: TrainSettings | None,
     *,
@@ -49,7 +48,7 @@ def diagnose_target(
 ) -> Diagnosis:
     """Diagnose a model on a fixed random choice of training samples without augmentation."""
     require_kinds(ignore)
-    splits = splits_of(target, data, own, "run it on", task)
+    splits = target.data(data, own, "run it on", task)
     settings = data or DataSettings()
     order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))
     seen = min(count * settings.batch, len(order))

@@ -1,4 +1,4 @@
-"""The inputs of a job: its data and its dense model, from the recipe or from the user's own code.
+"""Subjects of jobs: the dense model of a recipe with its data, checked before anything is computed.
 
 The user's own models, data and optimizers are named on the command line alone. What is registered by name (criteria,
 tasks, ...) can be `file.py:object` in a recipe, whose code runs if that is allowed; see `prunekit.recipe.loading.load`.
@@ -6,9 +6,7 @@ tasks, ...) can be `file.py:object` in a recipe, whose code runs if that is allo
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,37 @@ import torch
 from torch import nn
 
 from prunekit.compaction.model_folder import load, save
-from prunekit.data.datasets import SampleDataset
+from prunekit.criteria.criterion import get_criterion
 from prunekit.data.loader import Batches, batches
-from prunekit.data.sources import load_splits, missing_data
+from prunekit.data.sources import missing_data
 from prunekit.data.splits import Splits
-from prunekit.data.user_data import TaskSamples, load_own
+from prunekit.distributed.process_group import (
+    in_turn,
+    require_equal,
+    share_tensors,
+    wait_for_all,
+)
 from prunekit.errors import DataError, UsageError
-from prunekit.hooks.model_copy import copied
+from prunekit.hooks.model_copy import named_tensors
+from prunekit.jobs.run.subject import (
+    RECIPE_ONLY,
+    Own,
+    Subject,
+    bound_splits,
+    example_of,
+    inputs_of_task,
+    job_splits,
+    own_source,
+    own_structure,
+)
+from prunekit.masks.thresholds import chosen_paths
+from prunekit.models.interface import ModelInterface
+from prunekit.models.outputs import require_trainable
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import (
+    as_build,
     build_model,
+    has_weights,
     is_weights_file,
     load_factory,
     missing_weights,
@@ -34,61 +53,37 @@ from prunekit.models.zoo import (
     with_head,
 )
 from prunekit.planning.plan import Plan
-from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
+from prunekit.pruning.sample_statistics import joined_samples
+from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.task import get_task
+from prunekit.tasks.task import Task, get_task
+from prunekit.training.callbacks.distillation import feature_paths
+from prunekit.training.callbacks.selection import needs_plan, task_loss
+from prunekit.training.clamps import check_clamps
+from prunekit.training.compatibility import check_fits
 from prunekit.training.optimizers import MakeOptimizer
-from prunekit.utils.context import seeded
-from prunekit.utils.inputs import inputs_as_example
+from prunekit.utils.context import resolve_device, seeded
+from prunekit.utils.inputs import to_device
 from prunekit.utils.registry import Registry, registered_names
 from prunekit.utils.user_code import ForbiddenReference, is_reference, run_factory
 
 
-@dataclass(frozen=True)
-class Own:
-    """The user's own code, `file.py:factory` each; see `load_factory`, `load_own` and `job_optimizer`.
-
-    Example:
-        >>> import prunekit as pk
-        >>> from pathlib import Path
-        >>> _ = Path("mine.py").write_text('''
-        ... from torch import nn
-        ... def net():
-        ...     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
-        ... ''')
-        >>> settings, data = pk.ModelSettings("mine.py:net", zoo="own"), pk.DataSettings(image_size=8)
-        >>> job = pk.JobSettings("mine", settings, data=data, finetune=pk.TrainSettings(epochs=0), control=False)
-        >>> result = pk.finetune(job, own=pk.Own(model="mine.py:nets"), log=lambda line: None)
-        Traceback (most recent call last):
-        prunekit.errors.ModelError: mine.py: there is no function or class 'nets' here; did you mean 'net'?
-    """
-
-    model: str | None = None
-    data: str | None = None
-    optimizer: str | None = None
-
-
-RECIPE_ONLY = Own()
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A job with its data and its dense model, before anything is trained.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class JobSubject(Subject):
+    """The subject of a job: its dense model as its constructor, weights file or factory gives it, with its data.
 
     Attributes:
+        splits: the data of the job, with its task.
         job: the settings.
-        splits: its data, with its task.
-        model: the dense model as its constructor, weights file or factory gives it, on the CPU.
         device: where to train.
         structure: of the dense model as plain data, independent of its weights.
         own_optimizer: makes the user's own optimizer, if one is given.
         optimizer_source, task_source: hashes of the code of the user's own optimizer and task.
     """
 
-    job: JobSettings
     splits: Splits
-    model: nn.Module
+    job: JobSettings
     device: torch.device
     structure: Any
     own_optimizer: MakeOptimizer | None = None
@@ -100,9 +95,18 @@ class Prepared:
         return self.own_optimizer if settings.optimizer == "own" else None
 
     @cached_property
-    def example_inputs(self) -> tuple[Any, ...]:
+    def example_inputs(self) -> tuple[Any, ...]:  # found once
         """The inputs of one training sample as a batch."""
-        return example_of(self.model, self.splits)
+        return example_of(self.model, self.splits) if self.inputs is None else self.inputs
+
+    def calibration_batches(self) -> Batches:
+        """Return batches over a fixed random choice of training samples."""
+        return chosen_batches(self.job, self.splits)
+
+    def calibration_images(self) -> Any:
+        """Return the inputs (N, ...) of `calibration_batches` on the device; a tuple if the model takes several."""
+        count = self.job.calibration.images
+        return to_device(joined_samples(self.model, self.calibration_batches(), count), self.device)
 
     def save_model(self, model: nn.Module, folder: Path, plan: Plan) -> None:
         """Save a compact model of the job in a folder."""
@@ -111,7 +115,7 @@ class Prepared:
             model,
             folder,
             plan,
-            build=self.build,
+            build=build_of(self.job, splits),
             preprocessing=splits.preprocessing,
             classes=splits.classes,
             task=splits.task.name,
@@ -121,39 +125,118 @@ class Prepared:
 
     def load_model(self, folder: Path, dense: nn.Module) -> nn.Module:
         """Load a compact model of the job from a folder; the dense one is needed if it is the user's own."""
-        return load(folder, None if self.build else dense)
-
-    @property
-    def build(self) -> ModelSettings | None:
-        """The settings that build the dense model; None for the user's own."""
-        return build_of(self.job, self.splits)
+        return load(folder, None if build_of(self.job, self.splits) else dense)
 
 
-def job_splits(data: DataSettings, own: Own, task: str = "image_classification") -> Splits:
-    """Return the data of the user's factory, if one is given, or else the images of the settings."""
-    return load_splits(data, task) if own.data is None else load_own(own.data, data, get_task(task))
+def job_subject(job: JobSettings, own: Own, shape: tuple[int, ...] | None = None) -> Subject:
+    """Return a job's dense model as training would begin, with its data; `shape` is another one of its input."""
+    require_sources(job, own)
+    splits = job_splits(job.known_data, own, job.task)
+    model = job_model(job, own, splits)
+    splits = bound_splits(splits, model)
+    settings, known = (
+        build_of(job, splits),
+        ModelInterface((), (), splits.task.name, splits.classes, splits.preprocessing),
+    )
+    return Subject(
+        model,
+        job.name,
+        shape or splits.sample_shape,
+        splits,
+        trained=has_weights(job.model),
+        inputs=None if shape else inputs_of_task(model, splits),
+        interface=known,
+        build=as_build(settings) if settings is not None else None if own.model is None else own_build(own.model),
+    )
 
 
-def bound_splits(splits: Splits, dense: nn.Module) -> Splits:
-    """Return data whose task is completed by what the dense model alone knows, see `Task.bound`.
+def own_build(factory: str) -> dict[str, Any]:
+    """Return how a model of the user's own is built, as model folders have it."""
+    return {"name": factory, "zoo": "own", "arguments": {}}
 
-    If the targets are that model's outputs, a copy gives them, because the model itself is pruned.
+
+def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSubject:
+    """Read the data and build the dense model, and raise for whatever is wrong with either.
+
+    Several processes do this in turn, so that each file is downloaded once; all end with the same data and model.
     """
-    if splits.task.binding is None:
-        return splits
-    task = splits.task.bound(copied(dense) if splits.task.from_dense else dense)
+    with in_turn():
+        prepared = _prepared(job, own)
+    require_equal(prepared.splits.fingerprint, "the images (their fingerprint)")
+    share_model(prepared.model, "the dense model")
+    return prepared
 
-    def bound(part: SampleDataset) -> SampleDataset:
-        if not isinstance(part, TaskSamples):
-            return part
-        return replace(part, unpacking=replace(part.unpacking, unpack=task.unpack))
 
-    train, validation, test = map(bound, (splits.train, splits.validation, splits.test))
-    return replace(splits, train=train, validation=validation, test=test, task=task)
+def _prepared(job: JobSettings, own: Own) -> JobSubject:
+    device = resolve_device(job.device)
+    require_sources(job, own)
+    renew_code(job)
+    if not has_weights(job.model) and job.baseline is None and own.model is None:
+        raise UsageError(
+            "model.weights is not given, and nothing says how to train the dense model: "
+            "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
+        )
+    found = job_subject(job, own)
+    model, splits = found.model, found.splits
+    assert splits is not None
+    require_trainable(model)
+    _require_targets(job, splits.task)
+    check_fits(model, splits, torch.device("cpu"))
+    if job.activations is not None:
+        chosen_paths(model, job.activations)
+    for name, settings in training_sections(job).items():
+        _check_training(name, settings, model, splits.task)
+    build = build_of(job, splits)
+    structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
+    return JobSubject(
+        model,
+        job.name,
+        splits.sample_shape,
+        inputs=found.inputs,
+        interface=found.interface,
+        build=found.build,
+        splits=splits,
+        job=job,
+        device=device,
+        structure=structure,
+        own_optimizer=job_optimizer(own),
+        optimizer_source=own_source(own.optimizer),
+        task_source=own_source(job.task) if is_reference(job.task) else None,
+    )
+
+
+def _require_targets(job: JobSettings, task: Task) -> None:
+    """Raise a `UsageError` if a job needs more than a task's targets give that are the dense model's outputs."""
+    if not task.from_dense:
+        return
+    if job.model.weights is None and job.baseline is not None:
+        raise UsageError(
+            f"baseline: expected none, because the targets of task {task.name!r} are the dense model's own outputs; "
+            "give trained weights, a folder for model.name, or a factory that loads them"
+        )
+    needs = get_criterion(job.prune.criterion).needs
+    if "gradients" in needs and "curvature" not in needs:
+        raise UsageError(
+            f"prune.criterion: expected one without gradients of the loss, which are zero at the dense model whose "
+            f"outputs are the targets of task {task.name!r}, got {job.prune.criterion!r}; take elimination"
+        )
+
+
+def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:
+    check_clamps(model, settings)
+    task_loss(task, settings)
+    if settings.distill is not None:
+        if name == "baseline":
+            raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
+        feature_paths(model, settings.distill)
+    if needs_plan(settings) and name != "sparsify":
+        raise UsageError(
+            f"{name}.regularize.method: 'growing' shrinks channels before a plan removes them; use it in `sparsify`"
+        )
 
 
 def job_model(job: JobSettings, own: Own, splits: Splits) -> nn.Module:
-    """Return the dense model for the data, with the weights of the settings, or else random ones from the job's seed."""
+    """Return the dense model for the data, with the weights of the settings, or random ones from the job's seed."""
     with seeded(job.seed):
         if own.model is None:
             settings = with_head(job.model, job.task)
@@ -184,11 +267,6 @@ def job_optimizer(own: Own) -> MakeOptimizer | None:
         text = "expected the factory to return an optimizer's class, or a function of parameter groups and `lr`"
         raise UsageError(f"--optimizer {own.optimizer}: {text}, got {type(make).__name__}")
     return make  # type: ignore[no-any-return]
-
-
-def example_of(model: nn.Module, splits: Splits) -> tuple[Any, ...]:
-    """Return the inputs of one training sample as a batch."""
-    return inputs_as_example(model, next(iter(batches(splits.train, 1, shuffle_seed=None)))[0])
 
 
 def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
@@ -293,19 +371,7 @@ def renew_code(job: JobSettings) -> None:
     job.prune.budget.require_sound()
 
 
-def own_source(reference: str | None) -> str | None:
-    """Return a hash of the file that a reference names, or the reference if it names an installed module."""
-    path = Path((reference or "").rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else reference
-
-
-def own_structure(model: nn.Module, factory: str) -> list[str]:
-    """Return the structure of the user's own model: its modules, and hashes of the files with its factory and classes.
-
-    The modules alone do not tell what a `forward` computes.
-    """
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
-    files.add(factory.rpartition(":")[0])
-    paths = [Path(file) for file in files if file is not None and Path(file).is_file()]
-    return [repr(model), *sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)]
+def share_model(model: nn.Module, what: str) -> None:
+    """Give every process the main one's weights and buffers, once the main one has them."""
+    wait_for_all()
+    share_tensors(named_tensors(model), what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.run.dense_model import share_model
-from prunekit.jobs.run.exported_model import figures_of
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, bound_splits
-from prunekit.jobs.run.model_sources import InputModel, inputs_of_task, probe, splits_of
+from prunekit.jobs.run.job_subject import share_model
+from prunekit.jobs.run.subject import (
+    RECIPE_ONLY,
+    Own,
+    Subject,
+    bound_splits,
+)
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
 from prunekit.settings.inputs import DataSettings
@@ -86,7 +89,7 @@ class Evaluation(Displayed):
 
 
 def evaluate(
-    target: InputModel,
+    target: Subject,
     data: DataSettings | None,
     device: torch.device,
     own: Own = RECIPE_ONLY,
@@ -95,21 +98,21 @@ def evaluate(
 ) -> Evaluation:
     """Measure the scores of the task on the test split, whose batches the processes of a group share."""
     with in_turn():
-        splits = splits_of(target, data, own, "test on", task)
+        splits = target.data(data, own, "test on", task)
     require_equal(splits.fingerprint, "the images (their fingerprint)")
     share_model(target.model, "the model")
     splits = _bound(splits, target, dense)
-    target = replace(target, sample_shape=splits.sample_shape, inputs=inputs_of_task(target.model, splits))
+    target = target.fed_by(splits)
     _check(target, splits)
     settings = data or DataSettings()
     test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.reading)
-    costs = figures_of(target)
+    costs = target.figures()
     found = measure(target.model, test.dealt(rank(), size()), splits.task, device, together=True)
     share_corrupt(test)
     return Evaluation(target.name, splits.task, found, costs, str(device), splits.corrupt)
 
 
-def _bound(splits: Splits, target: InputModel, dense: Callable[[], nn.Module] | None) -> Splits:
+def _bound(splits: Splits, target: Subject, dense: Callable[[], nn.Module] | None) -> Splits:
     """Return the data with its task complete, see `Task.bound`."""
     if not splits.task.from_dense:
         return bound_splits(splits, target.model)
@@ -121,12 +124,12 @@ def _bound(splits: Splits, target: InputModel, dense: Callable[[], nn.Module] | 
     return splits if dense is None or splits.task.binding is None else bound_splits(splits, dense())
 
 
-def _check(target: InputModel, splits: Splits) -> None:
+def _check(target: Subject, splits: Splits) -> None:
     if not target.trained:
         raise ModelError(
             f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
         )
-    output, classes = probe(target), len(splits.classes)
+    output, classes = target.probe(), len(splits.classes)
     if not isinstance(target.model, ExportedModel):
         require_class_count(target.model, splits.task, classes)
         require_vocabulary(target.model, splits)

@@ -1,25 +1,25 @@
-"""The results of a run: measurements, `metrics.json`, and the finished run in Python."""
+"""The measurement stage: scores, sizes and latency of a job's models, `metrics.json`, and pictures of detections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from prunekit.backends.session import inputs_like
-from prunekit.compaction.model_folder import load
 from prunekit.data.loader import batches
-from prunekit.errors import reason_of
-from prunekit.jobs.explain import explain_job
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared
-from prunekit.jobs.run.model_pair import DENSE, load_model_pair
-from prunekit.jobs.run.run_folder import RunFolder, environment
-from prunekit.jobs.stages.activation_stage import missed_targets
-from prunekit.jobs.stages.deployment_stage import FOLDER
+from prunekit.inspection.visualize.boxes import CONFIDENCE, boxes_side_by_side
+from prunekit.inspection.visualize.image_files import write_png
+from prunekit.jobs.analyses.explain import explain_job
+from prunekit.jobs.run.job_subject import JobSubject
+from prunekit.jobs.run.run_folder import Attempts, RunFolder, environment
+from prunekit.jobs.stages.deployment_stage import DEPLOYED
+from prunekit.jobs.stages.training_stage import missed_targets
 from prunekit.masks.masked_model import Sparsity
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
@@ -27,49 +27,19 @@ from prunekit.measure.latency.row_text import failure_lines, setting_text, unsta
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
-from prunekit.models.zoo import load_factory
-from prunekit.planning.plan import Plan, load_plan
+from prunekit.planning.plan import load_plan
 from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import Planned
-from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import facts_of
+from prunekit.tasks.detection import DETECTION, Targets
 from prunekit.tasks.task import Task, described_task
-from prunekit.utils.display import Displayed, Table, in_unit
-from prunekit.utils.files import write_csv
-from prunekit.utils.progress import Log
-
-SCORE_COLUMNS = ("group", "channel", "score", "kept")
-COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
-LOCK_COLUMNS = ("reason", "module", "operator", "channels")
+from prunekit.utils.context import training_mode
+from prunekit.utils.display import in_unit
+from prunekit.utils.files import write_csv, write_json
+from prunekit.utils.inputs import call, inputs_as_example
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Attempts:
-    """Measurements that may fail, as models are saved by then: a failure costs a figure, and not the run.
-
-    A model's own code may raise anything if it runs in another way than in training.
-
-    Attributes:
-        log: gets a line for each failure.
-        failures: what was not measured, and why.
-        done: what is done, in messages: measured, or made.
-    """
-
-    log: Log
-    failures: list[str] = field(default_factory=list)
-    done: str = "measured"
-
-    def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
-        """Return the result of a measurement; None if it failed, which is logged."""
-        try:
-            return measure()
-        except Exception as error:
-            self.failures.append(f"{what} not {self.done}: {reason_of(error)}; the model is saved all the same")
-            self.log(f"measure: {self.failures[-1]}")
-            return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +63,8 @@ class Measurements:
     failures: tuple[str, ...] = ()
 
 
-def measure(
-    prepared: Prepared,
+def measure_models(
+    prepared: JobSubject,
     run: RunFolder,
     dense: nn.Module,
     control: nn.Module | None,
@@ -114,7 +84,7 @@ def measure(
         "dense": run.path / "checkpoints" / "dense.safetensors",
         "control": run.path / "checkpoints" / "control.safetensors",
         "pruned": run.path / "model" / "model.safetensors",
-        "deployed": run.path / FOLDER / "model.safetensors",
+        "deployed": run.path / DEPLOYED / "model.safetensors",
     }
     accuracies, figures = {}, {}
     with_zeros = prepared.job.compress or bool(load_plan(run.path / "model").element_masks)
@@ -176,12 +146,12 @@ def _at_chance(name: str, found: Scores, label: str) -> str:
     )
 
 
-def metrics(
+def metrics_of(
     measured: Measurements,
     planned: Planned,
     proof: Verification,
     share: Sparsity,
-    prepared: Prepared,
+    prepared: JobSubject,
     stages: dict[str, float],
 ) -> dict[str, Any]:
     """Return what `metrics.json` holds of the measurements."""
@@ -254,98 +224,48 @@ def _chances(accuracies: Mapping[str, Scores], label: str) -> Iterator[str]:
             yield said if name not in ("dense", "control") else f"{said}: what pruning costs cannot be told by it"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class RunResult(Displayed):
-    """A finished run.
+DETECTIONS = "detections"
+SHOWN = 6
+"""The most images that are shown."""
+LOOKED_AT = 24
+"""Test images, evenly spread, of which the first with boxes are shown."""
 
-    Attributes:
-        folder: everything it wrote, as the command leaves it: `report.html`, `metrics.json`, the plan, tables.
-        metrics: what `metrics.json` holds.
-        own: the user's own code of the job.
 
-    Example:
-        >>> import prunekit as pk
-        >>> from pathlib import Path
-        >>> _ = Path("mine.py").write_text('''
-        ... from torch import nn
-        ... def net():
-        ...     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
-        ... ''')
-        >>> settings, data = pk.ModelSettings("mine.py:net", zoo="own"), pk.DataSettings(image_size=8)
-        >>> job = pk.JobSettings("mine", settings, data=data, finetune=pk.TrainSettings(epochs=0), control=False)
-        >>> shorter, own = ["latency.batches=[1]", "latency.explain=false", "watch=null"], pk.Own("mine.py:net")
-        >>> result = pk.finetune(job, shorter, own=own, log=lambda line: None)
-        >>> result
-        <RunResult: runs/mine/...: MACs −50.0 %, ...>
-        >>> result.plan.widths()
-        {'1': (8, 16)}
-        >>> print(result.report)
-        runs/mine/.../report.html
-    """
+def write_detections(prepared: JobSubject, models: Mapping[str, nn.Module], run: Path) -> list[str]:
+    """Draw the boxes of a few test images, and those that each model finds in them, a PNG file for each image."""
+    splits = prepared.splits
+    if splits.task is not DETECTION:
+        return []
+    spread = torch.linspace(0, len(splits.test) - 1, min(LOOKED_AT, len(splits.test))).long()
+    images, targets = _read(prepared, spread)
+    chosen = [i for i, target in enumerate(targets) if len(target["labels"])][:SHOWN]
+    found = {name: _detected(model, images[chosen]) for name, model in models.items()} if chosen else {}
+    rows = []
+    for number, i in enumerate(chosen):
+        sides = {"labeled": targets[i], **{name: each[number] for name, each in found.items()}}
+        counts = {name: _count(side) for name, side in sides.items()}
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        heading = f"Test image {int(spread[i])}", f"boxes: {said}; of models those of at least {CONFIDENCE:.0%}"
+        file = f"{number:02}.png"
+        write_png(run / DETECTIONS / file, boxes_side_by_side(images[i], sides, splits.classes, heading))
+        rows.append({"image": int(spread[i]), "picture": file, "boxes": counts})
+    if rows:
+        write_json(run / DETECTIONS / "detections.json", {"models": list(models), "images": rows})
+    return [str(row["picture"]) for row in rows]
 
-    folder: Path
-    metrics: dict[str, Any]
-    own: Own = field(default=RECIPE_ONLY)
 
-    @property
-    def shortfalls(self) -> list[str]:
-        """Shortfalls, in sentences; empty if there are none."""
-        return list(self.metrics["shortfalls"])
+def _read(prepared: JobSubject, indices: Tensor) -> tuple[Tensor, Targets]:
+    parts = list(batches(prepared.splits.test, len(indices), shuffle_seed=None, indices=indices))
+    return torch.cat([images for images, _ in parts]), [target for _, targets in parts for target in targets]
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """Every epoch of every training of the run, as `history.csv` has them; empty where nothing was trained."""
-        import pandas as pd
 
-        path = self.folder / "history.csv"
-        return pd.read_csv(path).to_dict("records") if path.is_file() else []
+def _detected(model: nn.Module, images: Tensor) -> Targets:
+    example = inputs_as_example(model, images)
+    with training_mode(model, False), torch.inference_mode():
+        found: Targets = DETECTION.scored(model, example, call(model, example))
+    return found
 
-    @property
-    def validation(self) -> float | None:
-        """The pruned model's score on the validation images, percent, in its best epoch; None if not fine-tuned.
 
-        A search over settings compares this, and leaves the test images alone. Scores of some tasks have another unit,
-        and of a perplexity less is better: minimize that.
-        """
-        trained: dict[str, Any] = self.metrics["trainings"].get("pruned", {})
-        return trained.get("validation")
-
-    @property
-    def plan(self) -> Plan:
-        """The plan: which channels of the dense model are kept."""
-        return load_plan(self.folder)
-
-    @property
-    def report(self) -> Path:
-        """The page of the run."""
-        return self.folder / "report.html"
-
-    def model(self) -> nn.Module:
-        """Load the pruned model, in eval mode on the CPU.
-
-        Raises:
-            ArtifactError: the folder is missing or damaged.
-        """
-        return load(self.folder / "model", None if self.own.model is None else load_factory(self.own.model))
-
-    def dense(self) -> nn.Module:
-        """Load the dense model with the weights that it was pruned from, in eval mode on the CPU.
-
-        Raises:
-            ArtifactError: the folder is missing or damaged.
-        """
-        return load_model_pair(self.folder, factory=self.own.model).models[DENSE]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the figures of each model: scores in percent, MACs of one sample, parameters, bytes."""
-        return [{"model": name, **self.metrics[name]} for name in models(self.metrics)]
-
-    def _headline(self) -> str:
-        figures = (f"{tile.label} {tile.value}" for tile in tiles(self.metrics))
-        return f"{self.folder}: {', '.join(figures)}"
-
-    def _parts(self) -> Iterable[str | Table]:
-        from prunekit.report.pages.run_page import lines  # pandas and matplotlib take most of a second to import
-
-        yield comparison(self.metrics)
-        yield "\n".join(lines(self.metrics, self.folder))
+def _count(found: Mapping[str, Tensor]) -> int:
+    scores = found.get("scores")
+    return len(found["labels"]) if scores is None else int((scores >= CONFIDENCE).sum())

@@ -21,9 +21,9 @@ from prunekit.data.user_data import TaskSamples
 from prunekit.distributed.process_group import size
 from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.run.dense_model import prepare
-from prunekit.jobs.run.job_inputs import RECIPE_ONLY, Own, Prepared, require_optimizer
-from prunekit.jobs.stages.activation_stage import masks
+from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
+from prunekit.jobs.run.subject import RECIPE_ONLY, Own
+from prunekit.jobs.stages.training_stage import masks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.thresholds import ActivationThresholds, chosen_paths
 from prunekit.measure.latency.peak_memory import RESOLUTION, PeakMemory
@@ -219,7 +219,7 @@ class Rehearsal:
         UsageError: the job trains nothing.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: JobSubject) -> None:
         job = prepared.job
         self._prepared = prepared
         given = job.model.weights is not None

@@ -17,7 +17,8 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.data.local_files import image_files
 from prunekit.errors import DataError, ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.model_sources import InputModel, preprocessing_of, resolve
+from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened
 from prunekit.modes.public_call import public_call
@@ -220,7 +221,7 @@ def predict(
         target = resolve(Path(model), allow_code=allow_code)
     elif isinstance(model, nn.Module):
         own = unwrapped(model)
-        target = InputModel(model, type(own).__name__, (), interface=attached(own))
+        target = Subject(model, type(own).__name__, (), interface=attached(own))
     else:
         raise UsageError(f"expected a model, or the path of a folder or a file, got {type(model).__name__}")
     known = target.interface or ModelInterface((), ())
@@ -234,7 +235,7 @@ def predict(
 
 
 def predict_target(
-    target: InputModel, given: Any, *, top: int = 5, batch: int = 32, device: torch.device | None = None
+    target: Subject, given: Any, *, top: int = 5, batch: int = 32, device: torch.device | None = None
 ) -> Prediction:
     """Return what a model with an interface says about images or inputs; see `predict`.
 
@@ -279,7 +280,7 @@ def _without_nan(parts: Iterator[tuple[Any, ...]], names: Sequence[str]) -> Iter
 
 
 def _detected(
-    target: InputModel,
+    target: Subject,
     task: Task,
     names: tuple[str, ...],
     parts: Iterator[tuple[Any, ...]],
@@ -298,7 +299,7 @@ def _detected(
 
 
 def _classified(
-    target: InputModel,
+    target: Subject,
     task: Task | None,
     names: tuple[str, ...],
     parts: Iterator[tuple[Any, ...]],
@@ -334,7 +335,7 @@ def _classified(
     return Prediction(target.name, names, classes, shares, {"scores": every.float()}, top)
 
 
-def _outputs(target: InputModel, parts: Iterator[tuple[Any, ...]], device: torch.device) -> dict[str, Tensor]:
+def _outputs(target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.device) -> dict[str, Tensor]:
     """Return all outputs, one sample after the other, because not every model returns a batch as it was given."""
     found: dict[str, list[Tensor]] = {}
     singles = (select_samples(part, slice(at, at + 1)) for part in parts for at in range(sample_count(part, 1)))
@@ -351,7 +352,7 @@ def _outputs(target: InputModel, parts: Iterator[tuple[Any, ...]], device: torch
 
 
 def _run(
-    target: InputModel, parts: Iterator[tuple[Any, ...]], device: torch.device
+    target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     model = target.model.to(device)
     for part in parts:
@@ -361,7 +362,7 @@ def _run(
 
 
 def _samples(
-    target: InputModel, given: Any, batch: int, sizes: list[tuple[int, int]]
+    target: Subject, given: Any, batch: int, sizes: list[tuple[int, int]]
 ) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
     """Return the names of the samples, and batches of them as examples."""
     if isinstance(given, (Tensor, tuple, Mapping)):
@@ -386,7 +387,7 @@ def _samples(
         images, names = [*images, *found], [*names, *map(str, found)]
     if not images:
         raise UsageError("expected at least one image, got none")
-    feed = preprocessing_of(target)
+    feed = target.preprocessing
     missing = next((one for one in images if isinstance(one, Path) and not one.is_file()), None)
     if missing is not None:
         raise DataError(f"{missing}: expected an image file, and there is none")
@@ -403,7 +404,7 @@ def _read_images(
 
 
 def _ready(
-    target: InputModel, example: tuple[Any, ...], batch: int, where: str
+    target: Subject, example: tuple[Any, ...], batch: int, where: str
 ) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
     count = sample_count(example)
     if not count:
@@ -412,7 +413,7 @@ def _ready(
     return tuple(f"{where}[{at}]" if where else str(at) for at in range(count)), parts
 
 
-def _read_inputs(target: InputModel, path: Path) -> tuple[Any, ...]:
+def _read_inputs(target: Subject, path: Path) -> tuple[Any, ...]:
     """Return the inputs in a file as an example: by the names of the model's inputs, or its only input."""
     arrays = _tensors_in(path)
     flat = next((name for name, tensor in arrays.items() if not tensor.dim()), None)
