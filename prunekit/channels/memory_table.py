@@ -1,7 +1,17 @@
 """The memory of a forward pass by kept widths: at each operator, a sum of products of widths.
 
-A forward pass is recorded: which memory its operators allocate, and until which operator each allocation lives. The
-labels on its tensors are those of the same operators in the trace. From both follows the table of products.
+    operator        1   2   3   4   5          memory at operator 3 =  given + a + b
+    allocation a    ├───────┤                  a = 4 bytes * batch * 56 * 56 * (kept channels of conv1)
+    allocation b        ├───────────┤          given: parameters, buffers and inputs, always there
+    allocation c                ├───┤
+
+A forward pass is recorded, in which nothing is computed: which memory its operators allocate, and until which operator
+each allocation lives. The labels on the tensor that an allocation was made for are those of the same operator in the
+trace, so its bytes are a constant times widths. The peak is the maximum over operators of such sums.
+
+1. An allocation is the memory of one storage: views add none, and it lives until the last tensor on it is freed.
+2. Whatever the widths are, operators run in the same order and free at the same places; only sizes change.
+3. Moments that another moment exceeds in every product are never the peak, and are left out (`undominated`).
 """
 
 from __future__ import annotations

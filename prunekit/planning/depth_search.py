@@ -1,8 +1,20 @@
 """The choice of blocks that go, together with the widths of what stays.
 
-A block that goes is one more way to spend a budget: it costs the error that it leaves, and saves all of its time.
-Lagrange multipliers choose blocks and widths at once (Everett 1963); for the best sets of blocks the widths of the
-others are then solved as usual.
+A block that goes is one more way to spend a budget: it costs the error that it leaves, and saves all of its time. At
+prices p of the limits, block b with parts i in b, which have their best counts k at these prices, goes if
+
+    p (cost with b - cost without b)  >  sum_(i in b) kept_i(k_i) - (all scores of b - error of b)
+    ───────────── saved ────────────     ─────────────────────── lost by its absence ───────────────
+
+Lagrange multipliers choose blocks and widths at once (Everett 1963). Each price on the way of the bisection gives a set
+of blocks:
+
+    prices ──> sets of blocks ──> the best `TRIED` sets ──> widths of the others solved as usual ──> the best set
+                                                            ──> changed by one or two blocks while that keeps more
+
+1. At least `min_blocks` of each stage stay, in every set that is looked at.
+2. A block that goes loses its error, which is that of its last layer's inputs, not the scores of all of its channels.
+3. Blocks go only if that keeps more than the best widths with all blocks, unless no widths meet the budgets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,24 @@
 """Search for the widths that keep the highest sum of scores within budgets.
 
-`local_search` changes the widths of up to four parts at a time, as long as that keeps more. `lagrangian_search` finds
-where to start: it keeps the highest scores less a price for their costs, and bisects the price.
+For parts i with counts k_i out of their allowed ones,
+
+    maximize   sum_i kept_i(k_i)         kept_i(k): the sum of the k highest scores of the part
+    such that  cost_j(k) <= limit_j      each cost a sum of products of widths, for every limit j of every budget
+
+`lagrangian_search` finds where to start (Everett 1963): at prices p_j it maximizes sum_i kept_i(k_i) - sum_j p_j
+cost_j(k), one part after the other, and bisects the logarithm of the price until the budget is just met:
+
+    price   e^-30 ───────────────┬─────────────── e^10
+            all is kept, too dear │ fits, less is kept than at the boundary
+
+`local_search` then changes one to four parts at a time as long as that keeps more: no price leads to choices that lie
+inside the convex hull of all, but a pair of changes, one part wider and one narrower, does.
+
+1. What either search returns fits every limit: `budgets.fits` is asked for every choice, estimates only order them.
+2. Local search never keeps less than its start, and takes the best change of each round, the first of equals: the
+   same scores give the same plan.
+3. kept_i is concave, since labels are removed by their scores; costs need not be convex, and may have steps, or fall
+   as widths grow. Then counts on both sides of every step are among those that are tried.
 """
 
 from __future__ import annotations
@@ -178,6 +195,7 @@ def _pairs(steps: _CountChanges, slack: Numbers, limits: Numbers, total: float) 
     wanted = (gain > EPSILON * total) & (steps.part[first] != steps.part[second])
     first, second, gain = first[wanted], second[wanted], gain[wanted]
     if first.size > EXHAUSTIVE:
+        # widths of neighbors multiply, so the sum of two costs is an estimate: hence the margin; what is left is priced
         over = np.full(first.size, -np.inf)
         for index in np.flatnonzero(steps.cost.max(axis=0) > slack):  # the others stay within their limits
             cost = steps.cost[first, index] + steps.cost[second, index]

@@ -1,4 +1,19 @@
-"""The comparison of masked and compact model on one input: shapes and values, operator by operator."""
+"""The comparison of masked and compact model on one input: shapes and values, operator by operator.
+
+Operators are matched by module, name and number of the call there, (module, name, i). Of the masked model's results the
+entries of kept channels are recorded, and compared with the compact model's as soon as it has computed them:
+
+    masked.layer1.conv  aten.convolution 0   (8, 64, 7, 7), kept channels 0, 2, 5 of 64
+    compact.layer1.conv aten.convolution 0   (8, 3, 7, 7)        |difference| <= tolerance * largest value?
+
+1. The first operator that differs ends the run: what follows may differ because of it.
+2. Norms of the masked model see kept channels alone (`NarrowNorms`), and random numbers for removed ones are zeros.
+3. Where floats become whole numbers or booleans (a sort, a comparison), rounding alone may change the result. Such a
+   `Decision` is taken over from the masked model, if both had the same arguments within the tolerance.
+4. Values that cancel to almost nothing are measured against the largest value of the run so far.
+5. Both models run in float64, weights converted while their module runs; where that is impossible with whole copies,
+   and at last in their own precision, with its tolerance (`RUN_PRECISIONS`).
+"""
 
 from __future__ import annotations
 

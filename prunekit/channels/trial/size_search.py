@@ -1,12 +1,25 @@
 """The size search: which sizes in a module's Python have to be set, found by trying where a trial fails.
 
-An attribute that happens to equal a size may mean something else. So only after a model failed in a module's Python, or
-computed something else there, are the integers tried that equal the old size of an axis resized in that module's
-operators; one that does not take the trial further is left alone. Sizes of axes that grow with the batch are never set.
+A compact model runs the Python of the dense one, which may state sizes in three ways:
 
-A number that a module's Python makes of a width, as in `scores / math.sqrt(k.shape[-1])`, has to stay that of the dense
-model. Where values differ, such numbers are looked for in the expression that ran there, and set if they changed in the
-compact model and do not depend on the batch.
+    x.view(B, self.heads, 64)             an expression in a view, a split or a slice: `size_expressions` tells which
+                                          labels `64` counts, as the trace saw the tensor that came out
+    self.heads                            an attribute: nothing says what it means, only that it equals an old size
+    scores / math.sqrt(k.shape[-1])       a number made of a width, which has to stay that of the dense model
+
+So only after a trial failed are sizes tried, beginning in the module that failed and going outward:
+
+    numbers of widths at the operator that differs          `ScaleSearch`
+    expressions of the module's methods, all at once        `_stated`
+    attributes, one after the other, each time the one that takes the trial furthest           `_within`
+    attributes together with expressions                    `_unstated`
+    the same in the module around it, up to the model
+
+1. A size is set only if the trial gets further with it: to a later run or operator, or from other shapes to other
+   values (`_progress`). What does not help is left alone, as it may mean something else.
+2. Whatever is tried is taken back: the compact model leaves the search as it came (`_tried`).
+3. What is found for one module is set in all of its class that have the same size at the same place.
+4. Axes that grow with the batch are no sizes of channels, and are never set (`BatchAxes`).
 """
 
 from __future__ import annotations
@@ -321,7 +334,7 @@ class SizeSearch:
             operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
         found: list[SizeAttribute] = []
-        while options:
+        while options:  # a module may need several sizes before it runs: each is tried on top of those found so far
             trials = []
             for option in options:
                 sizes = [*found, *self._everywhere(path, option, operators)]
