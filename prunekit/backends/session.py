@@ -22,8 +22,7 @@ from prunekit.channels.tracing.execution import ModuleStack
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.errors import UsageError
 from prunekit.utils.inputs import call, described, select_samples, split
-from prunekit.utils.sample_lists import map_samples, sample_parts
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, map_samples, map_tensors, sample_parts
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.private_torch import FakeTensorMode
-from prunekit.utils.sample_lists import map_samples
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, map_samples, map_tensors
 
 TensorId = tuple[int, int]
 """A tensor: the number of the operator that returned it, and the number of the result."""

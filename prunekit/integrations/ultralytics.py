@@ -26,10 +26,10 @@ from ultralytics.engine.model import Model  # noqa: E402
 
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
 from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples  # noqa: E402
-from prunekit.integrations.yolo.plain_models import keep_structure  # noqa: E402
 from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
 )
+from prunekit.integrations.yolo.pruned_trainer import keep_structure  # noqa: E402
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked  # noqa: E402
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left  # noqa: E402
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402

@@ -21,8 +21,7 @@ from prunekit.masks.gradient_masks import GradientMasks
 from prunekit.masks.straight_through import StraightThrough
 from prunekit.masks.weight_masks import PrunedValues, WeightMasks
 from prunekit.models.outputs import is_frozen
-from prunekit.modes.module_state import GradientState, ModuleState
-from prunekit.modes.process_state import finished
+from prunekit.modes.process_state import GradientState, ModuleState, finished
 from prunekit.planning.plan import Plan, require_plan
 
 

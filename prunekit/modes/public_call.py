@@ -12,8 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from prunekit.modes.module_state import GradientState, ModuleState
-from prunekit.modes.process_state import ProcessState, finished, interruption_in
+from prunekit.modes.process_state import GradientState, ModuleState, ProcessState, finished, interruption_in
 from prunekit.modes.usual_modes import require_real_tensors, usual_modes
 from prunekit.utils.tensors import leaves
 

@@ -36,15 +36,13 @@ from prunekit.statistics.patch_moments import (
     shortfalls,
     with_raised_ridge,
 )
-from prunekit.tasks.batches import BATCH, ModelBatches, holds_all, joined_inputs
-from prunekit.tasks.collation import IMAGES
+from prunekit.tasks.batches import BATCH, IMAGES, ModelBatches, holds_all, joined_inputs
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, is_large
 from prunekit.utils.display import size
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import stage
-from prunekit.utils.sample_lists import has_sample_lists
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, has_sample_lists
 
 AT_ONCE = 4096
 """Patches of a layer, about, in a batch: 151 MB for 512 channels and a 3 x 3 kernel in float64."""

@@ -18,8 +18,7 @@ from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import FEWEST_IMAGES, RepairSettings
 from prunekit.utils.inputs import as_example, sample_count, sample_noun, split
 from prunekit.utils.progress import reporting
-from prunekit.utils.sample_lists import has_sample_lists, holds_samples
-from prunekit.utils.tensors import gather, is_finite
+from prunekit.utils.tensors import gather, has_sample_lists, holds_samples, is_finite
 
 
 def repair(

@@ -2,7 +2,7 @@
 
 An *example* is the one form of them that the package works with, a tuple of positional arguments with `Keywords` at its
 end if there are any: `as_example` makes it of what a user gave, and `call` calls a model with it. Inputs of a batch are
-any nesting of tensors with samples on their first axis, or of lists of samples (`prunekit.utils.sample_lists`): they
+any nesting of tensors with samples on their first axis, or of lists of samples (`prunekit.utils.tensors`): they
 are counted, selected, concatenated and described here.
 In sequences, padding is found by the `attention_mask`. Nested tensors in general are in `prunekit.utils.tensors`.
 """
@@ -26,8 +26,16 @@ from torch import Tensor, nn
 from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, reason_of, reraise_shortage
 from prunekit.modes.usual_modes import callers_defaults, defaults_changed
 from prunekit.utils.context import training_mode
-from prunekit.utils.sample_lists import IMAGE_AXES, count_samples, map_samples, sample_parts
-from prunekit.utils.tensors import gather, leaves, map_tensors, outside_inference
+from prunekit.utils.tensors import (
+    IMAGE_AXES,
+    count_samples,
+    gather,
+    leaves,
+    map_samples,
+    map_tensors,
+    outside_inference,
+    sample_parts,
+)
 
 MASK = "attention_mask"
 """The argument of `forward` that marks padding, in the convention of transformers."""

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import prunekit
 from prunekit.errors import DataError, ModelError
-from prunekit.tasks.batches import LabeledBatch, ModelBatches, joined_inputs
-from prunekit.tasks.collation import IMAGES
+from prunekit.tasks.batches import IMAGES, LabeledBatch, ModelBatches, joined_inputs
 
 SIZES = ((12, 16), (16, 12), (16, 16), (20, 8))
 DRAWN = torch.Generator().manual_seed(0)

@@ -61,7 +61,7 @@ from prunekit.channels.trial.comparison import Divergence, Failure, OperatorKey,
 from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
 from prunekit.errors import ModelError
 from prunekit.utils.inputs import sample_count
-from prunekit.utils.sample_lists import map_samples
+from prunekit.utils.tensors import map_samples
 
 
 class BatchAxes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import HOOK_TABLES, OwnedHook, count_hooks
 from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples
-from prunekit.integrations.yolo.optimizer_steps import schedule_of
-from prunekit.integrations.yolo.plain_models import STATE
+from prunekit.integrations.yolo.pruned_trainer import STATE
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left
 from prunekit.measure.verification import Verification, verify
@@ -327,3 +327,51 @@ def _rebuilt(model: nn.Module) -> str:
         f"it trains {name}. Attach to the object whose train() is called; a model that was pruned by hand is rebuilt "
         "in its dense size by train(), so give it to load_yolo(yolo) first"
     )
+
+
+def steps_after(trainer: Any, epochs: float) -> int:
+    """Return how many steps the optimizer has made after a number of epochs, from the first on.
+
+    The trainer steps once `accumulate` batches have come since the last step, and raises `accumulate` from 1 during its
+    warm-up.
+
+    Args:
+        trainer: of ultralytics, at the start of its training.
+        epochs: also fractions.
+    """
+    batches = len(trainer.train_loader)
+    warmup, nominal = trainer._get_warmup_iterations(batches), trainer.accumulate
+    steps, last = 0, -1
+    for batch in range(math.floor(epochs * batches)):
+        rising = max(1, round(1 + (nominal - 1) * batch / warmup)) if batch <= warmup and warmup else nominal
+        if batch - last >= rising:
+            steps, last = steps + 1, batch
+    return steps
+
+
+def schedule_of(trainer: Any, begin: float, epochs: float | None) -> tuple[int, int]:
+    """Return the steps of the optimizer before a schedule begins, and until it ends.
+
+    Args:
+        trainer: of ultralytics, at the start of its training.
+        begin: epochs before the schedule begins.
+        epochs: that the schedule takes, 0 for one that prunes once; None: half of those that remain.
+
+    Raises:
+        UsageError: it does not end within the training.
+    """
+    total = trainer.epochs
+    taken = (total - begin) / 2 if epochs is None else epochs
+    if begin + taken > total:
+        raise UsageError(
+            f"epochs: the schedule begins after {begin:g} epochs and takes {taken:g}, but the training has {total}; "
+            "train for more epochs, or give a shorter schedule"
+        )
+    first, last = steps_after(trainer, begin), steps_after(trainer, begin + taken)
+    if taken and last <= first:
+        raise UsageError(
+            f"epochs: expected at least one step of the optimizer in {taken:g} epochs of {len(trainer.train_loader)} "
+            f"batches, of which {trainer.accumulate} make a step (batch=, nbs=); train for more epochs, or set nbs to "
+            "the batch size"
+        )
+    return first, last
