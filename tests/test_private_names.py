@@ -90,3 +90,30 @@ def test_accelerate_leaves_the_attributes_that_are_looked_for() -> None:
     assert hasattr(module, private_torch.ACCELERATE_HOOK), f"Accelerate {version('accelerate')}"
     source = Path(hooks.__file__).with_name("accelerator.py").read_text(encoding="utf-8")
     assert private_torch.ACCELERATE_PREPARED in source, f"Accelerate {version('accelerate')}"
+
+
+OURS = {
+    name
+    for path in ROOT.rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and re.match("_[A-Za-z]", name := node.name)
+}
+"""Private functions, methods and classes of the package."""
+
+
+def patched(path: Path) -> set[str]:
+    """Names that a test replaces by `setattr(owner, "name", value)` or `setattr("place.name", value)`."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    named = [
+        argument.value.rsplit(".", 1)[-1]
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "setattr"
+        for argument in call.args[:2]
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
+    return set(named)
+
+
+def test_tests_patch_no_private_function_of_the_package() -> None:
+    tests = sorted(Path(__file__).parent.rglob("*.py"))
+    assert {f"{path.name}: {name}" for path in tests for name in patched(path) & OURS} == set()

@@ -120,7 +120,7 @@ def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> La
         batch = search.run()
     elif device.type == "cpu":
         available = int((1 - LEFT) * free_memory())
-        with _MeasuringProcess(job, own) as measure:
+        with MeasuringProcess(job, own) as measure:
             search = BatchSizeSearch(rehearsal.most, available, measure, log)
             batch = search.run()
     else:
@@ -294,7 +294,7 @@ def _some(dataset: SampleDataset, count: int) -> SampleDataset:
     return Subset(dataset, chosen)
 
 
-class _MeasuringProcess(ExitStack):
+class MeasuringProcess(ExitStack):
     """A process that measures batches; a new one is started when it was killed."""
 
     def __init__(self, job: JobSettings, own: Own) -> None:

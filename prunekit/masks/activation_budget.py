@@ -86,7 +86,7 @@ def spread_budgets(masked: MaskedModel, budgets: Iterable[float], by: SavedBy) -
     few, judged = (replace(each, batches=_Few.of(each.batches)) for each in (fit, held_out))
     weights = _weights(few, sketches, by)
     counted = [path for path in masked.paths if weights[path] > 0]
-    curves = _error_curves(few, sketches, {path: zeros[path] for path in counted})
+    curves = error_curves(few, sketches, {path: zeros[path] for path in counted})
     saved, own = np.array([weights[path] for path in counted]), np.array([zeros[path] for path in counted])
     ways = {"spread": SharePath.along_errors(own, curves, saved), "uniform": SharePath.uniform(len(counted))}
     for budget in budgets:
@@ -224,7 +224,7 @@ def _weights(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], by: S
     return {path: value / total for path, value in found.items()}
 
 
-def _error_curves(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], zeros: Mapping[str, float]) -> Array:
+def error_curves(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], zeros: Mapping[str, float]) -> Array:
     """Return the error of the output with each layer masked alone, (layers, STEPS - 1), see `SharePath`."""
     candidates = [
         ((path, step), {path: sketches[path].quantile(own + (1 - own) * step / STEPS)})

@@ -263,7 +263,7 @@ def time_pair(
                 if best and left <= 0:
                     break
                 log(_progress(len(each) + 1, effort.processes, most, left))
-                each.append(_timing(measured(rounds * 2**tried, max(0.0, left))))
+                each.append(as_timing(measured(rounds * 2**tried, max(0.0, left))))
                 best = each if len(each) >= min(len(best), effort.processes) else best
             found = _median(best, _uncertainty(best, settings))
             if found.stable and len(best) >= effort.processes:
@@ -326,7 +326,8 @@ def _median(found: Sequence[Timing], uncertainty: float = 0.0) -> Timing:
     )
 
 
-def _timing(found: LatencyReport) -> Timing:
+def as_timing(found: LatencyReport) -> Timing:
+    """Return the times of a measured plan, and what makes them doubtful."""
     if found.failures:
         raise RunError(f"latency not measured: {'; '.join(failure_lines(found.failures))}")
     row, ratio = found.rows[1], found.speedup[0]

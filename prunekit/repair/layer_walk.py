@@ -185,7 +185,7 @@ class LayerWalk:
             for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
         ]
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
-        self._together = _fitted_together(self._layers, sources, sizes, rows, settings)
+        self._together = fitted_together(self._layers, sources, sizes, rows, settings)
         self.memory = RepairMemory(
             size,
             int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
@@ -272,7 +272,7 @@ def _takes_dense_inputs(layer: LayerCall) -> bool:
     return layer.selected or layer.recurrent
 
 
-def _fitted_together(
+def fitted_together(
     layers: Sequence[LayerCall],
     sources: Sequence[SourceRequest | None],
     sizes: Sequence[FitSize],

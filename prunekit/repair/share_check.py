@@ -110,10 +110,10 @@ class ShareCheck:
         held = max(1, round(sample_count(self.inputs) * self.held_out))
         patches = self.collect(select_samples(self.inputs, slice(sample_count(self.inputs) - held)))
         try:
-            errors[0.0] = self._error(plans[0.0], patches)
+            errors[0.0] = self.held_out_error(plans[0.0], patches)
             for share in TRIED:
                 plans[share] = planned(evened(scores, channel_map, share))
-                errors[share] = self._error(plans[share], patches)
+                errors[share] = self.held_out_error(plans[share], patches)
         except UsageError:  # nothing of the outputs can be compared, or there is no such plan
             return plans[0.0]
         best = min(errors, key=errors.__getitem__)
@@ -126,7 +126,7 @@ class ShareCheck:
             )
         return plans[self.share]
 
-    def _error(self, plan: Plan, patches: PatchStats) -> float:
+    def held_out_error(self, plan: Plan, patches: PatchStats) -> float:
         """Return the error of the output on the held-out samples once all layers are fitted at once."""
         device = gather(self.inputs)[0].device  # a job's model is on the CPU meanwhile
         dense = substituted_copy(self.model, own=lambda name: False).to(device)

@@ -280,7 +280,7 @@ class TrainingLoop:
         share_buffers(self.model)
         with self.state.callbacks.around_validation():
             share_buffers(self.model)  # those of averaged weights
-            validation_loss, reached = self._validate(f"epoch {at.epoch}")
+            validation_loss, reached = self.validate(f"epoch {at.epoch}")
             self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else None)
         return EpochRow(
             epoch=at.epoch,
@@ -426,7 +426,7 @@ class TrainingLoop:
         """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
         return self.task.reached(at.sums.settle().counts) if self.task.scores_of_loss_outputs else None
 
-    def _validate(self, when: str) -> tuple[float | None, float]:
+    def validate(self, when: str) -> tuple[float | None, float]:
         """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score."""
         sums, measured = EpochSums(), Measurement(self.task, together=True)
         with training_mode(self.model, False), torch.no_grad():

@@ -65,7 +65,7 @@ class FileMemory:
         size, start = like.nbytes, -(-self._used // ALIGNED) * ALIGNED
         if not self._maps or start + size > len(self._maps[-1]):
             try:
-                self._maps.append(_file(max(size, BLOCK)))
+                self._maps.append(mapped_file(max(size, BLOCK)))
             except OSError:
                 return None
             start = 0
@@ -74,7 +74,7 @@ class FileMemory:
         return memory.view(like.shape)
 
 
-def _file(size: int) -> mmap.mmap:
+def mapped_file(size: int) -> mmap.mmap:
     """Return a mapped file of zeros, whose room on the disk is reserved where the system can do that."""
     with tempfile.TemporaryFile() as file:
         if hasattr(os, "posix_fallocate"):

@@ -74,7 +74,7 @@ def test_an_installed_package_teaches_it(monkeypatch: pytest.MonkeyPatch) -> Non
         def load(self) -> None:
             exec(rule_of_the_guide(), {"__name__": "packaged_rules"})
 
-    monkeypatch.setattr("prunekit.channels.rules.rule._installed", lambda: {"mylib.channel_scale": Point()})
+    monkeypatch.setattr("prunekit.channels.rules.rule.installed_rules", lambda: {"mylib.channel_scale": Point()})
     try:
         chart = trace.trace(Scaled(), (torch.randn(2, 3, 8, 8),))
         assert [group.name for group in chart.groups] == ["scale", "stem"]

@@ -42,7 +42,7 @@ def test_a_file_that_cannot_be_written_leaves_tensors_in_memory(monkeypatch: pyt
     def full(size: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(file_memory, "_file", full)
+    monkeypatch.setattr(file_memory, "mapped_file", full)
     values = RecordedValues(0)
     values.add("a", "op", [TENSORS[0]])
     assert values.get("a") == ("op", [TENSORS[0]])
@@ -53,13 +53,13 @@ def test_a_trial_that_keeps_values_in_a_file_finds_the_same(monkeypatch: pytest.
     x = torch.randn(2, 3, 8, 8)
     in_memory = pk.prune(model, x, macs=0.5)
     written = list[int]()
-    plain = file_memory._file
+    plain = file_memory.mapped_file
 
     def written_to(size: int) -> mmap.mmap:
         written.append(size)
         return plain(size)
 
-    monkeypatch.setattr(file_memory, "_file", written_to)
+    monkeypatch.setattr(file_memory, "mapped_file", written_to)
     monkeypatch.setattr(file_memory, "BLOCK", 1)
     monkeypatch.setattr(RecordedValues.__init__, "__defaults__", (0,))
     in_file = pk.prune(model, x, macs=0.5)

@@ -184,8 +184,8 @@ def test_on_cuda_what_runs_out_of_memory_does_not_fit_and_other_errors_are_raise
             if batch == 1:
                 raise ValueError("something else")
 
-    monkeypatch.setattr(PeakMemory, "_settle", lambda self: 0)
-    monkeypatch.setattr(PeakMemory, "_peak", lambda self: 7 * MB)
+    monkeypatch.setattr(PeakMemory, "settle", lambda self: 0)
+    monkeypatch.setattr(PeakMemory, "peak", lambda self: 7 * MB)
     device = torch.device("cuda")
     refusing: Any = Refusing()
     search = BatchSizeSearch(100, 0, lambda batch: batch_size._on_cuda(refusing, device, batch), said, exact=True)
@@ -195,7 +195,7 @@ def test_on_cuda_what_runs_out_of_memory_does_not_fit_and_other_errors_are_raise
 
 
 def test_what_cannot_be_had_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "_MeasuringProcess", lambda *_: _Nothing())
+    monkeypatch.setattr(batch_size, "MeasuringProcess", lambda *_: _Nothing())
     with pytest.raises(RunError, match="not even 2 images fit into the"):
         find_batch_size(job(tmp_path), log=said)
 

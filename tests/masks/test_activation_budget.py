@@ -120,7 +120,7 @@ def test_values_that_no_layer_reads_are_not_masked() -> None:
 def test_one_share_is_used_where_it_does_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves that are wrong, as those of single masks may be for all of them together."""
     wrong = np.array([np.full(7, 0.0), np.linspace(1, 9, 7), np.linspace(1, 9, 7)])
-    monkeypatch.setattr(activation_budget, "_error_curves", lambda *_: wrong)
+    monkeypatch.setattr(activation_budget, "error_curves", lambda *_: wrong)
     model = net()
     found = calibrate_thresholds(model, data(512, 1), PATHS, overall=0.5, side="input")
     assert found.budget is not None

@@ -17,7 +17,7 @@ from prunekit.measure.latency.row_text import machine_text
 
 def test_others_are_what_the_system_took_beyond_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = {"system": iter([100.0, 103.5]), "own": iter([7.0, 9.0]), "wall": iter([0.0, 2.0, 2.0])}
-    monkeypatch.setattr(machine, "_system_seconds", lambda: next(clocks["system"]))
+    monkeypatch.setattr(machine, "system_seconds", lambda: next(clocks["system"]))
     monkeypatch.setattr(machine.time, "process_time", lambda: next(clocks["own"]))
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clocks["wall"]))
     load = machine.Load()
@@ -31,12 +31,12 @@ def test_cores_that_this_process_may_not_use_make_no_load(monkeypatch: pytest.Mo
     monkeypatch.setattr(machine.psutil, "cpu_times", lambda percpu: times)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 3}, raising=False)
-    assert machine._system_seconds() == 1010.0
+    assert machine.system_seconds() == 1010.0
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)  # some are switched off: which is which is not known
-    assert machine._system_seconds() == 1111.0
+    assert machine.system_seconds() == 1111.0
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {12, 13})  # the host's, in a container of four
-    assert machine._system_seconds() == 1111.0
+    assert machine.system_seconds() == 1111.0
 
 
 def test_this_machine_is_described() -> None:

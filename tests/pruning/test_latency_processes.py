@@ -62,7 +62,7 @@ def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) ->
     monkeypatch.setattr(
         latency_search, "prepared_latency", lambda *_: nullcontext(lambda rounds, limit_s: next(figures))
     )
-    monkeypatch.setattr(latency_search, "_timing", lambda found: found)
+    monkeypatch.setattr(latency_search, "as_timing", lambda found: found)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class BusyMachine:
             return replace(noisy, stable=False, doubts=("the 95 % interval is 40 % of the median wide",))
 
         monkeypatch.setattr(latency_search, "prepared_latency", lambda *_: nullcontext(measured))
-        monkeypatch.setattr(latency_search, "_timing", lambda found: found)
+        monkeypatch.setattr(latency_search, "as_timing", lambda found: found)
         monkeypatch.setattr(latency_search, "perf_counter", lambda: self.now)
 
 

@@ -54,18 +54,16 @@ def case() -> tuple[Stream, Tensor, Plan]:
 def test_layers_that_read_one_tensor_are_sampled_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, plan = case()
     passes: list[int] = []
-    found = layer_walk._fitted_together
+    found = layer_walk.fitted_together
 
     def counted(*args: object) -> list[slice]:
         parts = found(*args)  # type: ignore[arg-type]
         passes.append(len(parts))
         return parts
 
-    monkeypatch.setattr(layer_walk, "_fitted_together", counted)
+    monkeypatch.setattr(layer_walk, "fitted_together", counted)
     together, report = repair(model, plan, x)
-    monkeypatch.setattr(
-        layer_walk, "_fitted_together", lambda layers, *_: [slice(i, i + 1) for i in range(len(layers))]
-    )
+    monkeypatch.setattr(layer_walk, "fitted_together", lambda layers, *_: [slice(i, i + 1) for i in range(len(layers))])
     apart, alone = repair(model, plan, x)
     assert passes == [9]  # of 15 layers: the three that read the stream for attention count once, and the two gated
     assert [layer.applied for layer in report.layers] == [layer.applied for layer in alone.layers]

@@ -167,7 +167,7 @@ def test_the_plain_fit_does_not_see_the_samples_that_judge(monkeypatch: pytest.M
         seen.append(patches.layers[0].rows)
         return 1.0
 
-    monkeypatch.setattr(ShareCheck, "_error", noted)
+    monkeypatch.setattr(ShareCheck, "held_out_error", noted)
     check.best(drawn_scores(chart), chart, lambda scores: Plan(chart, np.ones(chart.n_labels, dtype=bool)))
     assert seen == [FEW - 1] * 3
 
@@ -181,7 +181,7 @@ def test_the_least_error_chooses_and_later_plans_share_alike(best: int, monkeypa
         asked.append(scores)
         return len(asked) - 1
 
-    monkeypatch.setattr(ShareCheck, "_error", lambda self, plan, patches: 0.5 if plan == best else 1.0)
+    monkeypatch.setattr(ShareCheck, "held_out_error", lambda self, plan, patches: 0.5 if plan == best else 1.0)
     scores = drawn_scores(chart)
     assert check.best(scores, chart, planned) == best  # type: ignore[comparison-overlap]
     assert len(asked) == 3
@@ -193,7 +193,7 @@ def test_the_least_error_chooses_and_later_plans_share_alike(best: int, monkeypa
 
 def test_a_choice_has_to_be_clearly_better(monkeypatch: pytest.MonkeyPatch) -> None:
     check, chart = needed(deep())
-    monkeypatch.setattr(ShareCheck, "_error", lambda self, plan, patches: 1.0 if plan == 0 else 0.99)
+    monkeypatch.setattr(ShareCheck, "held_out_error", lambda self, plan, patches: 1.0 if plan == 0 else 0.99)
     numbers: Any = iter(range(9))
     assert check.best(drawn_scores(chart), chart, lambda scores: next(numbers)) == 0  # type: ignore[comparison-overlap]
     assert check.share == 0
@@ -205,7 +205,7 @@ def test_outputs_that_cannot_be_compared_change_nothing(monkeypatch: pytest.Monk
     def refuse(self: ShareCheck, plan: Any, patches: PatchStats) -> float:
         raise UsageError("no tensor")
 
-    monkeypatch.setattr(ShareCheck, "_error", refuse)
+    monkeypatch.setattr(ShareCheck, "held_out_error", refuse)
     numbers: Any = iter(range(9))
     assert check.best(drawn_scores(chart), chart, lambda scores: next(numbers)) == 0  # type: ignore[comparison-overlap]
     assert (check.share, check.note) == (0, "")
@@ -216,13 +216,13 @@ def test_the_chosen_plan_is_the_best_of_those_that_were_tried(
     scales: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = list[float]()
-    measured: Callable[[ShareCheck, Plan, PatchStats], float] = ShareCheck._error
+    measured: Callable[[ShareCheck, Plan, PatchStats], float] = ShareCheck.held_out_error
 
     def noted(self: ShareCheck, plan: Plan, patches: PatchStats) -> float:
         errors.append(measured(self, plan, patches))
         return errors[-1]
 
-    monkeypatch.setattr(ShareCheck, "_error", noted)
+    monkeypatch.setattr(ShareCheck, "held_out_error", noted)
     model: Any = deep()
     with torch.no_grad():
         for place, scale in zip((1, 2, 3), scales, strict=True):
@@ -240,5 +240,5 @@ def test_nothing_is_checked_where_scores_only_rank(given: dict[str, Any], monkey
     def refuse(self: ShareCheck, plan: Plan, patches: PatchStats) -> float:
         raise AssertionError
 
-    monkeypatch.setattr(ShareCheck, "_error", refuse)
+    monkeypatch.setattr(ShareCheck, "held_out_error", refuse)
     assert pk.prune(deep(), calibration=samples(FEW), params=0.7, **given).model is not None

@@ -287,8 +287,8 @@ def test_best_weights_that_cannot_be_written_are_kept_in_memory(
 
     monkeypatch.setattr(best, "save_tensors", failing)
     top1 = iter([90.0, 95.0, 99.0])
-    validate = TrainingLoop._validate
-    monkeypatch.setattr(TrainingLoop, "_validate", lambda self, when: (validate(self, when)[0], next(top1)))
+    validate = TrainingLoop.validate
+    monkeypatch.setattr(TrainingLoop, "validate", lambda self, when: (validate(self, when)[0], next(top1)))
     model, _, said = train(tmp_path / "kept", checkpoint=tmp_path / "best.safetensors")
     assert sum("kept in memory" in line for line in said) == 3
     stored = safetensors.torch.load_file(tmp_path / "best.safetensors")  # written at the end

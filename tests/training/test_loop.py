@@ -126,7 +126,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
     from prunekit.training.loop import TrainingLoop
 
     left = list(top1)
-    monkeypatch.setattr(TrainingLoop, "_validate", lambda self, when: (0.01, float(left.pop(0))))
+    monkeypatch.setattr(TrainingLoop, "validate", lambda self, when: (0.01, float(left.pop(0))))
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50, 90, 70], 2), ([50, 90, 90], 3), ([90, 50, 70], 1), ([0, 0, 0], 3)])

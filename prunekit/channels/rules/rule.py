@@ -83,13 +83,14 @@ def aten(names: str, suffixes: Sequence[str] = ("",)) -> list[str]:
 
 
 @cache
-def _installed() -> dict[str, EntryPoint]:
+def installed_rules() -> dict[str, EntryPoint]:
+    """Return the rules that other installed packages declare, by operator."""
     return {point.name: point for point in entry_points(group="prunekit.rules")}
 
 
 def rule_of(name: str) -> Rule | None:
     """Return the rule of an operator, if need be from an installed package's entry point; None without one."""
-    if name not in RULES and (point := _installed().get(name)) is not None:
+    if name not in RULES and (point := installed_rules().get(name)) is not None:
         point.load()
     return RULES.get(name)
 

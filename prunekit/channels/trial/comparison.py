@@ -513,7 +513,7 @@ class Comparison:
         for run in self.channel_map.traced.trace.runs:
             if run.repeats:
                 continue
-            difference, divergence = self._with_copies(compact, run) if copies else self._without_copies(compact, run)
+            difference, divergence = self.with_copies(compact, run) if copies else self._without_copies(compact, run)
             worst = max(worst, difference)
             if divergence is not None:
                 return worst, (divergence, run)
@@ -547,9 +547,9 @@ class Comparison:
             with Float64WhileRunning(compact, to_double, borrowed=run.borrowed) as small:
                 return compare(self.references[run], small.model, example, run, skipping=self.skipping)
         except ModelError:  # a module uses another's weights
-            return self._with_copies(compact, run)
+            return self.with_copies(compact, run)
 
-    def _with_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
+    def with_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 with copies; if the model runs in no kind of float64, in its own precision."""
         for way in RUN_PRECISIONS:
             example = way.inputs(run.inputs(self.examples))

@@ -87,11 +87,11 @@ class Load:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Measure the load during the block; a short one is followed by a sleep, as the counters are coarse."""
-        start, system, own, before = time.perf_counter(), _system_seconds(), time.process_time(), quota_periods()
+        start, system, own, before = time.perf_counter(), system_seconds(), time.process_time(), quota_periods()
         yield
         time.sleep(max(0.0, WINDOW_S - (time.perf_counter() - start)))
         self.seconds = time.perf_counter() - start
-        taken = _system_seconds() - system - (time.process_time() - own)
+        taken = system_seconds() - system - (time.process_time() - own)
         self.others = max(0.0, taken / self.seconds)
         self.throttled = throttled_share(before, quota_periods())
 
@@ -100,7 +100,7 @@ class Load:
         return Contention(threads, cores(), self.others, cpu_quota() or math.inf, self.throttled)
 
 
-def _system_seconds() -> float:
+def system_seconds() -> float:
     """Return the CPU time so far of all processes on the cores that this one may use."""
     each, allowed = psutil.cpu_times(percpu=True), _allowed()
     # In some containers the list is the container's own, and affinity has the numbers of the host.

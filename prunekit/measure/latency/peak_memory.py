@@ -28,17 +28,18 @@ class PeakMemory:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.before = self._settle()
+        self.before = self.settle()
 
     def of(self, run: Callable[[], object]) -> int | None:
         """Return the bytes, after one more run of the session; None if unknown, or not known exactly."""
-        if self.before is None or self._settle() is None:
+        if self.before is None or self.settle() is None:
             return None
         run()
-        found = self._peak() - self.before
+        found = self.peak() - self.before
         return found if self.device.type == "cuda" or found >= RESOLUTION else None
 
-    def _settle(self) -> int | None:
+    def settle(self) -> int | None:
+        """Return the bytes in use, from which the next peak is counted; None if unknown."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -52,7 +53,8 @@ class PeakMemory:
             return _resident("VmRSS")
         return None
 
-    def _peak(self) -> int:
+    def peak(self) -> int:
+        """Return the most bytes in use since the last `settle`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return int(torch.cuda.max_memory_allocated(self.device))
