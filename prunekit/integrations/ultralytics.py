@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from prunekit.integrations.yolo.pruned_trainer import keep_structure  # noqa: E4
 from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked  # noqa: E402
 from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left  # noqa: E402
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
+from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
 from prunekit.pruning.prune import prune  # noqa: E402
 from prunekit.settings.pruning import Target  # noqa: E402
 from prunekit.utils.context import device_of  # noqa: E402
@@ -44,23 +45,16 @@ IMAGES = 128
 
 
 @public_call
+@shows_keywords(PruneKeywords)
 def prune_yolo(
     yolo: Model | str | Path,
     data: Any = None,
     *,
-    macs: float | None = None,
-    channels: float | None = None,
-    params: float | None = None,
-    size_mb: float | None = None,
-    latency_ms: float | None = None,
-    speedup: float | None = None,
-    memory_mb: float | None = None,
-    target: Target | None = None,
     imgsz: int | tuple[int, int] | None = None,
     images: int = IMAGES,
     suppression: bool = False,
     seed: int = 0,
-    **arguments: Any,
+    **arguments: Unpack[PruneKeywords],
 ) -> PrunedYOLO:
     """Prune a model of ultralytics, and repair it from images without labels.
 
@@ -78,23 +72,16 @@ def prune_yolo(
         data: images to calibrate on, without labels: a data set's YAML file or its dictionary, of which the training
             images are read; a folder, paths, arrays (H, W, 3) in BGR, a tensor (B, 3, H, W) in 0..1, or a loader, also
             ultralytics' own. Files and arrays are preprocessed as ultralytics' predictors do.
-        macs: share of the multiply-accumulates that may be left, above 0 and at most 1; at least one budget is given.
-        channels: share of the channels that may be left.
-        params: share of the parameters that may be left.
-        size_mb: megabytes that the weights may take in a file.
-        latency_ms: median milliseconds of a forward pass up to the decoded predictions, measured, without the
-            suppression of overlapping boxes that follows, unless `suppression` is set.
-        speedup: how many times faster than the dense model, measured in the same way.
-        memory_mb: megabytes alive at the peak of a forward pass.
-        target: of budgets of time and memory; see `prunekit.Target`.
         imgsz: side of the images in pixels, or height and width; None: the size that the model was trained at.
         images: how many images are taken, at random; at least 8.
         suppression: whether budgets of time include ultralytics' non-maximum suppression. Its time is measured on
             `data`, in torch on the target's device with the thresholds of `val`, and taken off the budget, as pruning
             does not change it.
         seed: of the sample of images, and of the random criterion.
-        arguments: others of `prunekit.prune`, such as `criterion`, `scope`, `ignore`, `round_to` or `repair`. Blocks do
-            not go as a whole (`depth`): modules of other classes would stand in their place.
+        arguments: of `prunekit.prune`: at least one budget, such as `macs`, and `criterion`, `scope`, `ignore`,
+            `target`, `repair` and the others. Budgets of time are of a forward pass up to the decoded predictions, measured
+            without the suppression of overlapping boxes that follows, unless `suppression` is set. Blocks do not go as
+            a whole (`depth`): modules of other classes would stand in their place.
 
     Returns:
         An object of a subclass of the given one's class. `print` shows what is left, and the error of the output before
@@ -118,13 +105,20 @@ def prune_yolo(
     for name in ("plain_classes", "outputs", "calibration", "example", "more_examples"):
         if name in arguments:
             raise UsageError(f"{name}: prune_yolo decides this itself; leave it out, and give images as data=")
+    arguments["plain_classes"] = True
     given = _opened(yolo)
     dense = given.model
     size = _size(dense, imgsz)
     samples = None if data is None else calibration_images(given, data, size, images, seed)
     notes: tuple[str, ...] = ()
     if suppression:
-        latency_ms, speedup, notes = without_suppression(given, samples, latency_ms, speedup, target or Target())
+        arguments["latency_ms"], arguments["speedup"], notes = without_suppression(
+            given,
+            samples,
+            arguments.get("latency_ms"),
+            arguments.get("speedup"),
+            arguments.get("target") or Target(),
+        )
     channels_read = int(configuration(dense).get("channels", 3))
     example = torch.rand(2, channels_read, *size, generator=torch.Generator().manual_seed(seed)).to(device_of(dense))
     source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models
@@ -133,17 +127,8 @@ def prune_yolo(
         source,
         example if samples is None else None,
         calibration=samples,
-        macs=macs,
-        channels=channels,
-        params=params,
-        size_mb=size_mb,
-        latency_ms=latency_ms,
-        speedup=speedup,
-        memory_mb=memory_mb,
-        target=target,
         images=images,
         seed=seed,
-        plain_classes=True,
         outputs=predictions,
         more_examples=training_examples(source, example),
         **arguments,

@@ -15,7 +15,7 @@ from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import devices
-from prunekit.pruning.latency_search import DOUBT
+from prunekit.pruning.latency_search import DOUBT, with_profile
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
@@ -55,7 +55,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     line = require_schedule(prepared, training=True)
     search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
     if measure or not timely:
-        search = search.with_profile(job.deploy)
+        search = with_profile(search, job.deploy)
         search.require_reachable()
     else:
         search = _predicted(search, job.deploy)
@@ -94,7 +94,7 @@ def _predicted(search: PlanSearch, deploy: DeploySettings) -> PlanSearch:
     Nothing is measured, and nothing raises because a budget is out of reach: the log says what is predicted.
     """
     try:
-        search = search.with_profile(deploy, measure=False)
+        search = with_profile(search, deploy, measure=False)
     except NotMeasuredError as error:
         search.log(f"profile: {error}")
         return replace(search, settings=by_macs(search.settings))

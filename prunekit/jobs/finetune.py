@@ -74,6 +74,7 @@ from prunekit.measure.latency.comparison import devices
 from prunekit.measure.verification import Verification, verify
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan, load_plan
+from prunekit.pruning.latency_search import with_profile
 from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan
@@ -148,7 +149,7 @@ prune_job = partial(finetune, training=False)
 @main_process_only
 def _profiled(search: PlanSearch, job: JobSettings) -> PlanSearch:
     """Return the search with a profile of the target, once its budgets are known to be within reach."""
-    search = search.with_profile(job.deploy)
+    search = with_profile(search, job.deploy)
     search.require_reachable()
     return search
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from inspect import signature
-from typing import Any
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
 
@@ -24,6 +24,12 @@ from prunekit.settings.pruning import (
 )
 from prunekit.utils.inputs import described
 
+if TYPE_CHECKING:
+    from prunekit.settings.calibration import RepairSettings
+    from prunekit.statistics.channel_stats import ChannelStats
+    from prunekit.statistics.taylor_terms import TaylorTerms
+    from prunekit.tasks.task import Task
+
 Where = str | nn.Module | type[nn.Module]
 """A glob over module paths, a module (which stands for all that is in it), or a class of modules."""
 DEFAULT = PruneSettings()
@@ -40,62 +46,113 @@ ELSEWHERE = {
 """Arguments of other libraries, and what to give here instead."""
 
 
-def prune_settings(
-    model: nn.Module,
-    settings: PruneSettings | None = None,
-    *,
-    by_default: str = "l2",
-    target: Target | None = None,
-    criterion: str | None = None,
-    scope: Scope | None = None,
-    round_to: int = 1,
-    min_channels: int = 1,
-    ignore: Where | Iterable[Where] = (),
-    ratios: Mapping[Any, float] | None = None,
-    plain_classes: bool = False,
-    layout: Layout = DEFAULT.layout,
-    depth: Depth = DEFAULT.depth,
-    min_blocks: int = 0,
-    pattern: str | PatternSettings | None = None,
-    sparsity: float | None = None,
-    **budgets: float | None,
-) -> PruneSettings:
+class PlanKeywords(TypedDict, total=False):
+    """Keywords of `prune`, `plan`, `Pruner` and `prune_yolo` that say what may be removed; `prunekit.prune` has each.
+
+    Registered budgets are keywords as well, by their names.
+    """
+
+    macs: float | None
+    channels: float | None
+    params: float | None
+    size_mb: float | None
+    latency_ms: float | None
+    speedup: float | None
+    memory_mb: float | None
+    pattern: str | PatternSettings | None
+    sparsity: float | None
+    target: Target | None
+    criterion: str | None
+    scope: Scope | None
+    round_to: int
+    min_channels: int
+    ignore: Where | Iterable[Where]
+    ratios: Mapping[Any, float] | None
+    layout: Layout
+    depth: Depth
+    min_blocks: int
+    plain_classes: bool
+    settings: PruneSettings | None
+
+
+class PruneKeywords(PlanKeywords, total=False):
+    """Keywords of `prune` that integrations pass on."""
+
+    repair: RepairSettings | Literal[False] | None
+    stats: ChannelStats | None
+    gradients: TaylorTerms | None
+    task: Task | str | None
+    progress: bool | None
+
+
+DEFAULTS = {name: getattr(DEFAULT, name) for name in ("round_to", "min_channels", "ignore", "layout", "depth")} | {
+    name: getattr(DEFAULT, name) for name in ("min_blocks", "plain_classes")
+}
+"""Values of keywords that are not given; of the others None, where the budgets and the samples decide."""
+SHARED = ("calibration", "images", "seed", "more_examples", "outputs", "task", "progress")
+"""Further keywords of all functions that take `PlanKeywords`."""
+BY_WEIGHTS, BY_SAMPLES = "l2", "elimination"
+"""Criteria by default: of the weights alone, and where there are samples."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shows_keywords(keywords: Any) -> Callable[[F], F]:
+    """Give a function that takes `**keywords: Unpack[...]` a signature with each of them, for `help` and editors."""
+
+    def shown(function: F) -> F:
+        own = [*signature(function).parameters.values()]
+        hints = {name: getattr(hint, "__forward_arg__", hint) for name, hint in keywords.__annotations__.items()}
+        known = {one.name for one in own}
+        each = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=hint)
+            for name, hint in hints.items()
+            if name not in known
+        ]
+        first = [one for one in own if one.kind < Parameter.KEYWORD_ONLY]
+        others = [one for one in own if one.kind == Parameter.KEYWORD_ONLY]
+        budgets = Parameter("budgets", Parameter.VAR_KEYWORD, annotation="float")
+        whole = signature(function).replace(parameters=[*first, *each, *others, budgets])
+        function.__signature__ = whole  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[PlanKeywords]) -> PruneSettings:
     """Return settings made from keyword arguments, which `prunekit.prune` explains; or the given settings.
 
-    Modules in `ignore` and `ratios` are those of `model`; `by_default` is the criterion if none is given. A budget is
-    not needed where a pattern is given.
+    Modules in `ignore` and `ratios` are those of `model`; whether there are samples decides the default criterion. A
+    budget is not needed where a pattern is given.
     """
+    settings = keywords.get("settings")
+    named: dict[str, Any] = {name: value for name, value in keywords.items() if name != "settings"}
     require_kind(
         "settings", settings, PruneSettings, "prunekit.PruneSettings, such as PruneSettings(BudgetSettings(macs=0.5))"
     )
-    given: dict[str, Any] = {
-        "criterion": criterion,
-        "scope": scope,
-        "target": target,
-        "round_to": None if round_to == DEFAULT.round_to else round_to,
-        "min_channels": None if min_channels == DEFAULT.min_channels else min_channels,
-        "ignore": tuple(globs_in(model, ignore, "ignore")) or None,
-        "ratios": _ratios(model, ratios) or None,
-        "plain_classes": plain_classes or None,
-        "layout": None if layout == DEFAULT.layout else layout,
-        "depth": None if depth == DEFAULT.depth else depth,
-        "min_blocks": min_blocks or None,
-        "pattern": pattern_settings(pattern, sparsity),
+    options = {name: named.pop(name) for name in OPTIONS if name in named}
+    budgets = {name: value for name, value in named.items() if value is not None}
+    options["pattern"] = pattern_settings(options.get("pattern"), options.pop("sparsity", None))
+    options["ignore"] = tuple(globs_in(model, options.get("ignore", ()), "ignore"))
+    options["ratios"] = _ratios(model, options.get("ratios")) or None
+    given = {
+        name: value
+        for name, value in options.items()
+        if value is not None and (name not in DEFAULTS or value != DEFAULTS[name])
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    budgets = {name: value for name, value in budgets.items() if value is not None}
+    criterion = given.get("criterion")
     CRITERIA.reload(criterion or (settings.criterion if settings is not None else ""))
     if settings is not None:
-        if named := [*budgets, *given]:
+        if beside := [*budgets, *given]:
             raise UsageError(
-                f"settings: expected no {', '.join(named)} beside them; give all in the settings, such as "
+                f"settings: expected no {', '.join(beside)} beside them; give all in the settings, such as "
                 "dataclasses.replace(settings, round_to=8)"
             )
         return settings
     known = budget_names()
     unknown = next((name for name in budgets if BUDGETS.problem(name) is not None), None)
     if unknown is not None:
-        instead = ELSEWHERE.get(unknown) or nearest(unknown, [*known, *ARGUMENTS])
+        instead = ELSEWHERE.get(unknown) or nearest(unknown, [*known, *OPTIONS, "settings", *SHARED])
         raise UsageError(f"{unknown}: there is no such argument and no such budget; {instead}")
     if not budgets and "pattern" not in given:
         raise UsageError(
@@ -106,16 +163,16 @@ def prune_settings(
         BUDGETS.reload(name)
     budget = BudgetSettings(**budgets)
     budget.require_sound()
-    criterion = criterion or by_default
-    spent_where_least = criterion == "elimination" or budget.measured
-    default_scope: Scope = "per_mac" if spent_where_least else "uniform"
-    made = PruneSettings(**({"scope": default_scope} | given | {"budget": budget, "criterion": criterion}))
+    given["criterion"] = criterion = criterion or (BY_SAMPLES if samples else BY_WEIGHTS)
+    given.setdefault("scope", "per_mac" if criterion == "elimination" or budget.measured else "uniform")
+    made = PruneSettings(budget, **given)
     if problems := [f"{'.'.join(path)}: {text}" for path, text in depth_contradictions(asdict(made))]:
         raise UsageError("; ".join(problems))
     return made
 
 
-ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items() if given.kind is given.KEYWORD_ONLY]
+OPTIONS = [name for name in PlanKeywords.__annotations__ if name not in {"settings", *BudgetSettings.__annotations__}]
+"""Keywords that are no budgets."""
 
 
 def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | None) -> PatternSettings | None:

@@ -48,6 +48,7 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 """97.5 % quantiles of Student's distribution (1908), for 1, 2, ... degrees of freedom."""
 
 
+AS_IT_IS = DeploySettings()
 DOUBT = 0.05
 """How wrong a latency table may be: a budget that is predicted to be met by less than this is measured first."""
 
@@ -99,8 +100,21 @@ class TimedPlanSearch(PlanSearch):
         return found
 
 
-def with_profile(search: PlanSearch, deploy: DeploySettings, *, measure: bool) -> TimedPlanSearch:
-    """Return a search with a latency profile of its target, see `PlanSearch.with_profile`."""
+def with_profile(search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> PlanSearch:
+    """Return the search with a latency profile of its target, where a budget is one of time.
+
+    Args:
+        search: for plans within the budgets.
+        deploy: what is done to the dense model and to every compact one before they are timed.
+        measure: whether networks that are not in the cache of profiles are measured.
+
+    Raises:
+        NotMeasuredError: nothing may be measured, and the cache has too few networks.
+        UsageError: the model takes something else than tensors with a batch, or as for `profile`.
+        PlanError: a budget that is not one of time cannot be met; nothing was measured.
+    """
+    if not search.settings.budget.measured:
+        return search
     model, example, settings = search.model, search.examples[0], search.settings
     transform = transform_of(model, example, deploy)
     try:

@@ -1,7 +1,8 @@
 """The search for a plan: trace, score, plan, try it, measure it, and plan again.
 
 Dry run, `prunekit.prune`, `Pruner` and jobs all search with `PlanSearch`, whose methods stand in the order of their
-use: `trace`, `with_profile`, `require_reachable`, `find` (or `predict`), and `deliver`.
+use: `trace`, `require_reachable`, `find` (or `predict`), and `deliver`. For budgets of time
+`prunekit.pruning.latency_search.with_profile` makes a search that measures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
-from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import plural
@@ -76,14 +76,13 @@ class CriterionInputs:
 
 
 WEIGHTS_ALONE = CriterionInputs()
-AS_IT_IS = DeploySettings()
 
 
 @dataclass(frozen=True, eq=False)
 class PlanSearch:
     """The search for a plan that passes its trial and is within all budgets.
 
-    `trace` makes one, `with_profile` and `with_weights` return a new one, and `find` returns the plan.
+    `trace` makes one, `with_weights` returns a new one, and `find` returns the plan.
 
     Attributes:
         model: the dense model; not changed.
@@ -146,24 +145,6 @@ class PlanSearch:
         if traced > len(examples):
             raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
         return cls(model, examples, settings, channel_map, log=log, log_plans=log_plans, library=library)
-
-    def with_profile(self, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> PlanSearch:
-        """Return the search with a latency profile of the target, where a budget is one of time.
-
-        Args:
-            deploy: what is done to the dense model and to every compact one before they are timed.
-            measure: whether networks that are not in the cache of profiles are measured.
-
-        Raises:
-            NotMeasuredError: nothing may be measured, and the cache has too few networks.
-            UsageError: the model takes something else than tensors with a batch, or as for `profile`.
-            PlanError: a budget that is not one of time cannot be met; nothing was measured.
-        """
-        if not self.settings.budget.measured:
-            return self
-        from prunekit.pruning.latency_search import with_profile  # runtimes and profiles, for budgets of time alone
-
-        return with_profile(self, deploy, measure=measure)
 
     def with_weights(self, model: nn.Module) -> Self:
         """Return the search for the same network with other weights, as training changes no structure."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import nn
 
@@ -17,14 +17,13 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.verification import verify
 from prunekit.modes.public_call import public_call
-from prunekit.planning.keywords import Where, prune_settings
+from prunekit.planning.keywords import PlanKeywords, prune_settings, shows_keywords
 from prunekit.planning.plan import Plan
 from prunekit.pruning.plan_search import Planned
 from prunekit.pruning.prune_request import Calibration, Request
 from prunekit.pruning.pruned import Pruned
 from prunekit.settings.calibration import IMAGES, RepairSettings
 from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.pruning import Depth, Layout, PruneSettings, Scope, Target
 from prunekit.utils.context import is_large, release_memory
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.outputs import Outputs
@@ -38,32 +37,12 @@ if TYPE_CHECKING:
 
 
 @public_call
+@shows_keywords(PlanKeywords)
 def prune(
     model: nn.Module,
     example: Any = None,
     *,
     calibration: Calibration | None = None,
-    macs: float | None = None,
-    channels: float | None = None,
-    params: float | None = None,
-    size_mb: float | None = None,
-    latency_ms: float | None = None,
-    speedup: float | None = None,
-    memory_mb: float | None = None,
-    pattern: str | PatternSettings | None = None,
-    sparsity: float | None = None,
-    target: Target | None = None,
-    criterion: str | None = None,
-    scope: Scope | None = None,
-    round_to: int = 1,
-    min_channels: int = 1,
-    ignore: Where | Iterable[Where] = (),
-    ratios: Mapping[Any, float] | None = None,
-    layout: Layout = "free",
-    depth: Depth = "auto",
-    min_blocks: int = 0,
-    plain_classes: bool = False,
-    settings: PruneSettings | None = None,
     repair: RepairSettings | Literal[False] | None = None,
     images: int = IMAGES,
     stats: ChannelStats | None = None,
@@ -73,7 +52,7 @@ def prune(
     outputs: Outputs | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
-    **budgets: float,
+    **removed: Unpack[PlanKeywords],
 ) -> Pruned:
     """Prune a model in one call: trace, score, plan, trial, compact; with calibration data also repair.
 
@@ -157,7 +136,7 @@ def prune(
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook; elsewhere a line now
             and then, once the call takes longer than half a minute. The logger `prunekit` gets a line for each stage in
             any case.
-        budgets: further budgets, by name.
+        removed: the keywords from `macs` to `settings`, and further budgets by name.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
@@ -189,32 +168,7 @@ def prune(
     """
     model = with_weights(unwrapped(model, offloaded=True))
     require_trainable(model, "prune")
-    wanted = prune_settings(
-        model,
-        settings,
-        by_default="l2" if calibration is None else "elimination",
-        macs=macs,
-        channels=channels,
-        params=params,
-        size_mb=size_mb,
-        latency_ms=latency_ms,
-        speedup=speedup,
-        memory_mb=memory_mb,
-        pattern=pattern,
-        sparsity=sparsity,
-        target=target,
-        criterion=criterion,
-        scope=scope,
-        round_to=round_to,
-        min_channels=min_channels,
-        ignore=ignore,
-        ratios=ratios,
-        layout=layout,
-        depth=depth,
-        min_blocks=min_blocks,
-        plain_classes=plain_classes,
-        **budgets,
-    )
+    wanted = prune_settings(model, calibration is not None, **removed)
     if repair and calibration is None:
         raise DataError(
             "repair: expected samples to repair from, got none: prune(model, calibration=images, repair=...)"
@@ -235,32 +189,12 @@ def prune(
 
 
 @public_call
+@shows_keywords(PlanKeywords)
 def plan(
     model: nn.Module,
     example: Any = None,
     *,
     calibration: Calibration | None = None,
-    macs: float | None = None,
-    channels: float | None = None,
-    params: float | None = None,
-    size_mb: float | None = None,
-    latency_ms: float | None = None,
-    speedup: float | None = None,
-    memory_mb: float | None = None,
-    pattern: str | PatternSettings | None = None,
-    sparsity: float | None = None,
-    target: Target | None = None,
-    criterion: str | None = None,
-    scope: Scope | None = None,
-    round_to: int = 1,
-    min_channels: int = 1,
-    ignore: Where | Iterable[Where] = (),
-    ratios: Mapping[Any, float] | None = None,
-    layout: Layout = "free",
-    depth: Depth = "auto",
-    min_blocks: int = 0,
-    plain_classes: bool = False,
-    settings: PruneSettings | None = None,
     images: int = IMAGES,
     stats: ChannelStats | None = None,
     gradients: TaylorTerms | None = None,
@@ -270,7 +204,7 @@ def plan(
     channel_map: ChannelMap | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
-    **budgets: float,
+    **removed: Unpack[PlanKeywords],
 ) -> Plan:
     """Decide which channels of a model are kept: trace, score, plan, and try the plan until masked == compact.
 
@@ -282,37 +216,9 @@ def plan(
             name. May be left out if `calibration` is given.
         calibration: samples as for `prune`, for what the criterion reads; without them it reads the weights, or
             `stats` and `gradients`.
-        macs: as for `prune`, like all below without a description.
-        channels: share of the channels.
-        params: share of the parameters.
-        size_mb: megabytes of a file.
-        latency_ms: milliseconds on the target.
-        speedup: on the target.
-        memory_mb: megabytes at the peak. At least one budget or a pattern is given.
-        pattern: of zeros among single weights, with masks in `Plan.element_masks`.
-        sparsity: share of zeros.
-        target: of budgets of time and memory.
-        criterion: by name.
-        scope: by name.
-        round_to: multiples of channels.
-        min_channels: of each group.
-        ignore: whose output channels are kept.
-        ratios: share of the output channels to keep.
-        layout: which widths layers may have.
-        depth: whether blocks may go as a whole.
-        min_blocks: the fewest that stay of each stage.
-        plain_classes: whether all modules keep their classes.
-        settings: all of these in one object.
-        images: how many samples are taken.
-        stats: from `prunekit.calibrate`.
-        gradients: from `prunekit.collect_gradients`.
-        seed: of the random criterion.
-        more_examples: for other branches of the model.
-        outputs: which of the model's outputs are read.
+        images, stats, gradients, seed, more_examples, outputs, task, progress: as for `prune`.
         channel_map: of this model, if it was traced already, on the same examples in the same order.
-        task: whose `unpack` takes batches in another form apart.
-        progress: whether to show stages and bars.
-        **budgets: further budgets, by name.
+        removed: what may go: budgets, criterion, scope, limits and patterns, all as for `prune`; or `settings`.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, a glob matches no module, or the channel map is that of
@@ -330,32 +236,7 @@ def plan(
     """
     model = with_weights(unwrapped(model, offloaded=True))
     require_trainable(model, "plan")
-    wanted = prune_settings(
-        model,
-        settings,
-        by_default="l2" if calibration is None else "elimination",
-        macs=macs,
-        channels=channels,
-        params=params,
-        size_mb=size_mb,
-        latency_ms=latency_ms,
-        speedup=speedup,
-        memory_mb=memory_mb,
-        pattern=pattern,
-        sparsity=sparsity,
-        target=target,
-        criterion=criterion,
-        scope=scope,
-        round_to=round_to,
-        min_channels=min_channels,
-        ignore=ignore,
-        ratios=ratios,
-        layout=layout,
-        depth=depth,
-        min_blocks=min_blocks,
-        plain_classes=plain_classes,
-        **budgets,
-    )
+    wanted = prune_settings(model, calibration is not None, **removed)
     request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "plan"):
         found = request.find_plan(channel_map=channel_map).plan

@@ -97,7 +97,11 @@ class Request:
         release_memory(self.model)
         inputs = self._criterion_inputs(search.channel_map, repair, collected)
         release_memory(self.model)
-        self.search = search.with_profile()
+        if self.settings.budget.measured:
+            from prunekit.pruning.latency_search import with_profile  # with all runtimes
+
+            search = with_profile(search)
+        self.search = search
         planned = self.search.find(inputs)
         if inputs.check is not None and inputs.check.note:
             self.notes += (inputs.check.note,)

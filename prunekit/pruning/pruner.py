@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from prunekit.masks.scheduled_masks import PlanChange, ScheduledMasks, straight_
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.measure.verification import Verification, verify
 from prunekit.modes.public_call import public_call
-from prunekit.planning.keywords import Where, prune_settings
+from prunekit.planning.keywords import PlanKeywords, prune_settings, shows_keywords
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
 from prunekit.pruning.pattern_zeros import schedule_planner
@@ -39,8 +39,7 @@ from prunekit.pruning.prune_request import Calibration, Request
 from prunekit.pruning.schedule_planner import StagePlanner, rescored, share_plan
 from prunekit.pruning.user_loop import LoopStatistics, StepCounter, check_calibration, labeled_batches
 from prunekit.settings.calibration import IMAGES
-from prunekit.settings.pattern import PatternSettings
-from prunekit.settings.pruning import Depth, Layout, PruneSettings, ScheduleKind, ScheduleSettings, Scope, Target
+from prunekit.settings.pruning import ScheduleKind, ScheduleSettings
 from prunekit.settings.train import ClampSettings
 from prunekit.tasks.task import Loss, Task, get_task
 from prunekit.utils.display import Displayed, Table
@@ -141,33 +140,13 @@ class Pruner(Displayed):
     """
 
     @public_call
+    @shows_keywords(PlanKeywords)
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         example: Any = None,
         *,
-        macs: float | None = None,
-        channels: float | None = None,
-        params: float | None = None,
-        size_mb: float | None = None,
-        latency_ms: float | None = None,
-        speedup: float | None = None,
-        memory_mb: float | None = None,
-        target: Target | None = None,
-        criterion: str | None = None,
-        scope: Scope | None = None,
-        round_to: int = 1,
-        min_channels: int = 1,
-        ignore: Where | Iterable[Where] = (),
-        ratios: Mapping[Any, float] | None = None,
-        layout: Layout = "free",
-        depth: Depth = "auto",
-        min_blocks: int = 0,
-        plain_classes: bool = False,
-        pattern: str | PatternSettings | None = None,
-        sparsity: float | None = None,
-        settings: PruneSettings | None = None,
         schedule: ScheduleKind | ScheduleSettings = "cubic",
         steps: int | None = None,
         begin: int = 0,
@@ -185,7 +164,7 @@ class Pruner(Displayed):
         outputs: Outputs | None = None,
         on_change: Callable[[dict[str, Any]], None] | None = None,
         progress: bool | None = None,
-        **budgets: float,
+        **removed: Unpack[PlanKeywords],
     ) -> None:
         inner = unwrapped_for_hooks(model, "Pruner")
         require_trainable(inner, "Pruner")
@@ -196,32 +175,7 @@ class Pruner(Displayed):
             )
         self._model, self._given, self._optimizer = inner, optimizer, _own_optimizer(inner, optimizer)
         laid, stages = schedule_in_steps(schedule, steps, begin)
-        asked = prune_settings(
-            inner,
-            settings,
-            by_default="l2" if calibration is None else "elimination",
-            macs=macs,
-            channels=channels,
-            params=params,
-            size_mb=size_mb,
-            latency_ms=latency_ms,
-            speedup=speedup,
-            memory_mb=memory_mb,
-            target=target,
-            criterion=criterion,
-            scope=scope,
-            round_to=round_to,
-            min_channels=min_channels,
-            ignore=ignore,
-            ratios=ratios,
-            layout=layout,
-            depth=depth,
-            min_blocks=min_blocks,
-            plain_classes=plain_classes,
-            pattern=pattern,
-            sparsity=sparsity,
-            **budgets,
-        )
+        asked = prune_settings(inner, calibration is not None, **removed)
         if asked.schedule is not None:
             raise UsageError("settings.schedule: expected None beside a pruner's own; give it as schedule=")
         self.settings = replace(asked, schedule=laid)

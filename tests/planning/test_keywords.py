@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import prunekit
 from prunekit.errors import UsageError
-from prunekit.planning.keywords import prune_settings
+from prunekit.planning.keywords import DEFAULTS, PlanKeywords, prune_settings
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
@@ -57,3 +61,33 @@ def test_a_pattern_goes_together_with_a_budget() -> None:
 def test_what_does_not_fit_is_said(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         prune_settings(MODEL, **given)
+
+
+@pytest.mark.parametrize("function", [prunekit.prune, prunekit.plan, prunekit.Pruner])
+def test_signatures_show_every_keyword_with_its_default(function: Any) -> None:
+    shown = inspect.signature(function).parameters
+    assert [name for name in PlanKeywords.__annotations__ if name not in shown] == []
+    assert {name: shown[name].default for name in DEFAULTS} == {
+        name: getattr(PruneSettings(), name) for name in DEFAULTS
+    }
+    assert shown["macs"].default is shown["criterion"].default is shown["scope"].default is None
+
+
+def test_keywords_are_those_of_the_settings() -> None:
+    made_of = {one.name for kind in (PruneSettings, BudgetSettings) for one in fields(kind)}
+    elsewhere = {"budget", "others", "schedule", "compact_early"}
+    assert {*PlanKeywords.__annotations__} == made_of - elsewhere | {"sparsity", "settings"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("macz", "macz: there is no such argument and no such budget; did you mean 'macs'?"),
+        ("calibraton", "did you mean 'calibration'"),
+        ("pruning_ratio", "give what may be left: channels=0.5"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_with_the_nearest_name(name: str, message: str) -> None:
+    for call in (prunekit.prune, prunekit.plan):
+        with pytest.raises(UsageError, match=message):
+            call(MODEL, torch.ones(1, 8), **{"channels": 0.5, name: 1})

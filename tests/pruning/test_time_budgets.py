@@ -27,7 +27,7 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.pruning import latency_search, profiling
-from prunekit.pruning.latency_search import TimedPlanSearch
+from prunekit.pruning.latency_search import TimedPlanSearch, with_profile
 from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.profiling import Profile, profile
@@ -272,10 +272,10 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
     ):
         wanted = PruneSettings(BudgetSettings(speedup=1.5, **budget), scope="per_mac")
         with pytest.raises(PlanError, match=said):
-            PlanSearch(model, (EXAMPLE,), wanted, channel_map).with_profile()
+            with_profile(PlanSearch(model, (EXAMPLE,), wanted, channel_map))
     whole = PruneSettings(BudgetSettings(speedup=1.5, macs=1.0), scope="per_mac")  # which all of it meets
     with pytest.raises(AssertionError, match="nothing is to be timed"):
-        PlanSearch(model, (EXAMPLE,), whole, channel_map).with_profile()
+        with_profile(PlanSearch(model, (EXAMPLE,), whole, channel_map))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_what_no_batches_can_be_made_of_cannot_be_timed(other: Any) -> None:
     model, channel_map, _ = net()
     wanted = PruneSettings(BudgetSettings(speedup=2.0))
     with pytest.raises(UsageError, match=r"budget speedup: .*expected tensors, each with the batch on its first"):
-        PlanSearch(model, ((*EXAMPLE, other),), wanted, channel_map).with_profile()
+        with_profile(PlanSearch(model, ((*EXAMPLE, other),), wanted, channel_map))
 
 
 class TwoInputs(nn.Module):
@@ -343,7 +343,7 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(latency_search, "time_pair", machine)
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
     transform = transform_of(model, EXAMPLE, deploy)
-    search = PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map).with_profile(deploy)
+    search = with_profile(PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map), deploy)
     assert isinstance(search, TimedPlanSearch)
     profiled = search.latency.profile
     assert "norm" not in {layer["module"] for layer in profiled.rows()}  # it takes no time of its own
