@@ -1,7 +1,7 @@
 """Whole jobs: from the settings of a recipe to a smaller, faster, verified model and its report.
 
-`finetune` sets a run up; `FinetuneRun` then runs its stages in order: baseline, sparsify, calibrate, plan, repair,
-fine-tune, compact, control, deploy and measure. The report is written when the run's folder is closed.
+`finetune` sets a run up, and checks that every stage gets what it needs before any runs; `FinetuneRun` then carries
+them out in the order of `stages_of`. The report is written when the run's folder is closed.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from prunekit.jobs.stages.deployment_stage import (
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
 from prunekit.jobs.stages.measurement_stage import measure_models, metrics_of, write_detections
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary, zero_weights
+from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import (
     Finetuning,
@@ -122,9 +123,7 @@ def finetune(
     require_optimizer(job, own)
     text = run_recipe(job, own)
     prepared = prepare(job, own)
-    require_deployable(prepared)
-    require_formats(prepared)
-    require_schedule(prepared, training=training)
+    require_stages(stages_of(job, training=training), prepared)
     identity = identity_of(prepared, training=training)
     search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
     resumed = None
@@ -154,27 +153,6 @@ def _profiled(search: PlanSearch, job: JobSettings) -> PlanSearch:
     return search
 
 
-def stages_of(job: JobSettings, *, training: bool) -> list[str]:
-    """Return the stages of a job in the order in which they run, as the terminal counts them."""
-    sparsify = job.sparsify if training else None
-    late = sparsify is not None and needs_plan(sparsify)
-    stages = (
-        ("dense model", True),
-        ("sparsify", sparsify is not None and not late),
-        ("calibrate", True),
-        ("plan", True),
-        ("sparsify", late),
-        ("repair", job.prune.schedule is None),
-        ("fine-tune", training),
-        ("compact", True),
-        ("control", training and job.control),
-        ("deploy", job.deploy.wanted),
-        ("measure", True),
-        ("export", bool(job.export)),
-    )
-    return [name for name, runs in stages if runs]
-
-
 class FinetuneRun:
     """The stages of one run, in order.
 
@@ -187,6 +165,7 @@ class FinetuneRun:
         on_epoch: called after each epoch.
     """
 
+    schedule: JobSchedule
     trainings: Trainings
 
     def __init__(
@@ -203,8 +182,8 @@ class FinetuneRun:
         self.progress, self.training, self.on_epoch = progress, training, on_epoch
         self.job, self.log = prepared.job, run.log
         self.clock = StageClock(run.resume / "seconds.json")
-        self.counter = StageCounter(stages_of(self.job, training=training), run.log)
-        self.schedule: JobSchedule | None = None
+        self.stages = stages_of(self.job, training=training)
+        self.counter = StageCounter([each.name for each in self.stages if each.counted], run.log)
         self.repaired: RepairReport | None = None
         self.compacted_early: dict[str, Any] | None = None
 
@@ -212,17 +191,8 @@ class FinetuneRun:
         """Run every stage and return the metrics; all processes of a group call this."""
         for line in self.prepared.splits.notes:
             self.log(f"data: {line}")
-        dense = self.baseline()
-        sparse = self.sparsify(dense)
-        planned = self.plan(sparse)
-        plan = share_plan(None if planned is None else planned.plan)
-        sparse = self.sparsify(sparse, plan)
-        pruned, plan = self.repair(sparse, planned, plan)
-        pruned = self.finetune(pruned, plan)
-        planned, plan = self.final_plan(planned, plan)
-        compacted = self.compact(pruned, dense, plan)
-        control = self.control(dense)
-        return self.measure(dense, control, pruned, planned, compacted)
+        metrics: dict[str, Any] = carry_out(self.stages, self)["metrics"]
+        return metrics
 
     @contextmanager
     def _stage(self, name: str, clock: str | None = None) -> Iterator[None]:
@@ -231,8 +201,8 @@ class FinetuneRun:
         with self.clock.stage(clock or name):
             yield
 
-    def baseline(self) -> nn.Module:
-        """Return the dense model with its weights, trained first where it has none."""
+    def baseline(self) -> tuple[nn.Module, nn.Module]:
+        """Return the dense model with its weights, trained first where it has none, and as the model to go on with."""
         with self._stage("dense model", "baseline"):
             baseline = train_baseline(
                 self.prepared,
@@ -247,31 +217,31 @@ class FinetuneRun:
         if self.job.prune.compact_early and not self.training:
             self.log("compact early: without effect, because nothing is fine-tuned")
         self.trainings = Trainings(self.prepared, self.folder, baseline, progress=self.progress, on_epoch=self.on_epoch)
-        return baseline.model
+        return baseline.model, baseline.model
 
-    def sparsify(self, dense: nn.Module, plan: Plan | None = None) -> nn.Module:
+    def sparsify(self, model: nn.Module, plan: Plan | None = None) -> nn.Module:
         """Return the dense model after the job's `sparsify`, which runs before there is a plan, or with it."""
         settings = self.job.sparsify
-        if settings is None or not self.training or needs_plan(settings) != (plan is not None):
-            return dense
+        assert settings is not None
         chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self._stage("sparsify"):
-            return self.trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
+            return self.trainings.train("sparsified", copied(model), settings, chart=chart, removed=plan)
 
-    def plan(self, dense: nn.Module) -> Planned | None:
-        """Return the plan within the budgets, or the one of the run that is resumed; None outside the main process."""
-        self.search = self.search.with_weights(dense)
-        known = cached_plan(self.folder, dense)
+    def calibrate(self, model: nn.Module) -> tuple[Planned | None, CriterionInputs | None]:
+        """Return what the criterion reads, collected by all processes; or the plan of the run that is resumed."""
+        self.search = self.search.with_weights(model)
+        known = cached_plan(self.folder, model)
         if main_has(known):
-            return known
-        return self._search_plan(self._calibrate(dense))
-
-    def _calibrate(self, dense: nn.Module) -> CriterionInputs:
-        """Return what the criterion reads, collected by all processes together."""
+            return known, None
         chart = self.search.channel_map
         with self._stage("calibrate"):
-            return criterion_inputs(self.prepared, dense, chart, with_stats=self.training, log=self.log)
+            return None, criterion_inputs(self.prepared, model, chart, with_stats=self.training, log=self.log)
+
+    def plan(self, known_plan: Planned | None, inputs: CriterionInputs | None) -> tuple[Planned | None, Plan]:
+        """Return the plan within the budgets, in every process, and in the main one how it was found."""
+        planned = known_plan if inputs is None else self._search_plan(inputs)
+        return planned, share_plan(None if planned is None else planned.plan)
 
     @main_process_only
     def _search_plan(self, inputs: CriterionInputs) -> Planned:
@@ -309,39 +279,40 @@ class FinetuneRun:
         for text in planned.unseen:
             self.log(f"plan: {text}")
 
-    def repair(self, dense: nn.Module, planned: Planned | None, plan: Plan) -> tuple[nn.Module, Plan]:
-        """Return the masked model, repaired as the job says, and the plan, with masks of single weights if asked for.
-
-        Under a schedule the model is a copy that nothing is masked in yet.
-        """
-        if self.job.prune.schedule is not None:
-            scores = None if planned is None else planned.scores
-            self.schedule = JobSchedule(self.prepared, plan, scores, self.folder)
-            return copied(dense), plan
+    def repair(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
+        """Return the masked model, repaired as the job says, and the plan, with masks of single weights if wanted."""
         with self._stage("repair"):
-            if self.job.prune.pattern is not None:
-                masked, self.repaired, plan = zero_weights(
-                    self.prepared, dense, plan, self.folder, training=self.training
-                )
+            if self.job.prune.pattern is None:
+                masked, self.repaired = repair_model(self.prepared, model, plan, self.folder, training=self.training)
             else:
-                masked, self.repaired = repair_model(self.prepared, dense, plan, self.folder, training=self.training)
+                masked, self.repaired, plan = zero_weights(
+                    self.prepared, model, plan, self.folder, training=self.training
+                )
         return masked, plan
 
-    def finetune(self, pruned: nn.Module, plan: Plan) -> nn.Module:
-        """Return the masked model after its fine-tuning, if there is any."""
-        if not self.training:
-            return pruned
+    def begin_schedule(self, model: nn.Module, planned: Planned | None, plan: Plan) -> nn.Module:
+        """Return a copy of the model that nothing is masked in yet, and make the schedule that prunes it."""
+        scores = None if planned is None else planned.scores
+        self.schedule = JobSchedule(self.prepared, plan, scores, self.folder)
+        return copied(model)
+
+    def finetune(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """Return the masked model after its fine-tuning."""
         with self._stage("fine-tune"):
-            finetuning = Finetuning(self.prepared, self.folder, self.trainings, self.schedule)
-            pruned, self.compacted_early = finetuning.tune(pruned, plan)
-        return pruned
+            finetuning = Finetuning(self.prepared, self.folder, self.trainings, self._schedule)
+            model, self.compacted_early = finetuning.tune(model, plan)
+        return model
+
+    @property
+    def _schedule(self) -> JobSchedule | None:
+        return None if self.job.prune.schedule is None else self.schedule
 
     def final_plan(self, planned: Planned | None, plan: Plan) -> tuple[Planned | None, Plan]:
         """Return the plan after training, which a schedule has changed; the same in all processes."""
-        if self.schedule is not None:
-            plan = self.schedule.in_force()
+        if self._schedule is not None:
+            plan = self._schedule.in_force()
             if planned is not None:
-                planned = self.schedule.finished(planned)
+                planned = self._schedule.finished(planned)
                 self._write_plan(planned)
         elif planned is not None and plan.element_masks:
             planned = replace(planned, plan=plan)
@@ -350,14 +321,14 @@ class FinetuneRun:
         return planned, plan
 
     @main_process_only
-    def compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+    def compact(self, model: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         """Return the compact model, saved in the run's folder, and the proof that it equals the masked one."""
         self.counter.begin("compact")
-        cut = compact(pruned, plan)
+        cut = compact(model, plan)
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
-        proof = verify(pruned, cut, plan, (inputs_as_example(pruned, inputs) for inputs, _ in held_out), strict=True)
+        proof = verify(model, cut, plan, (inputs_as_example(model, inputs) for inputs, _ in held_out), strict=True)
         self.log(
             f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} "
             f"{self.prepared.splits.task.samples} ({proof.dtype})"
@@ -372,32 +343,33 @@ class FinetuneRun:
 
     def control(self, dense: nn.Module) -> nn.Module | None:
         """Return the dense model after as much training as the pruned one had, if the job wants one."""
-        if not self.training:
-            return None
         if not self.job.control:
             self.log("control: left out, as the recipe asks; scores are compared with the dense model as it was")
             return None
         with self._stage("control"):
             return self.trainings.control(dense)
 
-    @computed_by_main
+    @main_process_only
+    def deploy(self, dense: nn.Module, plan: Plan) -> Deployed | None:
+        """Return the deployed model, if the job wants one."""
+        save_weights(self.folder.path / "checkpoints" / "dense.safetensors", dense)
+        with self._stage("deploy"):
+            return deploy(self.prepared, self.folder, dense, plan)
+
+    @main_process_only
     def measure(
         self,
         dense: nn.Module,
         control: nn.Module | None,
-        pruned: nn.Module,
-        planned: Planned | None,
-        compacted: tuple[nn.Module, Verification] | None,
+        model: nn.Module,
+        planned: Planned,
+        compacted: tuple[nn.Module, Verification],
+        deployed: Deployed | None,
     ) -> dict[str, Any]:
-        """Deploy and measure the models, and return the metrics, written into the run's folder."""
-        assert planned is not None
-        assert compacted is not None
+        """Measure the models, and return the metrics, written into the run's folder."""
         (small, proof), plan, folder = compacted, planned.plan, self.folder
-        save_weights(folder.path / "checkpoints" / "dense.safetensors", dense)
-        with self._stage("deploy"):
-            deployed = deploy(self.prepared, folder, dense, plan)
         with self._stage("measure"):
-            share, attempt, target = sparsity(pruned, plan), Attempts(self.log), self.search.latency
+            share, attempt, target = sparsity(model, plan), Attempts(self.log), self.search.latency
             final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
             models = dense, control, None if deployed is None else deployed.model
             measured = measure_models(self.prepared, folder, *models, attempt=attempt, final=final)
@@ -411,25 +383,34 @@ class FinetuneRun:
             metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(folder.path / "metrics.json", metrics)
-        if exports := self._exports(dense, deployed, metrics):
-            metrics |= exports
-            write_json(folder.path / "metrics.json", metrics)
-        write_summary(folder, self.job, self.search.channel_map, plan, (dense, small), metrics)
+        return metrics
+
+    @main_process_only
+    def export(self, dense: nn.Module, deployed: Deployed | None, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics with the rows of exported files, and their shortfalls."""
+        folder, attempt = "model" if deployed is None else DEPLOYED, Attempts(self.log, done="made")
+        model = self.prepared.load_model(self.folder.path / folder, dense)
+        with self._stage("export"):
+            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
+        metrics |= {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
+        write_json(self.folder.path / "metrics.json", metrics)
+        return metrics
+
+    @computed_by_main
+    def conclude(
+        self,
+        dense: nn.Module,
+        plan: Plan,
+        compacted: tuple[nn.Module, Verification],
+        metrics: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Return the metrics in every process, once the log says what fell short."""
+        write_summary(self.folder, self.job, self.search.channel_map, plan, (dense, compacted[0]), metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
             self.log(f"shortfall: {shortfall}")
         return metrics
-
-    def _exports(self, dense: nn.Module, deployed: Deployed | None, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the rows of exported files, and all shortfalls, for `metrics.json`; empty if none are asked for."""
-        if not self.job.export:
-            return {}
-        folder, attempt = "model" if deployed is None else DEPLOYED, Attempts(self.log, done="made")
-        model = self.prepared.load_model(self.folder.path / folder, dense)
-        with self._stage("export"):
-            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
-        return {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
 
     def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult | None:
         """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""
@@ -453,9 +434,49 @@ class FinetuneRun:
             "repair": repair_summary(self.repaired),
             "resumed": len(self.folder.resumed),
             "compacted_early": self.compacted_early,
-            "schedule": None if self.schedule is None else self.schedule.summary(),
+            "schedule": None if self._schedule is None else self._schedule.summary(),
             "deployment": None if deployed is None else deployed.figures(),
         }
+
+
+def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
+    """Return the stages of a job in the order in which they run.
+
+    `model` is the model that is worked on: the dense one, which `sparsify` trains, `repair` masks and `fine-tune`
+    trains again.
+    """
+    work = FinetuneRun
+    sparsify = job.sparsify if training else None
+    late = sparsify is not None and needs_plan(sparsify)
+    scheduled = job.prune.schedule is not None
+    schedules = partial(require_schedule, training=training)
+    stages = (
+        (True, Stage("dense model", work.baseline, (), ("dense", "model"))),
+        (sparsify is not None and not late, Stage("sparsify", work.sparsify, ("model",), ("model",))),
+        (True, Stage("calibrate", work.calibrate, ("model",), ("known_plan", "inputs"))),
+        (True, Stage("plan", work.plan, ("known_plan", "inputs"), ("planned", "plan"), require=schedules)),
+        (late, Stage("sparsify", work.sparsify, ("model", "plan"), ("model",))),
+        (not scheduled, Stage("repair", work.repair, ("model", "plan"), ("model", "plan"))),
+        (scheduled, Stage("schedule", work.begin_schedule, ("model", "planned", "plan"), ("model",), counted=False)),
+        (training, Stage("fine-tune", work.finetune, ("model", "plan"), ("model",))),
+        (True, Stage("final plan", work.final_plan, ("planned", "plan"), ("planned", "plan"), counted=False)),
+        (True, Stage("compact", work.compact, ("model", "dense", "plan"), ("compacted",))),
+        (training, Stage("control", work.control, ("dense",), ("control",), counted=job.control)),
+        (not training, Stage("control", lambda run: None, (), ("control",), counted=False)),
+        (
+            True,
+            Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable),
+        ),
+        (True, Stage("measure", work.measure, MEASURED, ("metrics",))),
+        (bool(job.export), Stage("export", work.export, EXPORTED, ("metrics",), require=require_formats)),
+        (True, Stage("conclude", work.conclude, CONCLUDED, ("metrics",), counted=False)),
+    )
+    return [each for runs, each in stages if runs]
+
+
+MEASURED = ("dense", "control", "model", "planned", "compacted", "deployed")
+EXPORTED = ("dense", "deployed", "metrics")
+CONCLUDED = ("dense", "plan", "compacted", "metrics")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

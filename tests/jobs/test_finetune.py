@@ -259,7 +259,8 @@ def test_every_stage_is_announced_with_its_true_place(finished: tuple[Path, dict
 def test_stages_are_those_that_the_recipe_asks_for(
     changes: dict[str, Any], training: bool, expected: str, tmp_path: Path
 ) -> None:
-    assert ", ".join(stages_of(job(tmp_path, **changes), training=training)) == expected
+    stages = stages_of(job(tmp_path, **changes), training=training)
+    assert ", ".join(stage.name for stage in stages if stage.counted) == expected
 
 
 @pytest.mark.slow
