@@ -304,6 +304,7 @@ class MeasuringProcess(ExitStack):
         self._process: WorkerProcess | None = None
 
     def __call__(self, batch: int) -> int | None:
+        """Return the bytes that a batch takes; None if the process was killed."""
         if self._process is None:
             self._process = self.enter_context(WorkerProcess(self._trying, self._folder))
         try:

@@ -72,6 +72,7 @@ def in_program(edit: Callable[[dict[str, Any]], None]) -> Callable[[str, bytes],
     return change
 
 
+@pytest.mark.slow
 def test_a_file_that_was_written_here_has_no_code_and_none_of_the_users_data(program: Path) -> None:
     with zipfile.ZipFile(program) as file:
         (samples,) = (name for name in file.namelist() if "sample_inputs" in name)

@@ -340,6 +340,7 @@ def test_files_that_were_changed_are_refused(tmp_path: Path) -> None:
         Standalone().interface(path)
 
 
+@pytest.mark.slow
 def test_a_file_that_python_cannot_import_is_refused(tmp_path: Path) -> None:
     nets(tmp_path).rename(tmp_path / "my-nets.py")
     source = pruned(f"{tmp_path / 'my-nets.py'}:swin", torch.rand(2, 3, 32, 32), "own")

@@ -122,6 +122,7 @@ FIRST_CACHE = {"llama": {"model.layers.0.self_attn"}, "gpt2": {"transformer.h.0.
 """Branches that the trial keeps: these models ask the cache of their first layer how many tokens there were."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masked_equals_compact_without_random_branches_and_channels(family: str) -> None:
     build, count = FAMILIES[family]
@@ -142,6 +143,7 @@ def test_masked_equals_compact_without_random_branches_and_channels(family: str)
     assert plan.totals()["parameters"][1] == parameters
 
 
+@pytest.mark.slow
 def test_both_halves_of_a_layer_are_branches_of_their_own() -> None:
     model, example = torchvisions("vit_b_16", size=224)
     chart = trace(model, example)

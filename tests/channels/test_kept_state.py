@@ -212,6 +212,7 @@ class Leaky(nn.Module):
         return self.b(self.memory(self.a(x)).tanh())  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "shape"), [(FirstBatch, (5, 6)), (Leaky, (6,))], ids=["lstm", "memory"])
 def test_state_is_begun_anew_for_another_number_of_samples(make: Callable[[], Any], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -102,6 +102,7 @@ def test_memory_by_widths_is_that_of_the_compact_model(name: str, seed: int, bat
     assert predicted(chart, keep, batch) == record_memory(small, example, batch).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_takes_half(dtype: str) -> None:
     model, chart, example = model_and_chart("resnet18")

@@ -146,6 +146,7 @@ def test_a_file_that_is_there_stays_unless_it_is_forced(home: Path) -> None:
     assert load("mine.yaml").model.name == "resnet8"
 
 
+@pytest.mark.slow
 def test_for_a_language_model_and_its_text(home: Path) -> None:
     write_model(home / "tiny", llama())
     (home / "text.txt").write_text(text(600))

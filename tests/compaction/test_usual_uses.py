@@ -181,6 +181,7 @@ def assert_same(model: nn.Module, other: Callable[..., Any], x: Tensor, toleranc
     assert float((got - want).abs().max()) <= tolerance * float(want.abs().max())
 
 
+@pytest.mark.slow
 def test_copies_and_files(case: dict[str, Any]) -> None:
     x = case["inputs"](2)
     for which in ("compact", "loaded"):
@@ -228,6 +229,7 @@ def does(use: Callable[[nn.Module], Callable[..., Any]], case: dict[str, Any], x
         assert_same(case[which], use(case[which]), x, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript does not support this version of Python")
 def test_torchscript(case: dict[str, Any]) -> None:
     with warnings.catch_warnings():

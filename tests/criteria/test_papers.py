@@ -67,6 +67,7 @@ def images_like(net: Scored) -> int:
     return 2 if hasattr(net.model, "norm1") else 32
 
 
+@pytest.mark.slow
 def test_fpgm_is_he_et_al_2019(net: Scored) -> None:
     def distance(name: str, index: np.ndarray) -> float:
         filters = weight(net, name).reshape(len(weight(net, name)), -1)

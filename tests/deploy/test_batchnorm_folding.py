@@ -230,6 +230,7 @@ def test_a_folder_of_a_folded_model_loads_equal(tmp_path: Path) -> None:
     assert_unchanged(dense, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folds", "message"),
     [

@@ -130,6 +130,7 @@ def test_equal_to_pytorchs_own_hooks_where_those_can_be_used(name: str) -> None:
     assert_only_rounded(numbered({key: seen[key] for key in native.seen}), numbered(native.seen))
 
 
+@pytest.mark.slow
 def test_hooks_change_no_gradient_of_a_parameter() -> None:
     model, x = build("resnet18"), image("resnet18")
     _, hooked = run(model, x, in_place=True)

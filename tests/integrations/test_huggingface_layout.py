@@ -175,6 +175,7 @@ def test_plain_from_pretrained_loads_what_was_pruned(name: str, tmp_path: Path) 
         torch.testing.assert_close(outputs(result.model, inputs), outputs(model, inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_process_without_prunekit_loads_and_generates(tmp_path: Path) -> None:
     model, inputs, _ = built("llama")
     result = pk.prune(model, inputs, params=0.8, layout="huggingface", outputs="logits")
@@ -195,6 +196,7 @@ def test_a_process_without_prunekit_loads_and_generates(tmp_path: Path) -> None:
     assert own.config.to_dict() == result.model.config.to_dict()
 
 
+@pytest.mark.slow
 def test_caches_have_the_heads_that_are_left() -> None:
     model, inputs, _ = built("llama")
     small: Any = pk.prune(model, inputs, params=0.65, layout="huggingface", outputs="logits").model
@@ -219,6 +221,7 @@ class Embedding(nn.Module):
         return (states * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_model_inside_another_is_saved_by_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Embedding().eval()
@@ -232,6 +235,7 @@ def test_a_model_inside_another_is_saved_by_itself(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_other_channels_stay_with_the_reason() -> None:
     model, inputs, _ = built("llama")
     plan = pk.plan(model, inputs, params=0.8, layout="huggingface", outputs="logits")
@@ -243,6 +247,7 @@ def test_other_channels_stay_with_the_reason() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_after_training_the_config_is_that_of_the_final_plan(tmp_path: Path) -> None:
     model, inputs, _ = built("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -258,6 +263,7 @@ def test_after_training_the_config_is_that_of_the_final_plan(tmp_path: Path) -> 
     torch.testing.assert_close(in_double(again, inputs), in_double(small.eval(), inputs), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 def test_layers_that_repeat_get_equal_widths(scope: Any) -> None:
     torch.manual_seed(0)
@@ -304,6 +310,7 @@ def test_a_model_of_no_library_is_refused() -> None:
         pk.prune(model, torch.randn(2, 4), macs=0.5, layout="hugging_face")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_pruned_already_is_refused() -> None:
     model, inputs, _ = built("llama")
     small = pk.prune(model, inputs, params=0.8, outputs="logits").model
@@ -311,6 +318,7 @@ def test_a_model_that_is_pruned_already_is_refused() -> None:
         pk.prune(small, inputs, params=0.8, layout="huggingface", outputs="logits")
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_ignored_keeps_all_like_it_whole() -> None:
     model, inputs, _ = built("llama")
     asked: dict[str, Any] = {"layout": "huggingface", "outputs": "logits", "params": 0.8}
@@ -331,6 +339,7 @@ def test_adapters_are_to_be_merged_first() -> None:
         pk.plan(adapted, {"input_ids": torch.zeros(1, 8, dtype=torch.long)}, params=0.8, layout="huggingface")
 
 
+@pytest.mark.slow
 def test_notes_say_what_the_librarys_own_save_cannot() -> None:
     ids = {"input_ids": torch.randint(0, 40, (2, 8))}
     for layout, said in (("free", True), ("huggingface", False)):
@@ -338,6 +347,7 @@ def test_notes_say_what_the_librarys_own_save_cannot() -> None:
         assert any("what its own save_pretrained writes, from_pretrained refuses" in note for note in notes) == said
 
 
+@pytest.mark.slow
 def test_heads_and_their_queries_keep_the_share_together() -> None:
     model = llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=8)
     ids = {"input_ids": torch.randint(0, 40, (1, 8))}

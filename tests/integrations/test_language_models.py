@@ -95,6 +95,7 @@ def slowly(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "how", "layout"),
     [
@@ -133,6 +134,7 @@ def test_half_precision_is_pruned_as_it_is(
         assert dtypes(type(model).from_pretrained(tmp_path / "plain")) == dtypes(model)
 
 
+@pytest.mark.slow
 def test_norms_in_float32_stay_so() -> None:
     model = built("bert").to(torch.bfloat16)
     for module in model.modules():
@@ -154,6 +156,7 @@ def key_heads(model: Any) -> list[int]:
     return [layer.self_attn.k_proj.out_features // 8 for layer in model.model.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["free", "equal", "huggingface"])
 @pytest.mark.parametrize("name", ["llama", *map(slowly, ("qwen3", "gemma2", "mixtral", "gpt2"))])
 def test_caches_hold_what_is_left(name: str, layout: str) -> None:
@@ -188,6 +191,7 @@ def test_an_offloaded_cache_holds_what_is_left() -> None:
     assert torch.equal(small.generate(ids, cache_implementation="offloaded", **GREEDY), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", slowly("inductor")])
 @pytest.mark.parametrize("name", ["llama", slowly("mixtral")])
 @pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -229,6 +233,7 @@ def unpadded() -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", *map(slowly, ("llama", "gpt2"))])  # grouped_mm takes no float64
 def test_padding_on_either_side_counts_for_nothing(name: str) -> None:
     results = [
@@ -245,6 +250,7 @@ def test_padding_on_either_side_counts_for_nothing(name: str) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-9 * float(want.detach().abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *map(slowly, ("qwen3", "gpt2", "mixtral"))])
 def test_prompts_with_padding_on_the_left_go_on_as_each_alone(name: str) -> None:
     small: Any = pruned(name, "free").model
@@ -254,6 +260,7 @@ def test_prompts_with_padding_on_the_left_go_on_as_each_alone(name: str) -> None
     assert torch.equal(found, torch.stack(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["free", "huggingface"])
 @pytest.mark.parametrize("name", ["qwen3_moe", slowly("mixtral")])
 def test_experts_become_fewer_and_narrower(name: str, layout: Any, tmp_path: Path) -> None:
@@ -281,6 +288,7 @@ def test_experts_become_fewer_and_narrower(name: str, layout: Any, tmp_path: Pat
         torch.testing.assert_close(logits(again, TEXT), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_elimination_ranks_the_widths_of_experts() -> None:
     model, held = built("mixtral"), {"input_ids": IDS.flip(0, 1)}
     want = logits(model, held)
@@ -326,6 +334,7 @@ def test_experts_in_modules_have_widths_of_their_own() -> None:
     assert max(widths) < 24
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of peft, about the libraries that it uses
 def test_the_guide_trains_lora_on_the_pruned_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
@@ -340,6 +349,7 @@ def test_the_guide_trains_lora_on_the_pruned_model(tmp_path: Path, monkeypatch: 
     torch.testing.assert_close(logits(names["plain"], text), logits(merged, text), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *map(slowly, ("mixtral", "gpt2", "bert"))])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing")  # names until version 6 of transformers
 def test_gradient_checkpointing_keeps_gradients_under_masks(name: str) -> None:

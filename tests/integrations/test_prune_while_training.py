@@ -139,6 +139,7 @@ def test_a_training_that_stopped_is_resumed_with_its_schedule(data: Path, tmp_pa
         bare.train(resume=True)
 
 
+@pytest.mark.slow
 def test_a_training_of_another_model_fails_before_its_first_epoch(data: Path, tmp_path: Path) -> None:
     one, other = small_yolo(tmp_path), small_yolo(tmp_path, end2end=True)
     other.add_callback("on_train_start", PruneWhileTraining(macs=0.5).attach(one)._start)
@@ -155,6 +156,7 @@ def test_a_training_of_another_model_fails_before_its_first_epoch(data: Path, tm
         by_hand.train(epochs=2, **settings(tmp_path, data))
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_told_before_the_first_epoch(data: Path, tmp_path: Path) -> None:
     yolo = small_yolo(tmp_path)
     for call, kind, message in (

@@ -84,6 +84,7 @@ class Reporter(TrainerCallback):
         self.rows.append(dict(logs))
 
 
+@pytest.mark.slow
 def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = doctest.testmod(integration, optionflags=doctest.ELLIPSIS)
@@ -214,6 +215,7 @@ def test_only_models_under_the_final_plan_are_the_best(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="steps: expected a whole number of optimizer steps, or a share"):
         PruneCallback(EXAMPLE, macs=0.5, steps=2.5)

@@ -198,6 +198,7 @@ def test_a_training_that_stopped_is_resumed_in_the_structure(small: Any, data: P
     assert shapes(resumed.model) == shapes(small.model)
 
 
+@pytest.mark.slow
 def test_processes_for_several_devices_train_the_structure(
     small: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +349,7 @@ def test_trainers_refuse_what_they_would_not_keep(small: Any, data: Path, tmp_pa
         load_yolo(copy.copy(small)).tune(use_ray=True)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_pruned_by_hand_is_kept_too(tmp_path: Path) -> None:
     yolo = small_yolo(tmp_path)
     yolo.model = pk.prune(yolo.model, torch.rand(2, 3, 64, 64), macs=0.5, plain_classes=True, outputs=predictions).model

@@ -63,6 +63,7 @@ def assert_healthy(found: Diagnosis) -> None:
     assert set(found.checked) == set(CHECKS)
 
 
+@pytest.mark.slow
 def test_a_small_trained_net(trained: nn.Module, splits: Splits, digits: Batches) -> None:
     pool = Pool(batches(splits.train, 64, shuffle_seed=1), batches(splits.validation, 64, shuffle_seed=None), 2000)
     found = diagnose(trained, digits, optimizer=sgd(trained, 0.01), pool=Pool(held_out=pool.held_out))
