@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from prunekit.channels.labels import Field
-from prunekit.channels.labels.code_places import ModuleCall
+from prunekit.channels.labels.code_places import Expression, ModuleCall
 from prunekit.channels.labels.constraints import Constraint
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.cached_state import ModelCalls
-from prunekit.channels.tracing.call_sites import RunningExpression, Site, is_ordering
+from prunekit.channels.tracing.call_sites import Site, is_ordering
 from prunekit.channels.tracing.execution import Alternatives
 from prunekit.channels.tracing.storages import shape_of
 from prunekit.utils.inputs import concatenate
@@ -113,7 +113,7 @@ class TracedRun:
     operators: list[TracedOperator] = field(default_factory=list)
     borrowed: set[tuple[str, str]] = field(default_factory=set)
     alternatives: Alternatives = field(default_factory=dict)
-    whole: set[RunningExpression] = field(default_factory=set)
+    whole: set[Expression] = field(default_factory=set)
     module_calls: list[TracedCall] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     asks_mode: set[str] = field(default_factory=set)

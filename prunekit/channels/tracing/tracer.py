@@ -1,16 +1,15 @@
-"""The tracer: runs a model once on example inputs while labels flow through every ATen operator.
+"""The tracer: runs a model on its examples while labels flow through every operator, see `LabelMode`.
 
-It is a dispatch mode, and builds no graph.
+A model is traced on a copy whose tensors hold no values, where its code allows. What one trace shows of the model, such
+as tensors that are divided by, or experts that no token took, may change what the labels mean: then it is traced again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,11 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels import LOCKED, Field, Labels, along
-from prunekit.channels.labels.constraints import FixedPositions, Interchangeable, LockRecord, TensorAxis, positions_of
-from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
-from prunekit.channels.rules.convolution import FIXED_PARTNER
-from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of
+from prunekit.channels.labels.constraints import Interchangeable, LockRecord, TensorAxis, positions_of
+from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
-from prunekit.channels.tracing.call_sites import RunningExpression, Site, caller_here, site_here, takes_sizes
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import (
-    PRUNE_FIRST,
     Alternatives,
     ModuleStack,
     TrainModeWatch,
@@ -34,10 +29,8 @@ from prunekit.channels.tracing.execution import (
     channel_axis,
     fused_away,
     hint_at_child,
-    is_quantizing,
     mode_for_trace,
     plain_operators,
-    quantized_parts,
 )
 from prunekit.channels.tracing.kept_state import (
     NO_STATE,
@@ -50,12 +43,12 @@ from prunekit.channels.tracing.kept_state import (
     same_state,
     with_left,
 )
-from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on_meta, without_randomness
-from prunekit.channels.tracing.storages import Storages, inner_of
+from prunekit.channels.tracing.label_mode import LabelMode
+from prunekit.channels.tracing.operator_mode import OnMeta
 from prunekit.channels.tracing.substitutes import substitute_all
-from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
+from prunekit.channels.tracing.traced_run import TracedRun
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
-from prunekit.hooks.model_copy import has_gradients, named_tensors, owners, with_tensors
+from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.utils.context import same_draws, seeded, takes_gradients
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import InputSpec, example_advice, input_specs, is_batched, sample_count
@@ -63,10 +56,8 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather, map_tensors
 
 OUTPUT = "output of the model"
-INSTEAD_OF_NESTED = "none follows nested tensors: give an example with as many tokens in each sample, without nesting"
 LAYERS_NAMED = 4
 """How many layers behind an output the reason of a lock names."""
-GIVEN = "input {}: if that is a state, let forward make it where none is given, and give none in the example"
 WIDEST = 8
 """Bytes of the widest integers."""
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -111,207 +102,6 @@ class Trace:
     state: KeptState = NO_STATE
 
 
-class LabelMode(OperatorMode):
-    """A dispatch mode that applies the rules to every operator that runs inside it."""
-
-    def __init__(
-        self, flow: LabelFlow, run: TracedRun, stack: ModuleStack, earlier: TracedRun | None, inputs: Any
-    ) -> None:
-        super().__init__()
-        self.made_by = {id(tensor): -1 for tensor in gather(inputs)}  # no id is reused: the storages hold them
-        self.given = {id(tensor) for tensor in gather(inputs)}
-        self.made_axes = MadeAxes()
-        flow.of_input = lambda tensor, axis: id(tensor) in self.given and not self.made_axes.made(tensor, axis)
-        self.beside = {id(tensor): tuple(tensor.shape) for tensor in gather(inputs)[1:]}
-        self.flow, self.run, self.stack = flow, run, stack
-        self.earlier = earlier.operators if earlier is not None else []
-        self.storages = Storages()
-        self.owners = owners(stack.model)
-        self.names = {id(tensor): name for name, tensor in named_tensors(stack.model)}
-        self.quantized = quantized_parts(stack.model)
-        self._begun: list[tuple[int, tuple[int | None, ...], bool]] = []
-
-    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and let labels flow through it."""
-        name = str(func._schema.name).replace("::", ".")
-        out = without_randomness(name, run_on_meta(func, name, args, kwargs))  # as in the trial
-        self._note(name, args, kwargs, out, counted=is_counted(func, name))
-        return out
-
-    def begin(self, inputs: Any) -> None:
-        """Note the arguments with which a call of a module begins."""
-        args, named = inputs
-        made = tuple([self.made_by.get(id(arg)) for arg in args])
-        plain = not named and all(arg is None for arg in args[1:])
-        self._begun.append((len(self.run.operators), made, plain))
-
-    def end(self, path: str, output: Any) -> None:
-        """Record the call of a module that ends."""
-        first, made, plain = self._begun.pop()
-        outputs, place = self.makers(output), None
-        if isinstance(output, tuple):
-            tensors = [index for index, value in enumerate(output) if isinstance(value, torch.Tensor)]
-            place = (tensors[0] if tensors else 0, len(output))
-        self.run.module_calls.append(TracedCall(path, made, outputs, place, first, len(self.run.operators), plain))
-
-    def makers(self, value: Any) -> tuple[int, ...]:
-        """Return the numbers of the operators that made the tensors in a value."""
-        return tuple([self.made_by[id(tensor)] for tensor in gather(value) if id(tensor) in self.made_by])
-
-    def opaque(self, name: str, tensors: tuple[torch.Tensor, ...], out: Any) -> None:
-        """Let labels flow through a higher-order operator as a whole."""
-        self._note(name, tensors, {}, out, counted=False)
-
-    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: Any, *, counted: bool) -> None:
-        """Let labels flow through an operator that ran, and record it."""
-        flow = self.flow
-        flow.module, flow.call, flow.operator = self.stack.current, self.stack.call, name
-        inputs = gather((args, kwargs))
-        inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
-        aside = len(self.run.operators) in self.run.aside
-        for tensor in inputs:
-            if not aside:
-                flow.read(tensor, drops_axes=name in Trait.DROPS_AXES)
-            owners = self.owners.get(id(tensor), ())
-            self.run.uses_own = self.run.uses_own or bool(owners)
-            if flow.module not in owners:
-                self.run.borrowed.update([(flow.module, owner) for owner in owners])
-        outs = tuple(gather(out))
-        before = () if aside else tuple([field for tensor in inputs for field in flow.fields(tensor)])
-        target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
-        self.given.update(map(id, outs) if any(id(tensor) in self.given for tensor in inputs) else ())
-        flow.expression = self._expression(name, inputs) if before else None
-        call = signature(args, kwargs, outs)
-        earlier = len(flow.constraints)
-        if aside:
-            for tensor in outs:
-                flow.set(tensor, ())
-        elif not self._repeats(name, before, call, outs):
-            self.run.repeats = False
-            known, locks = flow.fields(target), len(flow.locks)
-            self._apply(name, args, kwargs, out, before)
-            if flow.expression and not any(isinstance(one, FixedPositions) for one in flow.constraints[earlier:]):
-                self.run.whole.add(flow.expression)
-            self._name_given(inputs, outs, locks)
-            if flow.module in self.quantized:
-                self._advise(locks, {record.reason for record in flow.locks[locks:]}, f"; {PRUNE_FIRST}")
-            if name not in Trait.RESHAPES_IN_PLACE:
-                self._written(target, known)
-        if not aside:
-            self._make_axes(OperatorCall(name, args, kwargs, out), inputs, before)
-        fields = tuple([flow.fields(o) for o in outs])
-        counted = counted and flow.module not in flow.substituted
-        place = self._place((before and takes_sizes(name, args)) or name in Trait.MAKES)
-        constraints = tuple(flow.constraints[earlier:])
-        reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
-        own = tuple([self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names])
-        operator = TracedOperator(
-            name, flow.module, fields, before, counted, call, *place, constraints, self.stack.call, reads, own, aside
-        )
-        self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
-        self.run.operators.append(operator)
-        self.storages.note(operator, target, inputs, outs)
-
-    def _expression(self, name: str, inputs: Sequence[torch.Tensor]) -> RunningExpression | None:
-        """Return the running expression, if one of its tensors may be taken at stated positions."""
-        takes = name in Trait.PICKS or (name in Trait.MEETS and len(inputs) == 2)
-        if not takes or self.flow.module in self.flow.substituted:
-            return None
-        here = site_here(4)
-        return None if here is None else RunningExpression(here[0], self.stack.path_of(here[1]))
-
-    def _make_axes(self, call: OperatorCall, inputs: Sequence[torch.Tensor], before: tuple[Field, ...]) -> None:
-        """Follow the axes that the model's code makes on tensors computed from inputs; parameters have their own."""
-        given = [tensor for tensor in inputs if id(tensor) in self.given]
-        if len(given) == len(inputs) and not any(self.made_axes.fields(tensor) for tensor in given):
-            return
-        rule = rule_of(call.name) if given and all(self.flow.is_made(field) for field in before) else None
-        if rule is not None and not any(tensor.is_nested or inner_of(tensor) for tensor in inputs):
-            for tensor in inputs:
-                if id(tensor) not in self.given and not self.made_axes.fields(tensor):
-                    self.made_axes.add(tensor)
-            self.made_axes.module, self.made_axes.operator = self.flow.module, call.name
-            rule(self.made_axes, call)
-
-    def _place(self, sized: object) -> tuple[Site | None, str, Site | None, CodeType | None]:
-        """Return where a method stands, and the path of its module; or where it called the function that runs."""
-        here = site_here(4) if sized else None
-        call = caller_here(4) if sized and here is None else None
-        site, owner = here or (None, None)
-        caller, owner, function = call or (None, owner, None)
-        return site, self.stack.path_of(owner), caller, function
-
-    def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
-        if before or name in Trait.COUNTED or name in Trait.MAKES:
-            rule = rule_of(name)
-            tensors = gather((args, kwargs, out))
-            if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
-                self.flow.lock(before, _without_rule(name, tensors))
-                for tensor in gather(out):  # in place: what is known of its shape may be wrong now
-                    self.flow.set(tensor, ())
-            else:
-                rule(self.flow, OperatorCall(name, args, kwargs, out))
-
-    def _name_given(self, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...], earlier: int) -> None:
-        """Say in new locks that further inputs of the model fixed a size, and what to do if they are its states."""
-        shape = next((self.beside[id(tensor)] for tensor in inputs if id(tensor) in self.beside), None)
-        if shape is None:
-            if self.flow.operator in Trait.MEETS and not all(
-                id(tensor) in self.given or self.flow.fields(tensor) for tensor in inputs
-            ):
-                self._advise(earlier, (MEETS_FIXED,), BUFFER_INSTEAD)
-        else:
-            self.beside.update({id(tensor): shape for tensor in outs if not self.flow.fields(tensor)})
-            self._advise(earlier, (MEETS_FIXED, FIXED_PARTNER), f"; {GIVEN.format(shape)}")
-
-    def _advise(self, earlier: int, reasons: Container[str], advice: str) -> None:
-        """Add advice to new locks of some reasons."""
-        for index, record in enumerate(self.flow.locks[earlier:], earlier):
-            if record.reason in reasons and not record.reason.endswith(advice):
-                self.flow.locks[index] = replace(record, reason=record.reason + advice)
-
-    def _repeats(self, name: str, before: tuple[Field, ...], call: Any, outs: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether the earlier run did exactly this, and if so take over the labels of its results."""
-        index = len(self.run.operators)
-        if index >= len(self.earlier):
-            return False
-        twin = self.earlier[index]
-        same = twin.name == name and twin.module == self.flow.module and len(twin.inputs) == len(before)
-        if not same or any(a is not b for a, b in zip(twin.inputs, before, strict=True)) or twin.call != call:
-            return False
-        for tensor, fields in zip(outs, twin.outputs, strict=True):
-            self.flow.set(tensor, fields)
-        return True
-
-    def _written(self, target: Any, known: tuple[Field, ...]) -> None:
-        """Record labels that an in-place write brings into a tensor: its size depended on them from the start.
-
-        In a view they are locked, because the other views of its storage do not have them, unless those have labels on
-        each of their axes: these are coupled by then. What is no longer zero is not zero in those either.
-        """
-        spans, axes = {field.span for field in known}, {axis for field in known for axis in field.span}
-        fresh = [
-            field
-            for field in self.flow.fields(target)
-            if field.span not in spans and not (len(field.span) > 1 and set(field.span) <= axes)
-        ]
-        now_zero = {field.span for field in self.flow.fields(target) if field.zero}
-        if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
-            self.flow.forget_zeros(self.storages.sharing(target), lost)
-        if fresh and self.storages.shared(target):
-            self.flow.lock(fresh, "written in place into a view of another tensor")
-        elif fresh and (maker := self.storages.maker(target)) is not None:
-            maker.outputs = (self.flow.fields(target),)
-
-
-def _without_rule(name: str, tensors: Iterable[torch.Tensor]) -> str:
-    """Return the reason of locks at an operator without a rule, with what an expert would do."""
-    every = list(tensors)
-    nested, quantizes = any(tensor.is_nested for tensor in every), is_quantizing(name, every)
-    advice = INSTEAD_OF_NESTED if nested else PRUNE_FIRST if quantizes else ""
-    return f"operator {name} has no rule" + (advice and f"; {advice}")
-
-
 def trace_model(
     model: nn.Module,
     examples: list[tuple[Any, ...]],
@@ -336,7 +126,7 @@ def trace_model(
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
         UsageError: the model has no output of a name that is read.
     """
-    trace = _traced(model, examples, both_modes, read, interchangeable)
+    trace = _traced(model, examples, _Attempt(both_modes, read, tuple(interchangeable)))
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
             f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
@@ -346,14 +136,47 @@ def trace_model(
     return trace
 
 
-def _traced(
-    model: nn.Module,
-    examples: list[tuple[Any, ...]],
-    both_modes: bool,
-    read: ReadOutputs,
-    interchangeable: Sequence[Interchangeable],
-) -> Trace:
-    traced = partial(_trace, model, examples, both_modes=both_modes, read=read, interchangeable=interchangeable)
+@dataclass(frozen=True)
+class _Attempt:
+    """One way to trace a model, with what earlier attempts found out about it.
+
+    Attributes:
+        both_modes, read, interchangeable: as for `trace_model`.
+        meta: whether it runs on meta tensors.
+        gradients: whether gradients are recorded, because forward itself takes some.
+        wide: whether half precision runs in float32.
+        divided: axes of tensors that are divided by; removed entries keep their values under masks.
+        aside: by the number of a run, operators whose results are kept aside and not read; None before they are known.
+        alternatives: modules that run besides, because others like them do; None before they are known.
+    """
+
+    both_modes: bool
+    read: ReadOutputs
+    interchangeable: tuple[Interchangeable, ...]
+    meta: bool = False
+    gradients: bool = False
+    wide: bool = False
+    divided: frozenset[TensorAxis] = frozenset()
+    aside: Mapping[int, frozenset[int]] | None = None
+    alternatives: Alternatives | None = None
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that is traced in place of another: without values on a meta device, else a copy."""
+        if self.meta and has_gradients(tensor):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return tensor.detach().to(torch.float32 if self.wide and tensor.dtype in HALF else tensor.dtype, copy=True)
+
+    def aside_in(self, trace: Trace) -> frozenset[int]:
+        """Return the operators of the next run of a trace whose results are kept aside."""
+        return (self.aside or {}).get(len(trace.runs), frozenset())
+
+
+def _traced(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
+    """Return the trace of the first attempt that runs: on meta tensors, on values, with gradients, in float32."""
+
+    def traced(**changes: Any) -> Trace:
+        return _trace(model, examples, replace(how, **changes))
+
     with seeded(0):
         try:
             return traced(meta=True)
@@ -379,32 +202,16 @@ def _traced(
             ) from error
 
 
-def _trace(
-    model: nn.Module,
-    examples: list[tuple[Any, ...]],
-    *,
-    meta: bool,
-    both_modes: bool,
-    read: ReadOutputs,
-    gradients: bool = False,
-    wide: bool = False,
-    alternatives: Alternatives | None = None,
-    interchangeable: Sequence[Interchangeable] = (),
-    divided: frozenset[TensorAxis] = frozenset(),
-    aside: Mapping[int, frozenset[int]] | None = None,
-) -> Trace:
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if meta and has_gradients(tensor):
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return tensor.detach().to(torch.float32 if wide and tensor.dtype in HALF else tensor.dtype, copy=True)
-
+def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
+    """Return the trace of one attempt; where it finds out more about the model, that of another with it."""
+    stand_in, meta = how.stand_in, how.meta
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
     clone = with_tensors(model, stand_ins)
     flow = LabelFlow(clone)
     flow.substituted = substitute_all(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
     shared: dict[TensorAxis, Labels] = {}
-    for found in interchangeable:
+    for found in how.interchangeable:
         name, axis = found.axes[0]
         flow.interchangeable[found.module] = positions_of(found, stand_ins[name].shape[axis], flow.union)
         shared.update(dict.fromkeys(found.axes, flow.interchangeable[found.module].labels))
@@ -413,7 +220,7 @@ def _trace(
     labels = {}
     for name, tensor in named_tensors(clone):
         own = {axis: vector for (other, axis), vector in shared.items() if other == name}
-        nonzero = {axis for other, axis in divided if other == name}
+        nonzero = {axis for other, axis in how.divided if other == name}
         labels[name], fresh = _label(flow, tensor, fresh, own, nonzero)
         flow.divided += [vector for axis, vector in enumerate(labels[name]) if axis in nonzero and vector is not None]
     given = weakref.ref(model)
@@ -423,23 +230,22 @@ def _trace(
         return clone if found is None else found
 
     trace = Trace(flow, labels, [], {}, NormFinder(flow), traced, map_tensors(examples[0], stand_in), state=state)
-    others = alternatives or {}
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with OnMeta() if meta else nullcontext():
-            calls = model_calls(clone, inputs, read)
+            calls = model_calls(clone, inputs, how.read)
         if calls.refused and meta:
             raise ModelError(calls.refused)  # it may run with values
-        trace.read = read = calls.read
-        run = TracedRun(index, training=False, gradients=gradients, calls=calls, alternatives=others)
-        run.aside = (aside or {}).get(len(trace.runs), frozenset())
+        how = replace(how, read=calls.read)
+        run = TracedRun(index, False, gradients=how.gradients, calls=calls, alternatives=how.alternatives or {})
+        run.aside = how.aside_in(trace)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
             _run(clone, inputs, run, trace)
         run.asks_mode.update(watch.read_by)
-        if watch.was_read and both_modes:
+        if watch.was_read and how.both_modes:
             try:
                 trained = run.again(training=True, repeats=True)
-                trained.aside = (aside or {}).get(len(trace.runs), frozenset())
+                trained.aside = how.aside_in(trace)
                 with mode_for_trace(clone, True):
                     _run(clone, inputs, trained, trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
@@ -450,36 +256,37 @@ def _trace(
                 trace.norms.abandon()
     if state.labels and is_batched(examples[0]):  # the methods that begin it anew for another number of samples run too
         run = trace.runs[0].again(doubled=True)
-        run.aside = (aside or {}).get(len(trace.runs), frozenset())
+        run.aside = how.aside_in(trace)
         inputs = run.inputs([map_tensors(examples[0], stand_in)])
         if runs_on(clone, inputs, meta=meta):
             with mode_for_trace(clone, False):
                 _run(clone, inputs, run, trace)
         elif meta and runs_on(model, run.inputs(examples), meta=False):
             raise ModelError("runs on another number of samples with values alone")
-    traced_again = partial(
-        _trace,
-        model,
-        examples,
-        meta=meta,
-        both_modes=both_modes,
-        read=read,
-        gradients=gradients,
-        wide=wide,
-        interchangeable=interchangeable,
-    )
-    if aside is None:
-        inputs_of = [map_tensors(example, stand_in) for example in examples]
-        if unread := results_aside(trace.runs, clone, inputs_of):
-            return traced_again(alternatives=alternatives, divided=divided, aside=unread)
+    trace.read = how.read
+    return _again(model, examples, how, trace, clone, stand_ins) or trace
+
+
+def _again(
+    model: nn.Module,
+    examples: list[tuple[Any, ...]],
+    how: _Attempt,
+    trace: Trace,
+    clone: nn.Module,
+    stand_ins: Mapping[str, torch.Tensor],
+) -> Trace | None:
+    """Trace a model once more with what its trace shows of it; return None if that is all known by now."""
+    if how.aside is None:
+        inputs = [map_tensors(example, how.stand_in) for example in examples]
+        if unread := results_aside(trace.runs, clone, inputs):
+            return _trace(model, examples, replace(how, aside=unread))
     divisors = _divisors(trace, stand_ins)
-    if not divisors <= divided:  # they keep their values under masks, so that what is added to them is not zero
-        return traced_again(alternatives=alternatives, divided=divided | divisors, aside=aside)
-    again = alternatives_of(clone, trace.ran, trace.activations, flow.union) if alternatives is None else {}
-    if again:
+    if not divisors <= how.divided:  # they keep their values under masks, so that what is added to them is not zero
+        return _trace(model, examples, replace(how, divided=how.divided | divisors))
+    if how.alternatives is None and (found := alternatives_of(clone, trace.ran, trace.activations, trace.flow.union)):
         with suppress(Exception):  # some other module does not run on what these were given
-            return traced_again(alternatives=again, divided=divided)
-    return trace
+            return _trace(model, examples, replace(how, alternatives=found, aside=None))
+    return None
 
 
 def _divisors(trace: Trace, tensors: Mapping[str, torch.Tensor]) -> frozenset[TensorAxis]:
