@@ -81,7 +81,7 @@ def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
 def with_equal_widths(
     channel_map: ChannelMap, parts: list[GroupPart], owners: list[ChannelGroup], settings: PruneSettings
 ) -> list[GroupPart]:
-    """Return parts of which each spans all groups that keep the same share.
+    """Return parts, each of all groups that have to keep the same share.
 
     These are groups of repeated layers, which lie on axes of the same names but for numbers, and are of the same size;
     and what the map says to be as wide. For a library's configuration a group stays whole where another one that has to
@@ -107,7 +107,7 @@ def with_equal_widths(
 
 
 def _merged(parts: list[GroupPart]) -> list[GroupPart]:
-    """Return several parts as one, in whose order each of them keeps the same share; as they are if none is allowed.
+    """Merge parts into one that keeps the same share of each; return them unchanged if no share is allowed.
 
     Its labels are in rows: the most important ones of each part, then the next ones of each.
     """
@@ -123,7 +123,7 @@ def _merged(parts: list[GroupPart]) -> list[GroupPart]:
 
 
 def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
-    """Return what counts of heads, or of positions in heads, are multiplied by for rounding; None for other labels.
+    """Return how many channels a head, or a position in heads, counts as for rounding; None for other labels.
 
     Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires. Of
     query heads there may be any number for each head of keys then, as these make a rounded width already.
@@ -178,7 +178,7 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
 
 
 def _outputs(channel_map: ChannelMap) -> list[tuple[str, Labels]]:
-    """Return module paths with the labels of their outputs; of modules never called, those of their weights' rows."""
+    """Return module paths with the labels of their outputs, or of their weights' rows if they are never called."""
     called = [(path, labels) for (path, kind, _), labels in channel_map.activations.items() if kind == "output"]
     paths = {path for path, _ in called}
     owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]

@@ -111,7 +111,7 @@ def stage_of(name: str) -> str:
 
 
 def without_blocks(parts: Sequence[GroupPart], gone: Sequence[Block]) -> list[GroupPart]:
-    """Return the parts, those of some blocks with no channel."""
+    """Return the parts with no channel left in those of some blocks."""
     closed = {index for block in gone for index in block.parts}
     none = np.zeros(1, dtype=np.int64)
     return [replace(part, counts=none) if index in closed else part for index, part in enumerate(parts)]
@@ -211,7 +211,7 @@ class _BlockSearch:
         return BlockChoice(self.worth(counts) + spared, gone, counts, close)
 
     def solved(self, gone: tuple[Block, ...], close: tuple[Block, ...], solve: Solve) -> BlockChoice | None:
-        """Return the choice without some blocks, all widths of the others solved; None if there are none."""
+        """Return the choice without some blocks, with the best widths of the rest; None if no widths fit."""
         counts = solve(without_blocks(self.parts, gone))
         return None if counts is None else self.choice(gone, counts, close)
 

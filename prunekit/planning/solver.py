@@ -164,7 +164,7 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
 def _chosen(
     channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets, scope: Scope
 ) -> Labels | None:
-    """Return counts within the budgets by a scope; if it finds none, the fastest, or None if these exceed them too."""
+    """Return counts within the budgets by a scope, else the fastest counts; None if these exceed the budgets too."""
     if scope == "uniform":
         found = [_highest(parts, *_uniform(channel_map, parts), budgets)]
     elif scope == "global":

@@ -226,7 +226,7 @@ def _read_map(text: _PlanText, arrays: _Arrays) -> ChannelMap:
 
 
 def _axis(arrays: _Arrays, name: str, axis: int, size: int) -> Labels | None:
-    """Return the labels of an axis, as many as it is long; None of one that has none, whose size is 1."""
+    """Return the labels of an axis, as many as its size; None for an axis without labels, whose size is 1."""
     key = f"labels/{name}/{axis}"
     if not arrays.has(key):
         if size > 1:

@@ -90,7 +90,7 @@ class KeptScores:
 
 @dataclass(frozen=True, eq=False)
 class _CountChanges:
-    """Changes of one part each.
+    """Changes of counts, each of one part.
 
     Attributes:
         part: (changes,) index of the part.
@@ -240,7 +240,7 @@ def lagrangian_search(parts: list[GroupPart], worth: KeptScores, budgets: Budget
 
 
 def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, direction: Numbers) -> Labels | None:
-    """Return the best counts within the budgets, of those at prices in one direction; None if there are none."""
+    """Return the best counts within the budgets at prices along one direction; None if no price leads to any."""
     low, high = CHEAPEST, DEAREST
     counts = np.array([part.counts[-1] for part in parts])
     best: Labels | None = None

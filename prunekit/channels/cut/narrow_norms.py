@@ -76,7 +76,7 @@ class KeptNorm:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Leave the norm to others for a while."""
+        """Let the dense result be for a while, in which another owner's hook makes the norm narrow."""
         self._owners += 1
         try:
             yield

@@ -177,7 +177,7 @@ class ShorterModule(nn.Module):
 
 
 def in_place(value: Any, place: tuple[int, int] | None) -> Any:
-    """Return a value where it is expected in a tuple; as it is if none is expected."""
+    """Return a value at its place in a tuple of Nones; the value itself if no tuple is expected."""
     if place is None:
         return value
     return tuple(value if index == place[0] else None for index in range(place[1]))

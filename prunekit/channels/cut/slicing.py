@@ -115,7 +115,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def _remembers_shape(module: nn.Module) -> bool:
-    """Return whether a module keeps its size as torch's norms over the last axes do, if need be a hand-written one."""
+    """Return whether a module keeps its size in `normalized_shape`, as LayerNorm does, hand-written norms too."""
     return isinstance(vars(module).get("normalized_shape"), tuple)
 
 
@@ -310,7 +310,7 @@ def with_channel_order(model: nn.Module, channel_map: ChannelMap, source: Labels
 
 
 def _places(labels: Labels, source: Labels) -> Labels:
-    """Return for each position of an axis the one whose entries it gets: of a label's several, the same of the other's.
+    """Return for each position of an axis the one whose entries it gets: a label's i-th gets another label's i-th.
 
     Labels that are not as often on the axis as their source stay.
     """

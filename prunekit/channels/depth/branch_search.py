@@ -251,7 +251,7 @@ class BranchBuilder:
         return None, [one for one in tail if self.operators[one].name in Trait.KEEPS_CONSTANTS]
 
     def _reads_in_a_pass(self, name: str) -> set[int]:
-        """Return the operators of the first pass that read a tensor, and those of others that are not this branch's."""
+        """Return the operators that read a tensor: all in the first pass, in later ones those outside the branch."""
         first = self.search.passes[0]
         return {one for one in self.search.uses[name] if one < first.end or one not in self.inside}
 
@@ -324,7 +324,7 @@ class BranchBuilder:
         return found[np.isin(found, mine)]
 
     def _name(self, gone: list[str]) -> str:
-        """Return the module with all the layers, if one of those that go has them, else the one around them."""
+        """Return the one module that goes with all the layers, or else the module around those that go."""
         counted = [
             path for path in gone
             if any(self.operators[one].name in Trait.COUNTED and is_inside(self.operators[one].module, [path])

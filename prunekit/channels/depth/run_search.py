@@ -63,7 +63,7 @@ class RunSearch:
         self.call_of = {call.path: call for call in reversed(run.module_calls)}  # the first of each
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the summands that layers compute for one sum alone; of two in one sum, that with more layers."""
+        """Yield the summands that layers compute for one sum alone; if both of a sum are, the one with more layers."""
         for sums in self._sums():
             found = [Candidate(sums[0], ends[0], self.cone(ends)) for side in range(2)
                      if (ends := [self.operators[one].reads[side] for one in sums])
@@ -86,14 +86,14 @@ class RunSearch:
         return (same for same in found.values() if len(same) == len(self.passes))
 
     def _only_for(self, end: int, number: int) -> bool:
-        """Return whether nothing but one operator reads the result of another."""
+        """Return whether a single operator is all that reads a result."""
         return end >= 0 and end not in self.run.returned and self.consumers[end] == [number]
 
     def _weight(self, inside: Iterable[int]) -> int:
         return sum(self.operators[one].name in Trait.COUNTED for one in inside)
 
     def cone(self, ends: Sequence[int]) -> frozenset[int]:
-        """Return the operators whose results are read for some results alone, with those that made these."""
+        """Return the operators that some results need and nothing else does, with those that made the results."""
         inside, waiting = set(ends), [-read for end in ends for read in self.operators[end].reads if read >= 0]
         heapq.heapify(waiting)
         while waiting:  # the last first: all that read a result come behind it
@@ -112,7 +112,7 @@ class RunSearch:
         return self.around([self.operators[one].module for one in candidate.inside])
 
     def around(self, paths: Iterable[str]) -> str:
-        """Return the path of the innermost module around others, or of the one that they are all in."""
+        """Return the path of the innermost module that contains all given ones."""
         parts = [path.split(".") if path else [] for path in paths]
         common = []
         for level in zip(*parts, strict=False):
@@ -122,7 +122,7 @@ class RunSearch:
         return ".".join(common)
 
     def idle(self, numbers: set[int], allowed: set[int]) -> set[int]:
-        """Return which operators compute nothing that is read, except by those of a branch."""
+        """Return the operators whose results nothing reads, or only operators of the branch."""
         found = set[int]()
         for number in sorted(numbers, reverse=True):
             read = all(one in allowed or one in found for one in self.consumers[number])
@@ -154,7 +154,7 @@ def is_function(operator: TracedOperator) -> bool:
 
 
 def moved_axis(operator: TracedOperator, axis: int) -> int:
-    """Return where an axis lies in the result of an operator that changes no value, or of one value at a time."""
+    """Return where an axis lies in the result of an operator that moves values, or changes each by itself."""
     args, before, after = operator.call[0], tuple(operator.call[0][0]), out_shape(operator)
     name = operator.name.removesuffix("_")
     if name == "aten.permute":

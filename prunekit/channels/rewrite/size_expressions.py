@@ -112,7 +112,7 @@ Sized = tuple[int, ast.expr, int | None, Labels]
 
 
 def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
-    """Yield the sizes of axes that are labeled, or made from one that is, as heads and their width are."""
+    """Yield the sizes of axes that have labels, or are made from one that has, as heads and their width are."""
     old, new = operator.call[0][0], operator.call[2][0]
     linked = set()
     for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():
@@ -194,7 +194,7 @@ def _axis(operator: TracedOperator, argument: int) -> int:
 
 
 def _rows(fields: Iterable[Field], axis: int) -> Labels | None:
-    """Return the labels along an axis, a row for each position, of the first field there; None without one."""
+    """Return the labels along an axis, a row for each position, of the first field that spans it; None without one."""
     for field in fields:
         if axis in field.span:
             return rows_along(field.labels, axis)

@@ -297,7 +297,7 @@ def _reads_as(lines: list[str], node: ast.FunctionDef) -> bool:
 def _redecorated(
     outer: FunctionType, old: FunctionType, new: FunctionType, depth: int = DECORATORS
 ) -> FunctionType | None:
-    """Return a decorated method with a new function in place of the one that was decorated; None if it is not there."""
+    """Return a decorated method with a new function inside its decorators; None if the old one is not found there."""
     if outer is old or not depth:
         return new if depth else None
     cells, found = list(outer.__closure__ or ()), False
@@ -458,7 +458,7 @@ class SizedMethod:
 
 
 def sized_methods(cls: type) -> list[SizedMethod]:
-    """Return the methods of a class that were compiled again with explicit sizes; none of other classes."""
+    """Return the methods of a class that were compiled again with explicit sizes."""
     original, methods = original_of(cls), []
     for name in sorted({place.function for place in places_of(cls)}):
         found = method_of(original, name)

@@ -169,7 +169,7 @@ def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
 
 
 def number_of(run: TracedRun, started: OperatorKey) -> int | None:
-    """Return the number in a traced run of an operator of a `Divergence`; None if it is not there."""
+    """Return the position in a traced run of an operator that a `Divergence` names; None if the run lacks it."""
     module, name, ordinal = started
     alike = (i for i, operator in enumerate(run.operators) if (operator.module, operator.name) == (module, name))
     return next(islice(alike, max(ordinal, 0), None), None)
@@ -263,7 +263,7 @@ class RecordedValues:
         self._found[key] = name, self.kept(values, shared)
 
     def kept(self, values: list[Any], shared: Collection[torch.Tensor] = ()) -> list[Any]:
-        """Return values as they are kept."""
+        """Return values as they are stored: as tensors, and beyond the limit of memory as parts of a file."""
         owned = [any(one is other for other in shared) for one in values]
         found = [self._kept(one, shared=other) for one, other in zip(values, owned, strict=True)]
         self._memory.release()
@@ -301,7 +301,7 @@ class Reference:
     numbers: dict[OperatorKey, Any] = field(default_factory=dict)
 
     def counts_widths(self, key: OperatorKey, arguments: Any) -> bool:
-        """Return whether an operator computes whole numbers of other numbers than in the masked model.
+        """Return whether an operator makes whole numbers, and was given other numbers than in the masked model.
 
         These are widths, as in a check that as many entries are written as there are; its result is compared.
         """

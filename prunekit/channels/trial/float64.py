@@ -68,7 +68,7 @@ class _Widened(OperatorMode):
 
 
 def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return what `torch.nn.functional.grouped_mm` does of two matrices or stacks of them, part by part."""
+    """Compute `torch.nn.functional.grouped_mm` of two matrices, or stacks of matrices, part by part."""
     left, right, offsets, bias = (*args, *[kwargs.get(name) for name in ("offs", "bias")[len(args) - 2 :]])[:4]
     out = torch.bmm(left, right) if offsets is None else _product_of_parts(left, right, offsets.tolist())
     return out if bias is None else out + bias

@@ -84,7 +84,7 @@ def _kind(module: nn.Module) -> object:
 
 
 def _with_sizes_around(model: nn.Module, blocks: list[Interchangeable]) -> tuple[Interchangeable, ...]:
-    """Return blocks with the numbers of the same name and value that modules around them remember, of the first block.
+    """Add to blocks the attributes of modules around them that have name and value of an attribute in the block.
 
     A loss that balances experts takes their number from the model itself.
     """
@@ -160,7 +160,7 @@ class _Freedom:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A module with axes to test, and its arguments; tensors have values of their own."""
+    """A module whose axes are tested, with the arguments of one call; its tensors are copies with noise."""
 
     module: nn.Module
     axes: tuple[TensorAxis, ...]
@@ -207,7 +207,7 @@ class _Block:
         return 0
 
     def _attributes(self, parts: int) -> Attributes | None:
-        """Return whole numbers to set: all that equal the number of positions, or else those of one name, or none.
+        """Return the attributes to set: all that equal the number of positions, else those of one name, else none.
 
         None if the module does not run with fewer positions, whatever is set.
         """

@@ -107,7 +107,7 @@ class LockSearch:
         return [failed, *near, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
 
     def _summed_before(self, culprit: TracedOperator, run: TracedRun) -> list[TracedOperator]:
-        """Return the operator whose sums over positions in heads a number multiplies; none of other operators.
+        """Return the operator that summed over positions in heads, if a number multiplies its result where models part.
 
         The number may be made of the width of a head, as attention's scale is, in a function that cannot be rewritten:
         whole heads may go then.
@@ -208,7 +208,7 @@ def same_place_elsewhere(model: nn.Module, divergence: Divergence, run: TracedRu
 
 
 def _as_far(divergence: Divergence, path: str, run: TracedRun) -> int:
-    """Return how many operators of a run come before the place in a module that another of its class had reached."""
+    """Return how far a run was when a module had run as many operators as the one of its class that failed."""
     number = {id(operator): index for index, operator in enumerate(run.operators)}
     reached = sum(number[id(operator)] < divergence.after for operator in within(divergence.module, run))
     last = within(path, run)[:reached][-1:]

@@ -220,7 +220,7 @@ def _product(sizes: tuple[int, ...] | None) -> int | None:
 
 
 def _sizes(node: ast.AST, names: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape that an expression reads of a tensor, such as `x.shape[1:]` or `x.size()`; None of others."""
+    """Return the shape that an expression reads of a tensor, such as `x.shape[1:]`; None for anything else."""
     match node:
         case ast.Attribute(of, "shape") | ast.Call(ast.Attribute(of, "size"), []):
             return _shape(of, names)
@@ -235,7 +235,7 @@ def _sizes(node: ast.AST, names: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _shape(node: ast.AST, names: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of a tensor, or of its entry at a number as in `w[0]`; None of anything else."""
+    """Return the shape of a tensor, or of its entry at a number as in `w[0]`; None for anything else."""
     match node:
         case ast.Subscript(of, index) if number(index) is not None:
             shape = _shape(of, names)
@@ -425,7 +425,7 @@ class SizeSearch:
     def _meanings(
         self, name: str, position: int | None, old: int, operators: Sequence[TracedOperator]
     ) -> Iterator[SizeOption]:
-        """Yield an option for each new size; of axes that agree, one that only Python gives its size comes first."""
+        """Yield an option for each new size; repeated axes, whose size Python alone states, come first."""
         seen, flow = {old}, self.channel_map.traced.trace.flow
         for i, j, labeled, axis in sorted(axes_of_size(operators, old), key=lambda one: not flow.is_repeated(one[2])):
             labels = self.channel_map.resolve(labeled)
@@ -465,6 +465,6 @@ def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tup
 
 
 def fields_at(operator: TracedOperator) -> list[Field]:
-    """Return the fields of the inputs and outputs of an operator; a new tensor owes nothing to one like which it is."""
+    """Return the fields of an operator's inputs and outputs; of `zeros_like` and its kin, those of the outputs."""
     inputs = () if operator.name in Trait.MAKES else operator.inputs
     return [*inputs, *(one for fields in operator.outputs for one in fields)]

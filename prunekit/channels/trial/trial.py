@@ -262,7 +262,7 @@ def _take_turn(trial: _Trial, channel_map: ChannelMap) -> Answer:
 
 
 def _lock_uneven_widths(turn: _Turn) -> Answer | None:
-    """Lock widths of which no allowed multiple is left: the operator would fail, and say less."""
+    """Lock widths that are no multiple of what an operator takes: it would fail without naming the reason."""
     locks = of_uneven_widths(turn.channel_map, turn.keep)
     return with_extra(turn.channel_map, locks) if locks else None
 
@@ -331,7 +331,7 @@ def _allow_another_path(turn: _Turn) -> Answer | None:
 
 
 def _lock(turn: _Turn) -> Answer:
-    """Lock what the plan pruned where the models part, once it happened twice in a class also in its other modules."""
+    """Lock what the plan pruned where the models part; the second time in a class, in all of its modules."""
     trial, (divergence, run) = turn.trial, turn.failure
     kind = (type(trial.model.get_submodule(divergence.module)), *divergence.key[1:])
     known = trial.failed[kind]
