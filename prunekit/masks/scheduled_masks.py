@@ -19,7 +19,7 @@ from prunekit.errors import ArtifactError
 from prunekit.masks.masked_model import ChangingMasks
 from prunekit.masks.weight_masks import PrunedValues
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage
+from prunekit.planning.schedules import ScheduleStep
 from prunekit.settings.pruning import MASKED_DECAY, ScheduleSettings
 
 
@@ -40,7 +40,7 @@ class Planner:
         """Return the context in which scores are collected: entered after the masks, left once the plan is final."""
         return nullcontext()
 
-    def reads_gradients(self, step: int, stage: Stage) -> bool:
+    def reads_gradients(self, step: int, stage: ScheduleStep) -> bool:
         """Return whether the planner reads gradients of masked single weights in the step that comes next.
 
         They are then left as they are until the optimizer's step, before which the planner has to mask them
@@ -48,11 +48,11 @@ class Planner:
         """
         return False
 
-    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
         """Return the plan of a stage; in several processes all call this, and must get the same plan."""
         raise NotImplementedError
 
-    def shares(self, stage: Stage, plan: Plan) -> Mapping[str, tuple[float, float]]:
+    def shares(self, stage: ScheduleStep, plan: Plan) -> Mapping[str, tuple[float, float]]:
         """Return by resource the share of the dense model that a stage aims at, and the share that its plan leaves."""
         return {}
 
@@ -112,7 +112,7 @@ class ScheduledMasks:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        stages: Sequence[Stage],
+        stages: Sequence[ScheduleStep],
         start: Plan,
         planner: Planner,
         on_change: Callable[[], None] = lambda: None,
@@ -149,7 +149,7 @@ class ScheduledMasks:
         return self._done == len(self.stages)
 
     @property
-    def next(self) -> Stage | None:
+    def next(self) -> ScheduleStep | None:
         """The next stage; None once the plan is final."""
         return None if self.is_final else self.stages[self._done]
 
@@ -170,7 +170,7 @@ class ScheduledMasks:
         stage = self.next
         self._masks.spare_gradients(stage is not None and self.planner.reads_gradients(step, stage))
 
-    def _change(self, step: int, due: Sequence[Stage]) -> None:
+    def _change(self, step: int, due: Sequence[ScheduleStep]) -> None:
         before = self.plan
         self._use(self.planner.plan(self.model, due[-1], before))
         self._done += len(due)

@@ -46,8 +46,8 @@ def share_kept(kind: ScheduleKind, progress: float, final: float) -> float:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One change of the plan.
+class ScheduleStep:
+    """A step of a schedule: one change of the plan, between two training steps.
 
     Attributes:
         step: number of training steps before it.
@@ -77,7 +77,7 @@ class Timeline:
     epochs: int
     begin: int
     end: int
-    stages: tuple[Stage, ...]
+    stages: tuple[ScheduleStep, ...]
 
     @property
     def total(self) -> int:
@@ -132,7 +132,7 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
 
 def schedule_in_steps(
     schedule: ScheduleKind | ScheduleSettings, steps: int | None, begin: int
-) -> tuple[ScheduleSettings, tuple[Stage, ...]]:
+) -> tuple[ScheduleSettings, tuple[ScheduleStep, ...]]:
     """Return a schedule whose unit is steps, and its stages, for a training loop of unknown length."""
     kinds = get_args(ScheduleKind)
     if not isinstance(schedule, ScheduleSettings):
@@ -193,7 +193,7 @@ def _end(settings: ScheduleSettings, begin: int, total: int, unit: int) -> int:
     return begin + (total - begin) * (rounds - 1) // rounds
 
 
-def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: int) -> Iterator[Stage]:
+def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: int) -> Iterator[ScheduleStep]:
     """Yield every change of the plan; of several in one step, the last."""
     places = _places(settings, begin, end, unit)
     after = [] if last == end else _later(settings, places, end, last, unit)
@@ -203,7 +203,7 @@ def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: i
         found[step] = index / len(places) if settings.kind in FROM_BEGIN else (step - begin) / (end - begin)
     found |= dict.fromkeys(after, 1.0)
     for step, progress in sorted(found.items()):
-        yield Stage(step, progress, (step - begin) / (last - begin) if last > begin else 1.0)
+        yield ScheduleStep(step, progress, (step - begin) / (last - begin) if last > begin else 1.0)
 
 
 def _places(settings: ScheduleSettings, begin: int, end: int, unit: int) -> list[float]:
@@ -226,7 +226,7 @@ def _later(settings: ScheduleSettings, places: list[float], end: int, last: int,
     return sorted({*found, last})
 
 
-def settings_at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:
+def settings_at_step(settings: PruneSettings, stage: ScheduleStep, dense: Mapping[str, float]) -> PruneSettings:
     """Return the settings of one stage: its budgets and ratios lie between the dense model and the final ones."""
     assert settings.schedule is not None
     kind = settings.schedule.kind
@@ -235,7 +235,7 @@ def settings_at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str,
     return replace(settings, budget=BudgetSettings(**budget), ratios=ratios)
 
 
-def _figure_at(stage: Stage, kind: ScheduleKind, name: str, dense: float, asked: float) -> float:
+def _figure_at(stage: ScheduleStep, kind: ScheduleKind, name: str, dense: float, asked: float) -> float:
     if stage.progress >= 1:
         return asked
     facts = facts_of(name)

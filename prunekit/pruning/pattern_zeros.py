@@ -20,12 +20,12 @@ from prunekit.masks.masked_model import ChangingMasks
 from prunekit.masks.scheduled_masks import Planner
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.candidates import Scores
-from prunekit.planning.patterns.gradual_masks import StageWeights, masks_at_stage, share_at
+from prunekit.planning.patterns.gradual_masks import StepWeights, masks_at_step, share_at
 from prunekit.planning.patterns.group_orders import group_orders, kept_size
 from prunekit.planning.patterns.pattern import PatternLayer, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage
-from prunekit.pruning.schedule_planner import StagePlanner, share_stage
+from prunekit.planning.schedules import ScheduleStep
+from prunekit.pruning.schedule_planner import ChannelPlanner, share_step
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
@@ -42,12 +42,12 @@ def zeros_by_size(
 ) -> tuple[Plan, PatternLayers]:
     """Return a plan with masks of the smallest weights, and which layers have zeros."""
     layers = _layers(model, plan, example, settings)
-    tensors, weights = dict(model.named_parameters()), list[StageWeights]()
+    tensors, weights = dict(model.named_parameters()), list[StepWeights]()
     for layer in layers.layers:
         size = layer.matrix(tensors[layer.weight].detach()).double().square()
-        weights.append(StageWeights(layer, size, size, torch.ones_like(size, dtype=torch.bool)))
+        weights.append(StepWeights(layer, size, size, torch.ones_like(size, dtype=torch.bool)))
         weights[-1].require_finite()
-    masks = masks_at_stage(layers, weights, settings, "oneshot", Stage(0, 1.0))
+    masks = masks_at_step(layers, weights, settings, "oneshot", ScheduleStep(0, 1.0))
     return replace(plan, element_masks={**plan.element_masks, **layers.element_masks(plan, masks)}), layers
 
 
@@ -122,8 +122,8 @@ RESOURCE = "weights"
 
 
 def schedule_planner(
-    settings: PruneSettings, channels: StagePlanner, model: nn.Module, example: tuple[Any, ...], plan: Plan
-) -> StagePlanner | PatternPlanner:
+    settings: PruneSettings, channels: ChannelPlanner, model: nn.Module, example: tuple[Any, ...], plan: Plan
+) -> ChannelPlanner | PatternPlanner:
     """Return the planner of a schedule: that of its channels, or one with the pattern of zeros in what they leave."""
     if settings.pattern is None:
         return channels
@@ -175,7 +175,7 @@ class WeightGradients(StepHook):
             self._behind = {one: values for one, values in found.items() if values is not None}
         return weight + self._behind[name] if name in self._behind else weight
 
-    def begin_stage(self) -> None:
+    def begin_step(self) -> None:
         """Forget what belongs to the masks before."""
         self.last.clear()
         self._behind = None
@@ -202,7 +202,7 @@ class WeightGradients(StepHook):
 class PatternPlanner(Planner):
     """The plans of a schedule with a pattern: first the channels of a stage, then zeros in what they leave.
 
-    Weights are scored by their size as they are then, or by movement. See `masks_at_stage` for how many of them are
+    Weights are scored by their size as they are then, or by movement. See `masks_at_step` for how many of them are
     zero, and which come back.
 
     Args:
@@ -211,7 +211,7 @@ class PatternPlanner(Planner):
         graph: of the model's layers.
     """
 
-    def __init__(self, settings: PruneSettings, channels: StagePlanner, graph: LayerGraph) -> None:
+    def __init__(self, settings: PruneSettings, channels: ChannelPlanner, graph: LayerGraph) -> None:
         assert settings.schedule is not None
         assert settings.pattern is not None
         self._schedule: ScheduleSettings = settings.schedule
@@ -243,29 +243,29 @@ class PatternPlanner(Planner):
             with WeightGradients(model, optimizer, self.masks, names, movement=self._moves) as self._gradients:
                 yield
 
-    def reads_gradients(self, step: int, stage: Stage) -> bool:
+    def reads_gradients(self, step: int, stage: ScheduleStep) -> bool:
         """Return whether masked weights may come back by the gradients, and a stage follows the next step."""
         wanted = self._schedule.regrow and (self._moves or (self._by_gradient and step + 1 >= stage.step))
         if self._gradients is not None:
             self._gradients.wanted = wanted
         return wanted
 
-    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
         """Return the plan of a stage: its channels, and masks of single weights in what they leave."""
         plan = self._channels.plan(model, stage, before)
-        made = share_stage(lambda: self._with_masks(model, stage, plan, before), plan)
+        made = share_step(lambda: self._with_masks(model, stage, plan, before), plan)
         if self._gradients is not None:
-            self._gradients.begin_stage()
+            self._gradients.begin_step()
         return made
 
     @torch.no_grad()
-    def _with_masks(self, model: nn.Module, stage: Stage, plan: Plan, before: Plan) -> Plan:
+    def _with_masks(self, model: nn.Module, stage: ScheduleStep, plan: Plan, before: Plan) -> Plan:
         layers = pattern_layers(self._graph, plan, self._pattern, unfinished=stage.progress < 1)
         weights = [self._weights(model, layer, before) for layer in layers.layers]
-        masks = masks_at_stage(layers, weights, self._pattern, self._schedule.kind, stage)
+        masks = masks_at_step(layers, weights, self._pattern, self._schedule.kind, stage)
         return replace(plan, element_masks=layers.element_masks(plan, masks))
 
-    def _weights(self, model: nn.Module, layer: PatternLayer, before: Plan) -> StageWeights:
+    def _weights(self, model: nn.Module, layer: PatternLayer, before: Plan) -> StepWeights:
         weight = model.get_parameter(layer.weight).detach()
         behind = self.masks.held.whole(layer.weight) if self._learns else None
         size = _matrix(layer, weight if behind is None else weight + behind).square()
@@ -277,7 +277,7 @@ class PatternPlanner(Planner):
         if self._moves:
             moved = None if read is None else read.moved.get(layer.weight)
             score = torch.zeros_like(size) if moved is None else _matrix(layer, moved)
-        return StageWeights(
+        return StepWeights(
             layer,
             size,
             score,
@@ -286,7 +286,7 @@ class PatternPlanner(Planner):
             gradient=None if gradient is None else _matrix(layer, gradient).square(),
         )
 
-    def shares(self, stage: Stage, plan: Plan) -> dict[str, tuple[float, float]]:
+    def shares(self, stage: ScheduleStep, plan: Plan) -> dict[str, tuple[float, float]]:
         """Return the shares of the channels' budgets, and that of weights: what a stage aims to leave, and leaves."""
         planned = 1 - share_at(self._schedule.kind, stage, self._pattern.zeros)
         size = pattern_layers(self._graph, plan, self._pattern, unfinished=True).size

@@ -36,7 +36,7 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
 from prunekit.pruning.pattern_zeros import schedule_planner
 from prunekit.pruning.prune_request import Calibration, Request
-from prunekit.pruning.schedule_planner import StagePlanner, rescored, share_plan
+from prunekit.pruning.schedule_planner import ChannelPlanner, rescored, share_plan
 from prunekit.pruning.user_loop import LoopStatistics, StepCounter, check_calibration, labeled_batches
 from prunekit.settings.calibration import IMAGES
 from prunekit.settings.pruning import ScheduleKind, ScheduleSettings
@@ -194,7 +194,7 @@ class Pruner(Displayed):
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
         statistics = LoopStatistics(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
-        of_channels = StagePlanner(
+        of_channels = ChannelPlanner(
             self.settings, plan, planned.scores, statistics, seed=seed, library=request.search.library
         )
         planner = schedule_planner(self.settings, of_channels, inner, self._example, plan)

@@ -20,7 +20,7 @@ from prunekit.distributed.process_group import computed_by_main, is_main, main_p
 from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
+from prunekit.planning.schedules import ScheduleStep, settings_at_step, share_kept
 from prunekit.planning.solver import make_plan
 from prunekit.pruning.plan_search import CriterionInputs, ranked, raw_importance
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_from
@@ -30,7 +30,7 @@ from prunekit.statistics.taylor_terms import TaylorTerms
 if TYPE_CHECKING:
     from prunekit.pruning.library_layout import LibraryModel
 
-StageInputs = tuple[ChannelStats | None, TaylorTerms | None]
+StepInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
 
 def final_shares(plan: Plan) -> dict[str, float]:
@@ -51,14 +51,14 @@ def of_time(plan: Plan) -> bool:
     return any(facts_from(name, budget).measured for name, budget in plan.provenance["budgets"].items())
 
 
-class StageStatistics:
+class StepStatistics:
     """The statistics that a stage's scores need besides the weights; this one has none."""
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return a context that is active while the model is trained, until the plan is final."""
         return nullcontext()
 
-    def collect(self, model: nn.Module) -> StageInputs:
+    def collect(self, model: nn.Module) -> StepInputs:
         """Return statistics and Taylor terms of the model as it is now, if the criterion needs them.
 
         All processes call this together; the result in the main one counts.
@@ -73,7 +73,7 @@ class StageStatistics:
         """Go on from a state."""
 
 
-class StagePlanner(Planner):
+class ChannelPlanner(Planner):
     """The plans of a schedule: for the budgets of each stage, by scores of the model as it is then.
 
     Criteria of weights, statistics and gradients score the masked model; those of Gram matrices keep the scores of the
@@ -94,7 +94,7 @@ class StagePlanner(Planner):
         settings: PruneSettings,
         plan: Plan,
         scores: Scores | None,
-        statistics: StageStatistics,
+        statistics: StepStatistics,
         *,
         seed: int,
         library: LibraryModel | None = None,
@@ -129,17 +129,17 @@ class StagePlanner(Planner):
         with self._movement or nullcontext(), self._statistics.active(model, optimizer):
             yield
 
-    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
         """Return the plan of a stage: within the last unless channels may come back, and around a final one."""
         seen = self._statistics.collect(model) if self._looks else (None, None)
-        return share_stage(lambda: self._made(model, stage, before, seen), before)
+        return share_step(lambda: self._made(model, stage, before, seen), before)
 
     @property
     def _looks(self) -> bool:
         """True if each stage scores the model as it is then."""
         return self._movement is None and rescored(self._settings)
 
-    def _made(self, model: nn.Module, stage: Stage, before: Plan, seen: StageInputs) -> Plan:
+    def _made(self, model: nn.Module, stage: ScheduleStep, before: Plan, seen: StepInputs) -> Plan:
         self.scores = self._scored(model, before, seen)
         if self._final is not None and stage.progress >= 1:
             return self._final
@@ -147,7 +147,7 @@ class StagePlanner(Planner):
             most=np.ones_like(before.keep) if self._schedule.regrow else before.keep,
             least=None if self._final is None else self._final.keep,
         )
-        settings = settings_at_stage(self._settings, stage, self._dense)
+        settings = settings_at_step(self._settings, stage, self._dense)
 
         def planned(chart: ChannelMap) -> Plan:
             return make_plan(chart, self.scores, settings, seed=self._seed, bounds=bounds)
@@ -158,7 +158,7 @@ class StagePlanner(Planner):
             made = self._library.with_weights(model).plan_in_layout(self._chart, planned)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
-    def _scored(self, model: nn.Module, before: Plan, seen: StageInputs) -> Scores:
+    def _scored(self, model: nn.Module, before: Plan, seen: StepInputs) -> Scores:
         if self._movement is not None:
             return self._movement.scores()
         if not self._looks:
@@ -168,7 +168,7 @@ class StagePlanner(Planner):
         self._raw = np.where(before.keep, fresh, self._raw)
         return ranked(self._raw, self._chart, self._settings)
 
-    def shares(self, stage: Stage, plan: Plan) -> dict[str, tuple[float, float]]:
+    def shares(self, stage: ScheduleStep, plan: Plan) -> dict[str, tuple[float, float]]:
         """Return, for each resource, the share that a stage aims to leave and the one that its plan leaves."""
         found = {}
         for name, final in self.final.items():
@@ -224,7 +224,7 @@ def share_plan(plan: Plan | None) -> Plan:
     return result
 
 
-def share_stage(make: Callable[[], Plan], before: Plan) -> Plan:
+def share_step(make: Callable[[], Plan], before: Plan) -> Plan:
     """Return the plan that the main process makes for a stage of a schedule, in every process."""
     if size() == 1:
         return make()

@@ -17,10 +17,10 @@ from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.owner import HookOwner
-from prunekit.planning.schedules import Stage
+from prunekit.planning.schedules import ScheduleStep
 from prunekit.pruning.prune_request import Calibration
 from prunekit.pruning.sample_statistics import activation_statistics
-from prunekit.pruning.schedule_planner import StageInputs, StageStatistics
+from prunekit.pruning.schedule_planner import StepInputs, StepStatistics
 from prunekit.settings.pruning import PruneSettings, prune_contradictions
 from prunekit.statistics.taylor_terms import StepGradients, collect_gradients
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
@@ -76,7 +76,7 @@ FROM_SAMPLES = {"stats", "patches", "ranks"}
 """Needs of a criterion that are collected from samples without labels."""
 
 
-class LoopStatistics(StageStatistics):
+class LoopStatistics(StepStatistics):
     """The statistics of a user's loop: gradients of its steps, or calibration samples that each stage runs again.
 
     Args:
@@ -110,7 +110,7 @@ class LoopStatistics(StageStatistics):
         self._gradients = StepGradients(model, self._map, optimizer) if self._of_steps else None
         return self._gradients or nullcontext()
 
-    def collect(self, model: nn.Module) -> StageInputs:
+    def collect(self, model: nn.Module) -> StepInputs:
         """Return statistics and Taylor terms of the model as it is now, if the criterion needs them."""
         if not is_main():  # which makes the plan
             return None, None
@@ -142,7 +142,7 @@ class LoopStatistics(StageStatistics):
 
 def check_calibration(
     settings: PruneSettings,
-    stages: tuple[Stage, ...],
+    stages: tuple[ScheduleStep, ...],
     calibration: Calibration | None,
     loss: Loss | None,
     task: Task | str | None,

@@ -246,13 +246,13 @@ def test_a_job_of_the_command_line_keeps_to_it_and_its_page_shows_it(tmp_path: P
 
 
 def test_a_schedule_goes_by_it() -> None:
-    from prunekit.planning.schedules import Stage, settings_at_stage
+    from prunekit.planning.schedules import ScheduleStep, settings_at_step
 
     register("lighter", unit="x", least=True)
     schedule = pk.ScheduleSettings(kind="linear")
     wanted = pk.PruneSettings(pk.BudgetSettings(lighter=2.0), schedule=schedule)
     chart = pk.trace(net(), (X,))
-    halfway = settings_at_stage(wanted, Stage(1, 0.5), {"lighter": 1.0})
+    halfway = settings_at_step(wanted, ScheduleStep(1, 0.5), {"lighter": 1.0})
     assert halfway.budget.given == {"lighter": pytest.approx(1 / 0.75)}
     plan = make_plan(chart, torch.zeros(chart.n_labels).numpy(), halfway)
     assert plan.provenance["budgets"]["lighter"]["left"] >= 1 / 0.75

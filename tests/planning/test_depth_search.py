@@ -24,7 +24,7 @@ from prunekit.planning.budgets.budget import budgets_of
 from prunekit.planning.candidates import PlanBounds, Scores, free_parts
 from prunekit.planning.depth_search import LEFT, blocks_of, stage_of
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, settings_at_stage
+from prunekit.planning.schedules import ScheduleStep, settings_at_step
 from prunekit.planning.solver import keep_of, make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 
@@ -159,7 +159,7 @@ def test_a_schedule_takes_blocks_one_after_the_other() -> None:
     wanted = replace(settings(macs=0.2), schedule=ScheduleSettings("linear"))
     plan, gone = Plan(chart, np.ones(chart.n_labels, dtype=bool)), [0]
     for progress in np.linspace(0, 1, 11)[1:]:
-        at_stage = settings_at_stage(wanted, Stage(0, progress), {"macs": 1.0})
+        at_stage = settings_at_step(wanted, ScheduleStep(0, progress), {"macs": 1.0})
         before = {branch.name for branch in plan.gone}
         plan = make_plan(chart, scores, at_stage, bounds=PlanBounds(most=plan.keep))
         assert before <= {branch.name for branch in plan.gone}

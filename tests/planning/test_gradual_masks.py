@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
 from prunekit.errors import NonFiniteError
-from prunekit.planning.patterns.gradual_masks import StageWeights, masks_at_stage, share_moved
+from prunekit.planning.patterns.gradual_masks import StepWeights, masks_at_step, share_moved
 from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, share_kept
+from prunekit.planning.schedules import ScheduleStep, share_kept
 from prunekit.settings.pattern import PatternSettings
 from prunekit.statistics.layer_graph import find_layer_graph
 
@@ -28,7 +28,7 @@ PATTERNS = {
     "2:4": PatternSettings("2:4"),
     "1:8": PatternSettings("1:8", ignore=("6",)),
 }
-STAGES = [Stage(at, at / 4, at / 4) for at in (1, 2, 3, 4)]
+STAGES = [ScheduleStep(at, at / 4, at / 4) for at in (1, 2, 3, 4)]
 
 
 def layers_of(settings: PatternSettings) -> tuple[nn.Module, PatternLayers]:
@@ -44,13 +44,13 @@ def layers_of(settings: PatternSettings) -> tuple[nn.Module, PatternLayers]:
         return model, pattern_layers(find_layer_graph(model, (x,)), plan, settings)
 
 
-def weights_of(model: nn.Module, layers: PatternLayers, masks: list[Tensor] | None = None) -> list[StageWeights]:
+def weights_of(model: nn.Module, layers: PatternLayers, masks: list[Tensor] | None = None) -> list[StepWeights]:
     found = []
     for index, layer in enumerate(layers.layers):
         values = layer.matrix(model.get_parameter(layer.weight).detach())
         alive = torch.ones_like(values, dtype=torch.bool) if masks is None else masks[index]
         size = (values * alive).square()
-        found.append(StageWeights(layer, size, size, alive))
+        found.append(StepWeights(layer, size, size, alive))
     return found
 
 
@@ -62,7 +62,7 @@ def test_zeros_grow_as_the_schedule_says_and_stay(name: str) -> None:
     masks: list[Tensor] | None = None
     for stage in STAGES:
         before = masks
-        masks = masks_at_stage(layers, weights_of(model, layers, masks), settings, "cubic", stage)
+        masks = masks_at_step(layers, weights_of(model, layers, masks), settings, "cubic", stage)
         zeros = sum(int((~mask).sum()) for mask in masks)
         asked = 1 - share_kept("cubic", stage.progress, 1 - settings.zeros)
         of = layers.size if settings.kept_of is None else sum(layer.size for layer in layers.layers)
@@ -78,7 +78,7 @@ def test_zeros_grow_as_the_schedule_says_and_stay(name: str) -> None:
 def test_error_is_that_of_lamp() -> None:
     settings = PATTERNS["unstructured"]
     model, layers = layers_of(settings)
-    masks = masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
+    masks = masks_at_step(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
     scores = []
     for layer in layers.layers:
         flat = layer.matrix(model.get_parameter(layer.weight).detach()).flatten().double().square()
@@ -92,7 +92,7 @@ def test_error_is_that_of_lamp() -> None:
 def test_shares_of_named_layers_and_the_rest_add_up() -> None:
     settings = PatternSettings("unstructured", sparsity=0.4, layers={"2": 0.25, "4": 0.0}, first_and_last=True)
     model, layers = layers_of(settings)
-    masks = masks_at_stage(layers, weights_of(model, layers), settings, "linear", STAGES[-1])
+    masks = masks_at_step(layers, weights_of(model, layers), settings, "linear", STAGES[-1])
     zeros = {layer.path: float((~mask).double().mean()) for layer, mask in zip(layers.layers, masks, strict=True)}
     assert zeros["2"] == 0.25
     assert "4" not in zeros
@@ -101,18 +101,18 @@ def test_shares_of_named_layers_and_the_rest_add_up() -> None:
 
 @pytest.mark.parametrize(("elapsed", "share"), [(0.0, 0.3), (0.5, 0.15), (1.0, 0.0)])
 def test_fewer_weights_move_along_a_cosine(elapsed: float, share: float) -> None:
-    assert share_moved(Stage(1, 1.0, elapsed)) == pytest.approx(share)
+    assert share_moved(ScheduleStep(1, 1.0, elapsed)) == pytest.approx(share)
 
 
 def test_the_smallest_weights_make_room_for_the_largest_gradients() -> None:
     settings = PatternSettings("unstructured", sparsity=0.7, scope="uniform")
     model, layers = layers_of(settings)
-    masks = masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
+    masks = masks_at_step(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
     before = weights_of(model, layers, masks)
     gradients = [torch.rand(one.size.shape, generator=torch.Generator().manual_seed(3)) for one in before]
     given = [replace(one, gradient=gradient) for one, gradient in zip(before, gradients, strict=True)]
     for mask, one, gradient in zip(
-        masks_at_stage(layers, given, settings, "cubic", Stage(9, 1.0, 0.5)), given, gradients, strict=True
+        masks_at_step(layers, given, settings, "cubic", ScheduleStep(9, 1.0, 0.5)), given, gradients, strict=True
     ):
         kept = int(one.alive.sum())
         moved = round(0.15 * kept)
@@ -128,9 +128,9 @@ def test_the_smallest_weights_make_room_for_the_largest_gradients() -> None:
 def test_groups_take_back_the_largest_gradients_too() -> None:
     settings = PATTERNS["2:4"]
     model, layers = layers_of(settings)
-    masks = masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
+    masks = masks_at_step(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
     given = [replace(one, gradient=(~one.alive).float()) for one in weights_of(model, layers, masks)]
-    again = masks_at_stage(layers, given, settings, "cubic", Stage(9, 1.0, 0.0))
+    again = masks_at_step(layers, given, settings, "cubic", ScheduleStep(9, 1.0, 0.0))
     pattern = Pattern.of(settings)
     for mask, one in zip(again, given, strict=True):
         assert pattern.holds(mask)
@@ -141,9 +141,9 @@ def test_groups_take_back_the_largest_gradients_too() -> None:
 def test_scores_let_masked_weights_return() -> None:
     settings = PatternSettings("unstructured", sparsity=0.5, scope="uniform")
     model, layers = layers_of(settings)
-    masks = masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
+    masks = masks_at_step(layers, weights_of(model, layers), settings, "cubic", STAGES[-1])
     turned = [replace(one, score=(~one.alive).float(), returning=True) for one in weights_of(model, layers, masks)]
-    for mask, one in zip(masks_at_stage(layers, turned, settings, "cubic", STAGES[-1]), turned, strict=True):
+    for mask, one in zip(masks_at_step(layers, turned, settings, "cubic", STAGES[-1]), turned, strict=True):
         assert int((mask & one.alive).sum()) == max(0, int(mask.sum()) - int((~one.alive).sum()))
 
 
@@ -153,4 +153,4 @@ def test_values_that_are_not_finite_are_named() -> None:
     with torch.no_grad():
         model.get_parameter("2.weight")[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=r"2\.weight: weights are NaN or Inf"):
-        masks_at_stage(layers, weights_of(model, layers), settings, "cubic", STAGES[0])
+        masks_at_step(layers, weights_of(model, layers), settings, "cubic", STAGES[0])

@@ -19,7 +19,7 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
 from prunekit.planning.candidates import PlanBounds
-from prunekit.planning.schedules import Stage, settings_at_stage, share_kept, timeline
+from prunekit.planning.schedules import ScheduleStep, settings_at_step, share_kept, timeline
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, prune_contradictions
 
@@ -171,7 +171,7 @@ def test_plans_are_nested_and_the_last_meets_the_budgets(
     )  # fmt: skip
     keep = np.ones(chart.n_labels, dtype=bool)
     for index, progress in enumerate((0.1, 0.4, 0.7, 1.0)):
-        stage = settings_at_stage(asked, Stage(index, progress), {"macs": 1.0, "params": 1.0})
+        stage = settings_at_step(asked, ScheduleStep(index, progress), {"macs": 1.0, "params": 1.0})
         scores = random_scores(chart, index)  # scored anew, and quite otherwise
         plan = make_plan(chart, scores, stage, bounds=PlanBounds(most=keep))
         assert not (plan.keep & ~keep).any()

@@ -30,7 +30,7 @@ from prunekit.planning.plan import Plan
 from prunekit.pruning.plan_search import Planned, PlanSearch
 from prunekit.pruning.prune_request import Request
 from prunekit.pruning.pruner import Pruner
-from prunekit.pruning.schedule_planner import StagePlanner, StageStatistics
+from prunekit.pruning.schedule_planner import ChannelPlanner, StepStatistics
 from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
@@ -117,7 +117,7 @@ def test_plans_and_weights_are_those_of_the_built_in_loop(schedule: ScheduleSett
     planned = PlanSearch.trace(model, (torch.zeros(2, 3, 8, 8),), asked).find()
     assert asked.schedule is not None
     dense = Plan(planned.plan.channel_map, planned.plan.keep | True)
-    planner = StagePlanner(asked, planned.plan, planned.scores, StageStatistics(), seed=0)
+    planner = ChannelPlanner(asked, planned.plan, planned.scores, StepStatistics(), seed=0)
     part = PruningSchedule(asked.schedule, dense, planner)
     fit(model, images, settings, callbacks=[part, second := Last()], **at)
     assert part.changes == drives.pruner.changes

@@ -25,7 +25,7 @@ from prunekit.masks.scheduled_masks import Planner
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, settings_at_stage, share_kept
+from prunekit.planning.schedules import ScheduleStep, settings_at_step, share_kept
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
@@ -53,14 +53,14 @@ class ByWeight(Planner):
     schedule: ScheduleSettings
     share: float = 0.4
     scores: Callable[[nn.Module, ChannelMap], Any] = lambda model, chart: score("l2", model, chart)
-    plans: list[tuple[Stage, Plan]] = field(default_factory=list)
+    plans: list[tuple[ScheduleStep, Plan]] = field(default_factory=list)
 
-    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
         chart = before.channel_map
         asked = PruneSettings(BudgetSettings(macs=self.share), scope="global", schedule=self.schedule)
         most = np.ones_like(before.keep) if self.schedule.regrow else before.keep
         found = make_plan(
-            chart, self.scores(model, chart), settings_at_stage(asked, stage, {"macs": 1.0}), bounds=PlanBounds(most)
+            chart, self.scores(model, chart), settings_at_step(asked, stage, {"macs": 1.0}), bounds=PlanBounds(most)
         )
         self.plans.append((stage, found))
         return found
@@ -164,7 +164,7 @@ class SingleWeights(Planner):
 
     sparsity: float
 
-    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
         kept = share_kept("cubic", stage.progress, 1 - self.sparsity)
         found = {}
         for name, weight in model.named_parameters():

@@ -18,7 +18,7 @@ from prunekit.criteria.scoring import score
 from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.candidates import PlanBounds
 from prunekit.planning.plan import Plan
-from prunekit.planning.schedules import Stage, settings_at_stage
+from prunekit.planning.schedules import ScheduleStep, settings_at_step
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import CheckpointSettings, TrainSettings
@@ -35,14 +35,14 @@ class Turning(Planner):
     schedule: ScheduleSettings
     turn: list[int] = field(default_factory=lambda: [1])
 
-    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
         chart = before.channel_map
         asked = PruneSettings(BudgetSettings(macs=0.4), scope="global", schedule=self.schedule)
         found = score("l2", model, chart)
         scores = found if self.turn[0] > 0 else np.where(np.isinf(found), found, 10 - found)
         self.turn[0] = -self.turn[0]
         most = PlanBounds(most=np.ones_like(before.keep))
-        return make_plan(chart, scores, settings_at_stage(asked, stage, {"macs": 1.0}), bounds=most)
+        return make_plan(chart, scores, settings_at_step(asked, stage, {"macs": 1.0}), bounds=most)
 
     def state_dict(self) -> dict[str, Any]:
         return {"turn": self.turn[0]}

@@ -23,7 +23,7 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Timeline, timeline
 from prunekit.pruning.pattern_zeros import RESOURCE, schedule_planner
 from prunekit.pruning.plan_search import Planned, library_of
-from prunekit.pruning.schedule_planner import StageInputs, StagePlanner, StageStatistics, final_shares
+from prunekit.pruning.schedule_planner import ChannelPlanner, StepInputs, StepStatistics, final_shares
 from prunekit.settings.pruning import WITH_REPAIR, PruneSettings, prune_contradictions
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule, steps_per_epoch
 from prunekit.utils.files import write_csv
@@ -52,13 +52,13 @@ def require_schedule(prepared: JobSubject, *, training: bool) -> Timeline | None
     return timeline(settings, epochs=job.finetune.epochs, steps=steps)
 
 
-class JobStatistics(StageStatistics):
+class JobStatistics(StepStatistics):
     """The statistics of a job's calibration images, collected again at each stage."""
 
     def __init__(self, prepared: JobSubject) -> None:
         self._prepared = prepared
 
-    def collect(self, model: nn.Module) -> StageInputs:
+    def collect(self, model: nn.Module) -> StepInputs:
         """Return statistics and Taylor terms of the model as it is now, if the criterion needs them."""
         return calibrate_again(self._prepared, model)
 
@@ -82,7 +82,7 @@ class JobSchedule:
         statistics, seed = JobStatistics(prepared), prepared.job.seed
         example = prepared.example_inputs
         library = library_of(prepared.model, (example,), prepared.job.prune)
-        channels = StagePlanner(prepared.job.prune, plan, scores, statistics, seed=seed, library=library)
+        channels = ChannelPlanner(prepared.job.prune, plan, scores, statistics, seed=seed, library=library)
         self.planner = schedule_planner(prepared.job.prune, channels, prepared.model, example, plan)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prunekit.errors import NonFiniteError
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
-from prunekit.planning.schedules import Stage, share_kept
+from prunekit.planning.schedules import ScheduleStep, share_kept
 from prunekit.settings.pattern import PatternScope, PatternSettings
 from prunekit.settings.pruning import ScheduleKind
 from prunekit.utils.tensors import is_finite
@@ -21,7 +21,7 @@ MOVED = 0.3
 
 
 @dataclass(frozen=True, eq=False)
-class StageWeights:
+class StepWeights:
     """A layer's weights before a stage.
 
     Attributes:
@@ -47,25 +47,29 @@ class StageWeights:
                 raise NonFiniteError(f"{self.layer.weight}: {what} are NaN or Inf, so none can be chosen; train slower")
 
 
-def share_moved(stage: Stage) -> float:
+def share_moved(stage: ScheduleStep) -> float:
     """Return the share of kept weights that change places at a stage: alpha / 2 (1 + cos(pi t / T)), alpha = 0.3.
 
     (Evci et al. 2020, "Rigging the lottery", equation 1.) It is 0 at the last stage.
 
     Example:
-        >>> round(share_moved(Stage(5, 1.0, elapsed=0.5)), 3)
+        >>> round(share_moved(ScheduleStep(5, 1.0, elapsed=0.5)), 3)
         0.15
     """
     return MOVED / 2 * (1 + math.cos(math.pi * min(1.0, stage.elapsed)))
 
 
-def share_at(kind: ScheduleKind, stage: Stage, zeros: float) -> float:
+def share_at(kind: ScheduleKind, stage: ScheduleStep, zeros: float) -> float:
     """Return the share of zeros at a stage, of a final share (Zhu & Gupta 2017 for `cubic`)."""
     return 1 - share_kept(kind, stage.progress, 1 - zeros)
 
 
-def masks_at_stage(
-    layers: PatternLayers, weights: Sequence[StageWeights], settings: PatternSettings, kind: ScheduleKind, stage: Stage
+def masks_at_step(
+    layers: PatternLayers,
+    weights: Sequence[StepWeights],
+    settings: PatternSettings,
+    kind: ScheduleKind,
+    stage: ScheduleStep,
 ) -> list[Tensor]:
     """Return the mask (o, i, t) of each layer at a stage, False where weights are zero.
 
@@ -94,10 +98,10 @@ def masks_at_stage(
 def _zero_units(
     pattern: Pattern,
     layers: PatternLayers,
-    weights: Sequence[StageWeights],
+    weights: Sequence[StepWeights],
     settings: PatternSettings,
     kind: ScheduleKind,
-    stage: Stage,
+    stage: ScheduleStep,
 ) -> list[int]:
     """Return how many units of each layer are zero."""
     units = [pattern.units(one.size).numel() for one in weights]
@@ -114,7 +118,7 @@ def _zero_units(
 
 
 def _spread(
-    pattern: Pattern, weights: Sequence[StageWeights], sizes: Sequence[int], wanted: float, scope: PatternScope
+    pattern: Pattern, weights: Sequence[StepWeights], sizes: Sequence[int], wanted: float, scope: PatternScope
 ) -> list[int]:
     """Return how many units of each layer are zero, for a number of zero weights in all of them."""
     if not weights:
@@ -148,18 +152,18 @@ def _lamp(units: Tensor) -> Tensor:
     return scores
 
 
-def _alive_only(pattern: Pattern, one: StageWeights, values: Tensor) -> Tensor:
+def _alive_only(pattern: Pattern, one: StepWeights, values: Tensor) -> Tensor:
     """Return sums over units (units,), -inf where all of a unit is masked."""
     found = pattern.units(torch.where(one.alive, values, 0))
     return found.masked_fill(pattern.units(one.alive.float()) == 0, -math.inf).flatten()
 
 
-def _shown(pattern: Pattern, one: StageWeights) -> Tensor:
+def _shown(pattern: Pattern, one: StepWeights) -> Tensor:
     """Return what units are kept for (units,), -inf where they stay masked."""
     return pattern.units(one.score).flatten() if one.returning else _alive_only(pattern, one, one.score)
 
 
-def _ranks(pattern: Pattern, one: StageWeights, count: int, moved: float) -> Tensor:
+def _ranks(pattern: Pattern, one: StepWeights, count: int, moved: float) -> Tensor:
     """Return what the units of a layer (o', i', t') are kept for, of which a number are zero."""
     shape = pattern.units(one.score).shape
     units = _shown(pattern, one)
@@ -173,7 +177,7 @@ def _ranks(pattern: Pattern, one: StageWeights, count: int, moved: float) -> Ten
     return ranks.view(shape)
 
 
-def _some_groups(pattern: Pattern, one: StageWeights, share: float, moved: float) -> Tensor:
+def _some_groups(pattern: Pattern, one: StepWeights, share: float, moved: float) -> Tensor:
     """Return a mask with N:M in a share of the groups, those whose removed weights have the least scores."""
     assert pattern.kept_of is not None
     kept, of = pattern.kept_of
@@ -192,7 +196,7 @@ def _some_groups(pattern: Pattern, one: StageWeights, share: float, moved: float
     return mask | ~whole
 
 
-def _moved(one: StageWeights, moved: float) -> Tensor:
+def _moved(one: StepWeights, moved: float) -> Tensor:
     """Return scores in which the smallest kept weights compete with the masked ones by their gradients."""
     assert one.gradient is not None
     score = one.score.masked_fill(~one.alive, -math.inf).flatten()
