@@ -15,9 +15,8 @@ from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks.owner import HookOwner
 from prunekit.masks.activation_masks import ActivationMasks, Side, change_activations
 from prunekit.statistics.layer_stats import IntArray
-from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import call, running, to_device
-from prunekit.utils.progress import stage, tracked
+from prunekit.statistics.watch import watch
+from prunekit.utils.progress import stage
 from prunekit.utils.tensors import as_it_lies
 
 SHIFT = 16
@@ -189,12 +188,7 @@ def sketch_activations(
     """Return sketches of the activations in front of each mask, and the share of zeros behind it."""
     sketches = _Sketches(masked.model, thresholds, masked.side)
     masks = ActivationMasks(masked.model, thresholds, side=masked.side)
-    with training_mode(masked.model, False), torch.no_grad(), sketches, masks:
-        for inputs, _ in tracked(masked.batches, "threshold search"):
-            sketches.batch += 1
-            with running(masked.model, inputs):
-                call(masked.model, to_device(inputs, masked.device))
-    if not sketches.batch:
+    if not watch(masked.model, masked.batches, sketches, masks, device=masked.device, title="threshold search"):
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
     silent = [path for path in thresholds if path not in sketches.found]
     if silent:
@@ -209,11 +203,15 @@ class _Sketches(HookOwner):
         super().__init__()
         self._model, self._paths, self._side = model, paths, side
         self.found: dict[str, MagnitudeSketch] = {}
-        self.batch = 0
+        self._batch = 0
 
     def register(self) -> None:
+        self.own_forward_pre(self._model, self._begin, again=True)
         for path in self._paths:
             change_activations(self, self._model, path, self._side, self._add(path))
+
+    def _begin(self, *_: Any) -> None:
+        self._batch += 1
 
     def _add(self, path: str) -> Callable[[Tensor], Tensor]:
         def add(tensor: Tensor) -> Tensor:
@@ -228,6 +226,6 @@ class _Sketches(HookOwner):
         first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
         channel = f", channel {first[axis]}" if first else ""
         return (
-            f"threshold search: NaN or Inf in the {self._side} of {path}, batch {self.batch}{channel}; expected finite "
-            "activations: check the images, and the weights up to there"
+            f"threshold search: NaN or Inf in the {self._side} of {path}, batch {self._batch}{channel}; expected "
+            "finite activations: check the images, and the weights up to there"
         )

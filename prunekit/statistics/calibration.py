@@ -17,7 +17,7 @@ from prunekit.modes.public_call import public_call
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, StatsKey, combine_rows
 from prunekit.statistics.reductions import Reducer, summarize
-from prunekit.statistics.watch import Consumer, ConsumerHooks, PassHooks, run_passes
+from prunekit.statistics.watch import Consumer, ConsumerHooks, PassHooks, watch
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
@@ -110,7 +110,7 @@ class Collectors:
 
     def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return all statistics so far."""
-        run_passes(model, batches, device, *self._owners)
+        watch(model, batches, *self._owners, device=device)
         return replace(self.stats.stats(), ranks={} if self.ranks is None else self.ranks.ranks())
 
 
@@ -186,7 +186,7 @@ class StatsCollector(ConsumerHooks):
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
-        run_passes(self._model, ModelBatches(self._model, batches), device, self)
+        watch(self._model, ModelBatches(self._model, batches), self, device=device)
         return self.stats()
 
     @property

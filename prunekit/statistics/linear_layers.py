@@ -9,7 +9,7 @@ numbers by which matrices were picked, or from the offsets of a grouped product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -248,6 +248,10 @@ class CallInterceptor(TorchFunctionMode):
         self.number = self._inside = 0
         with torch.no_grad(), self._norms, torch.compiler.set_stance("force_eager"), self:
             yield
+
+    def during(self, inputs: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Intercept one forward pass over these inputs."""
+        return self.intercepting()
 
     def call(self, call: FunctionCall) -> Any:
         """Make a call and return its result; subclasses override this."""

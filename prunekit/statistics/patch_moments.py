@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import add
+from itertools import chain
+from operator import add, length_hint
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from prunekit.statistics.layer_graph import (
 )
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows
+from prunekit.statistics.watch import watch
 from prunekit.utils.context import training_mode
 from prunekit.utils.file_memory import FileMemory
-from prunekit.utils.inputs import call, counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
-from prunekit.utils.progress import tracked
+from prunekit.utils.inputs import counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.tensors import first_not_finite, in_parts, is_finite
 
 RAISED = 10
@@ -163,6 +164,7 @@ class _Collector(LayerFinder):
         columns: of the Gram matrices of each of them.
         pooled: stacks that have one Gram matrix for all of their matrices.
         samples: in the pass that found them.
+        rows_of: how many positions to sample of each layer, by the number of samples in a batch.
     """
 
     def __init__(
@@ -173,13 +175,15 @@ class _Collector(LayerFinder):
         columns: Mapping[WeightUse, int],
         pooled: Collection[WeightUse],
         samples: int,
+        rows_of: Callable[[int], int],
     ) -> None:
         super().__init__(model, norms, stacks=True)
+        self._model, self._rows_of = model, rows_of
         self.memory = FileMemory(IN_MEMORY)
         self._sums: dict[WeightUse, _GramSum] = {}
         self._reading: _Reading | None = None
         self.batch_rows = 0
-        self.batch = 0
+        self.batch = -1
         self.batch_samples = samples
         self.counted: Tensor | None = None
         self._samples = samples
@@ -193,11 +197,14 @@ class _Collector(LayerFinder):
         self._made: dict[WeightUse, Tensor] = {}
 
     @contextmanager
-    def intercepting(self) -> Iterator[None]:
-        """Intercept one forward pass."""
+    def during(self, inputs: tuple[Any, ...]) -> Iterator[None]:
+        """Intercept one forward pass over these inputs."""
+        self.batch, self.batch_samples = self.batch + 1, sample_count(inputs)
+        self.batch_rows = self._rows_of(self.batch_samples)
+        self.counted = counted_positions(self._model, inputs)
         self._rows.clear()
         self._waiting.clear()
-        with super().intercepting():
+        with self.intercepting():
             yield
         self._add_reading()
 
@@ -439,29 +446,25 @@ def collect_patches(
     kernel, and for each matrix of a stack, such as those of experts. Where all would take more than `memory_bytes`, the
     largest have only the centers of their patches, 8 * 513^2 = 2 MB each, and one for a stack, until the rest fits.
     """
-    collector: _Collector | None = None
-    with training_mode(model, False):
-        for index, batch in enumerate(tracked(batches, "patch statistics")):
-            given = inputs_as_example(model, inputs_in(batch))
-            samples = sample_count(given)
-            if collector is None:
-                few = select_samples(given, slice(2))
-                calls = calls_by_use(find_layers(model, few, norms, stacks=True))
-                layers = list(map(merge_calls, calls))
-                wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
-                tensors = dict(named_tensors(model))
-                columns, pooled = _columns(wanted, tensors, memory_bytes)
-                if log is not None:
-                    log(_memory_text(wanted, tensors, columns, pooled))
-                if not wanted:
-                    return PatchStats(())
-                collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few))
-            collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
-            collector.batch_samples, collector.counted = samples, counted_positions(model, given)
-            with collector.intercepting():
-                call(model, given)
-    if collector is None:
+    rest = iter(batches)
+    first = next(rest, None)
+    if first is None:
         raise UsageError("patch statistics: expected at least one batch, got none")
+    few, tensors = select_samples(inputs_as_example(model, inputs_in(first)), slice(2)), dict(named_tensors(model))
+    with training_mode(model, False):
+        layers = list(map(merge_calls, calls_by_use(find_layers(model, few, norms, stacks=True))))
+    wanted = tuple(one for one in layers if inputs is None or (one.weight, one.axes[1]) in inputs)
+    columns, pooled = _columns(wanted, tensors, memory_bytes)
+    if log is not None:
+        log(_memory_text(wanted, tensors, columns, pooled))
+    if not wanted:
+        return PatchStats(())
+
+    def rows_of(samples: int) -> int:
+        return max(samples, round(rows * samples / images))
+
+    collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few), rows_of)
+    watch(model, chain([first], rest), collector, title="patch statistics", total=length_hint(batches) or None)
     found = collector.finished()
     for moments in found:
         if not all(map(is_finite, moments.grams)):

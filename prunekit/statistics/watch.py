@@ -351,22 +351,47 @@ class ConsumerHooks(PassHooks):
                 note(consumer, *found)
 
 
-def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None, *owners: HookOwner) -> None:
-    """Run a model over batches, in eval mode without gradients, with the hooks of the owners."""
-    place = device_of(model, device)
+def watch(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *observers: HookOwner | CallInterceptor,
+    device: torch.device | str | None = None,
+    title: str = "calibration",
+    total: int | None = None,
+) -> int:
+    """Run a model over batches, in eval mode without gradients, under the eyes of observers.
+
+    All observers see the same passes. An owner of hooks is entered once, before the first batch; an interceptor, which
+    numbers the calls of a pass, anew for each batch, with the inputs of that pass.
+
+    Args:
+        batches: inputs, or tuples and lists whose first entry they are.
+        device: where they go; None: that of the model's parameters.
+        title, total: of the progress bar.
+
+    Returns:
+        The number of batches.
+    """
+    place, count = device_of(model, device), 0
     with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
-        for owner in owners:
-            entered.enter_context(owner)
-        for batch in tracked(batches, "calibration"):
+        for owner in observers:
+            if isinstance(owner, HookOwner):
+                entered.enter_context(owner)
+        for batch in tracked(batches, title, total=total):
+            count += 1
             given = to_device(inputs_as_example(model, inputs_in(batch)), place)
-            with running(model, given):
+            with running(model, given), ExitStack() as during:
+                for interceptor in observers:
+                    if isinstance(interceptor, CallInterceptor):
+                        during.enter_context(interceptor.during(given))
                 without_gradients(partial(call, model, given))
+    return count
 
 
 def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
     """Return the layers that read channels through a weight, by their path, in the order in which they first run."""
     finder = ConsumerHooks(model)
-    run_passes(model, [(inputs,)], None, finder)
+    watch(model, [(inputs,)], finder)
     return finder.consumers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
 from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
-from prunekit.statistics.watch import run_passes
+from prunekit.statistics.watch import watch
 from prunekit.utils.private_torch import without_torch_function
 
 BINS = 48
@@ -78,7 +78,7 @@ def activation_distributions(
             counts[path] = _counted(values, low, high, bins) + counts.get(path, 0)
 
     for look in (widen, count):
-        run_passes(model, batches, device, _OutputHooks(model, chosen, look))
+        watch(model, batches, _OutputHooks(model, chosen, look), device=device)
     return {path: _distribution(*ranges[path], found) for path, found in counts.items()}
 
 

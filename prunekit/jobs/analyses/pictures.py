@@ -26,7 +26,7 @@ from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.calibration import StatsCollector
-from prunekit.statistics.watch import run_passes
+from prunekit.statistics.watch import watch
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.loop import fit
 from prunekit.utils.context import threads
@@ -249,7 +249,7 @@ def channel_findings(
     )
     stats = StatsCollector(model, inputs=False, fused=False)
     pairs = [CorrelationCollector(model, chosen)] if chosen else []
-    run_passes(model, batches, device, stats, *pairs)
+    watch(model, batches, stats, *pairs, device=device)
     found, products = stats.stats(), [product for one in pairs for product in one.correlations()]
     dead: list[tuple[str, Iterable[int]]] = [
         (f"{key.module}, call {key.call + 1}" if key.call else key.module, channels)
