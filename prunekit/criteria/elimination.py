@@ -1,4 +1,34 @@
-"""Elimination: channels of a group are removed one after another, always the one that adds least output error."""
+"""Elimination: channels of a group are removed one after another, always the one that adds least output error.
+
+A layer computes W x, and G is the mean of x x^T over the samples, with a ridge. When the columns c of W are removed and
+all others are fitted again by least squares, the mean squared error of the outputs grows by
+
+    cost(c) = tr(H_cc^-1 P_cc)              with H = G^-1 and P = W^T W,
+
+and what is left is a problem of the same form, whose H and P follow from the old ones (optimal brain surgeon):
+
+    S = H_cc^-1 H_c                         (k, d)  how the other columns take over the k removed ones
+    Q = P_c - P_cc S / 2                    (k, d)
+    H  becomes  H - H_c^T S                 rows and columns c are 0 from now on
+    P  becomes  P - Q^T S - S^T Q
+
+W itself is never fitted: the blocks of H and P on the diagonal are all that costs need.
+
+    labels     a  a  b  b  c  c  1          one label has two columns here, as of a kernel with two taps; the last
+    H, P     [ aa ....             ]        column is the constant, which stays. cost(b) reads the block bb of both;
+             [ .. bb ....          ]        removing b changes all other blocks
+             [ .. .. cc ....       ]
+
+Several layers may read a group: each has its own H and P, costs are added up, and all remove the same label.
+
+Changing both d x d matrices after every removal would take nearly all the time. So their changes wait as rows H_c, S
+and Q until there are `PENDING`, and until then only the blocks on the diagonal and the rows c are brought up to date.
+
+1. H = `_inverse` - H_c^T S and P = `_products` - Q^T S - S^T Q, summed over the rows that wait.
+2. `_blocks` are the blocks of these H and P, rows that wait included.
+3. No column is asked for once it is gone, so that it may be dropped from all matrices.
+4. Costs add up: their sum is the error of the layer without all removed columns, the others fitted to the dense output.
+"""
 
 from __future__ import annotations
 
@@ -224,9 +254,7 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
     Of wide groups several are removed at once, see `AT_ONCE`; their cost together is spread evenly over them.
 
     Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
-    does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W^T W and G^-1
-    are updated for the next. The constant is never removed; a layer without a bias has none. Costs of several layers
-    are added up.
+    does it for single ones; see the head of this module.
     """
     wide = sum(_state_bytes(len(one.gram)) for one in objectives) > WIDE
     states = [_ObjectiveState(one, labels, torch.float32 if wide else torch.float64) for one in objectives]
@@ -244,10 +272,15 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
 
 
 class _ObjectiveState:
-    """The objective of one layer while its channels are removed, in `kind` once its matrix is inverted in float64.
+    """H and P of one layer while its channels are removed, see the head of this module; in `kind`, inverted in float64.
 
-    Removing columns changes both matrices by products of a few rows. These are kept until there are `PENDING` of them,
-    as changing whole matrices takes far longer than computing the rows and the blocks on the diagonal that are needed.
+    Attributes:
+        _inverse, _products: (d, d) H and P without the changes that wait.
+        _rows: (3, PENDING, d) the changes that wait, `_pending` rows each: H_c, S and Q.
+        _blocks: by the number of columns of a label, (labels, columns, columns) the blocks of H and P.
+        _columns: by the same number, (labels, columns) where the columns of each label are.
+        _sizes, _place: of each label how many columns it has, and which row of `_columns` and `_blocks` is its own.
+        _gone: (d,) whether a column was removed.
     """
 
     def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype = torch.float64) -> None:
@@ -291,22 +324,22 @@ class _ObjectiveState:
                 yield size, which, self._place[chosen[which]]
 
     def remove(self, chosen: IntArray) -> float:
-        """Remove the columns of some labels at once, let the others make up for them, and return the cost."""
+        """Remove the columns c of some labels at once, let the others make up for them, and return the cost."""
         found = [self._columns[size][places].flatten() for size, _, places in self._places(chosen)]
         if not found:
             return 0.0
         columns = torch.cat(found)
         if self._pending + len(columns) > len(self._rows[0]):
-            self._update(len(columns))
+            self._update(len(columns))  # which may drop columns, so that others have new places
             columns = torch.cat([self._columns[size][places].flatten() for size, _, places in self._places(chosen)])
         start, end = self._pending, self._pending + len(columns)
         before, shares, halves = (rows[:start] for rows in self._rows)
         picked = shares[:, columns].T  # (k, pending)
-        inverse = torch.addmm(self._inverse[columns], picked, before, alpha=-1)  # (k, d): rows of the matrices now
+        inverse = torch.addmm(self._inverse[columns], picked, before, alpha=-1)  # (k, d) H_c, all changes included
         products = torch.addmm(self._products[columns], picked, halves, alpha=-1)
-        products.addmm_(halves[:, columns].T, shares, alpha=-1)
+        products.addmm_(halves[:, columns].T, shares, alpha=-1)  # (k, d) P_c
         solved = solve_positive(inverse[:, columns], torch.cat([products[:, columns], inverse], 1))
-        own, share = torch.split(solved, [len(columns), len(self._inverse)], 1)
+        own, share = torch.split(solved, [len(columns), len(self._inverse)], 1)  # H_cc^-1 P_cc, and S
         half = torch.addmm(products, products[:, columns], share, alpha=-0.5)
         for rows, new in zip(self._rows, (inverse, share, half), strict=True):
             rows[start:end] = new

@@ -100,10 +100,29 @@ class LayerSample:
 
 
 class SampleGatherer:
-    """Samples of some layers after others over all batches, and how far the passes over each batch have come.
+    """Samples of one layer after the other over all batches, and the place that each batch has come to.
 
-    Batches may make different calls, as batches of different size do if a model loops over images, or as images of
-    different sizes do: a batch that does not take the expected route gets one of its own.
+    To sample a layer, every batch runs from its last saved state to that layer, and saves a state at the step's cut,
+    from which the next step continues; no call in front of a cut is computed again:
+
+        calls      1  2  3  4  5  6  7  8  9
+        step 0     =  =  =  =  a                  samples layer a (call 5), saves the state before call 4
+        step 1              =  =  =  =  b         from there to layer b (call 8), saves the state before call 7
+        step 2                       =  =  c
+
+    A route is the list of calls that a pass makes. Batches may take several: batches of another size do if the model
+    loops over images, and so do images of another size. A pass that leaves its route, or reads a tensor that was not
+    saved, raises `DivergedError`. Then the batch is run in the next of four ways:
+
+        continue    from its saved state, by its route           nearly always
+        restart     from the first call, by its route            the state lacks a tensor
+        known       from the first call, by the route that another batch with inputs of these shapes has found
+        survey      from the first call, by a route of its own, which watching its calls finds
+
+    1. `_states[i]` is the state of batch i before call `_saved_at[i]` of `_routes[i]`; None at call 0.
+    2. Cuts never go back from one step to the next.
+    3. While a batch runs it has no state: a pass that fails may have written to it.
+    4. A request has samples of all batches or of none.
 
     Args:
         run: of the model.
@@ -165,18 +184,20 @@ class SampleGatherer:
         )
 
     def _run_batch(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> bool:
-        """Run a batch: from its saved state, from its start, by the route of others of its size, or by its own."""
-        for attempt in (self._continue, self._restart, self._take_known_route, self._find_route):
-            if attempt(i):
-                try:
-                    self._pass(i, requests, step, ahead=ahead)
-                except DivergedError:
-                    continue
-                return True
+        """Run a batch in the first of four ways in which its pass makes the calls of its route; False if none is."""
+        for prepare in (self._continue, self._restart, self._take_known_route, self._find_route):
+            if not prepare(i):  # this way is not another one than those that were tried
+                continue
+            try:
+                self._pass(i, requests, step, ahead=ahead)
+            except DivergedError:
+                continue
+            return True
         self._restart(i)
         return False
 
     def _pass(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> None:
+        """Run a batch from its state to the requested layers, sample them, and save the state at the cut."""
         run, batch, route = self._run, self._batches[i], self._routes[i]
         run.lifetimes, run.expected = route.lifetimes, route.names
         run.taken = tuple(SampledCalls() for _ in requests)
@@ -197,13 +218,16 @@ class SampleGatherer:
         self._states[i], self._saved_at[i] = found, keep_at
 
     def _continue(self, i: int) -> bool:
+        """Leave a batch where it is."""
         return True
 
     def _restart(self, i: int) -> bool:
+        """Send a batch back to the first call; return whether it was elsewhere."""
         self._states[i], before, self._saved_at[i] = None, self._saved_at[i], 0
         return before > 0
 
     def _take_known_route(self, i: int) -> bool:
+        """Give a batch the route of an earlier one with inputs of its shapes; return whether there is another one."""
         known = self._by_size.get(_shapes(self._batches[i]))
         self._restart(i)
         if known is None or known is self._routes[i]:
@@ -212,6 +236,7 @@ class SampleGatherer:
         return True
 
     def _find_route(self, i: int) -> bool:
+        """Give a batch a route of its own."""
         self._restart(i)
         batch = self._batches[i]
         self._routes[i] = self._by_size[_shapes(batch)] = self._route(self._run.survey(batch))

@@ -1,4 +1,20 @@
-"""Gram matrices of the patches that a model's layers read, streamed over batches."""
+"""Gram matrices of the patches that a model's layers read, streamed over batches.
+
+A layer multiplies its weight with patches: with x_p, the values that position p of its output reads, and a constant 1.
+
+    G = sum over sampled positions p of f_p [x_p, 1] [x_p, 1]^T / number of positions        (d + 1, d + 1)
+
+    conv 3x3, C channels:  x_p has 9 C columns, channel by channel      linear, C features:  C columns
+    f_p = 1, or 1 over the squared size by which a norm over channels divides position p
+
+Second moments of all layers are what elimination, the shares of zeros and the fits of stacks know of the data.
+
+1. Batches add up: a batch gives the share of positions that it has of all samples, drawn by its number and the call's.
+2. Layers that read one tensor alike, as queries, keys and values do, draw the same positions, and have one matrix in
+   memory; where in a later batch one of them reads something else, it gets a sum of its own from then on.
+3. All calls of one weight are one layer; a stack of matrices has a Gram matrix for each, of the rows that it is given.
+4. Matrices beyond `IN_MEMORY` are in a temporary file, and out of memory until their turn comes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,23 @@
 """Resumable forward passes: they stop at a call, save the tensors that later calls read, and continue from there.
 
-A pass that continues runs the model's Python from the start, but makes no earlier call again: each returns its saved
-result, or a blank of the same shape if no later call reads it. So memory is that of the tensors that are live at one
-place, whatever the model's Python does.
+A model's Python can't be entered in the middle. So a pass that continues runs it from the start, but makes no earlier
+call of torch's functions again: each returns its saved result, or a blank of the same shape if no later call reads it.
+
+    step    call             first pass     saved before step 4      continued pass
+    1       a = conv(x)      computed       shape of a               a blank
+    2       b = relu(a)      computed       b, as step 5 reads it    b
+    3       c = bn(a)        computed       c, as step 4 reads it    c
+    4       d = conv(c)      stop                                    computed
+    5       e = d + b                                                computed
+
+So memory is that of the tensors that are live at one place: those made at a step <= t and read at a step > t. Which
+these are is learned from one pass over few samples (`Lifetimes`).
+
+1. A step is one call of any function of torch; every pass over a batch makes the same ones, or raises `DivergedError`.
+2. A tensor is known by (step, number) of where it was made, an attribute that the pass which made it gives to it.
+3. Every read goes through `real`, so that a blank's values (NaN, or the largest number) get nowhere unseen.
+4. Tensors of a state share memory as they did in the pass, and parameters with the model: it may change them meanwhile.
+5. A pass is opaque from the first write or allocation that no function shows; no state is saved behind that.
 
 Code that does not call torch's functions (scripted and traced code, C++ extensions, autograd's own) can't be skipped:
 it runs again in every pass. Its operators are recorded at the dispatcher, so that what they read is saved in every
