@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision import tv_tensors
+from torchvision.ops import clip_boxes_to_image
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import horizontal_flip, pil_to_tensor
 
@@ -63,9 +64,7 @@ class Objects:
 
         Keypoints that are outside are unknown.
         """
-        boxes = self.boxes.clone()
-        boxes[:, 0::2] = boxes[:, 0::2].clamp(0, width)
-        boxes[:, 1::2] = boxes[:, 1::2].clamp(0, height)
+        boxes = clip_boxes_to_image(self.boxes, (height, width))
         points = self.keypoints
         if points is not None:
             there = (points[..., 0] >= 0) & (points[..., 0] < width) & (points[..., 1] >= 0) & (points[..., 1] < height)

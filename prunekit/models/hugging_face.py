@@ -1,8 +1,8 @@
 """Models of transformers: built by type or from a folder, and configurations that say the widths of a pruned one.
 
-Nothing is downloaded, no code of a folder is run, and weights are read from safetensors alone. Of a pruned model's class
-nothing is known: a configuration fits if the class builds tensors of the wanted shapes from it, and is right if what
-it builds then computes the same.
+Nothing is downloaded, no code of a folder is run, and weights are read from safetensors alone. Of a pruned model's
+class nothing is known: a configuration fits if the class builds tensors of the wanted shapes from it, and is right if
+what it builds then computes the same.
 """
 
 from __future__ import annotations

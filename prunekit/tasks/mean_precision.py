@@ -1,4 +1,19 @@
-"""Mean average precision of detections, COCO's, with an interval by bootstrap over images."""
+"""Mean average precision of detections, COCO's, with an interval by bootstrap over images.
+
+pycocotools matches detections with boxes and gives the figure. The interval needs the same figure for a thousand data
+sets in which image i is there w_i times, with w drawn again each time. Matching does not depend on w, so it is done
+once; each data set only counts anew. Of one class, at one threshold, with detections ordered by score:
+
+    right(d) = sum of w over the hits up to d                recall(d) = right(d) / (sum of w over the boxes)
+    seen(d)  = sum of w over all that counts up to d         precision(d) = right(d) / seen(d)
+    AP       = mean over the levels r of: the best precision at any d whose recall(d) >= r; 0 where none reaches r
+
+1. Both change at detections alone, and recall only at hits: `precision` is needed at the hits only.
+2. The best precision "from here on" is a running maximum from the right end.
+3. right(d) is a whole number, so `recall >= r` is `right >= n_r` for the least such n_r (`_least_hits`), and the first
+   hit that reaches it is found by a binary search (`_first_reaching`).
+4. With w = 1 for every image the result is pycocotools' own figure.
+"""
 
 from __future__ import annotations
 
