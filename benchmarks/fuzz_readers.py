@@ -343,7 +343,7 @@ def statistics(folder: Path) -> Sound:
 
 @reader("latency profiles and times of layers")
 def profiles(folder: Path) -> Sound:
-    from prunekit.measure.latency_profile.layer_times import read_times
+    from prunekit.measure.latency_profile.network_timing import read_times
 
     os.environ["PRUNEKIT_CACHE"] = str(folder)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))

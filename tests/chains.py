@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.measure.latency_profile.width_features import features_of
+from prunekit.measure.latency_profile.staircase_fit import features_of
 from prunekit.planning.budgets.budget import Budgets
 from prunekit.planning.budgets.costs import GroupPart
 from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span

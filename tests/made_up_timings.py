@@ -9,8 +9,7 @@ import pytest
 from torch import nn
 
 from prunekit.backends.session import Inputs
-from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.network_timing import Network
+from prunekit.measure.latency_profile.network_timing import LayerTimes, Network
 from prunekit.measure.model_size import ModuleTable, module_table
 from prunekit.pruning import latency_search, profiling
 from prunekit.pruning.latency_target import Timing

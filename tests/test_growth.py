@@ -14,7 +14,7 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.channels.tracing.call_sites import weak_cache
-from prunekit.measure.latency_profile.layer_times import structure_hash
+from prunekit.measure.latency_profile.network_timing import structure_hash
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

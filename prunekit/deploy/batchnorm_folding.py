@@ -20,7 +20,7 @@ from prunekit.channels.trial.float64 import TOLERANCE, float64_copy, to_double
 from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.operator_costs import is_subnormal
+from prunekit.measure.model_size import is_subnormal
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall

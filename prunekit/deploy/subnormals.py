@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prunekit.errors import VerificationError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.operator_costs import is_subnormal
+from prunekit.measure.model_size import is_subnormal
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
 from prunekit.utils.inputs import as_example

@@ -26,7 +26,7 @@ from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.stages.training_stage import masks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.thresholds import ActivationThresholds, chosen_paths
-from prunekit.measure.latency.peak_memory import RESOLUTION, PeakMemory
+from prunekit.measure.latency.machine import RESOLUTION, PeakMemory
 from prunekit.measure.latency.worker_process import WorkerDied, WorkerProcess
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import feasible_plan

@@ -26,8 +26,8 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import choose_settings, devices
-from prunekit.measure.latency_profile.layer_times import LayerTimes
 from prunekit.measure.latency_profile.network_timing import (
+    LayerTimes,
     Network,
     cached_times,
     has_layer_clock,

@@ -22,8 +22,7 @@ from prunekit.backends.session import Inputs, LayerClock, Setting, Source, input
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency.timed_files import file_source
 from prunekit.measure.latency_profile import network_timing
-from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.network_timing import Network, time_networks
+from prunekit.measure.latency_profile.network_timing import LayerTimes, Network, time_networks
 
 CLOCKS = [name for name, runtime in RUNTIMES.items() if runtime.times_layers]
 QUANTIZED = [("onnxruntime", "int8"), ("openvino", "int8")]

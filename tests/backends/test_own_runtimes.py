@@ -18,7 +18,7 @@ from prunekit.backends.session import Setting, inputs_of
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, UsageError
 from prunekit.jobs.finetune import prune_job
-from prunekit.measure.latency_profile.layer_times import conditions
+from prunekit.measure.latency_profile.network_timing import conditions
 from prunekit.recipe.loading import load
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings

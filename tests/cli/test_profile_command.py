@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from prunekit.cli import cli
-from prunekit.measure.latency_profile.layer_times import LayerTimes, read_times, write_times
+from prunekit.measure.latency_profile.network_timing import LayerTimes, read_times, write_times
 
 RECIPE = """
 name: small

@@ -23,7 +23,7 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.deploy.subnormals import count_subnormals
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
-from prunekit.measure.latency_profile.layer_times import structure_hash
+from prunekit.measure.latency_profile.network_timing import structure_hash
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
 from prunekit.settings.deployment import DeploySettings

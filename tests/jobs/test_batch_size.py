@@ -17,7 +17,7 @@ from prunekit.jobs import batch_size
 from prunekit.jobs.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, find_batch_size
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.subject import Own
-from prunekit.measure.latency.peak_memory import PeakMemory
+from prunekit.measure.latency.machine import PeakMemory
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings

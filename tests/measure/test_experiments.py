@@ -10,7 +10,7 @@ from torch.nn.utils import prune as torch_prune
 import prunekit
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.causes import experiments
-from prunekit.measure.causes.operator_calls import record_calls
+from prunekit.measure.causes.breakdown import record_calls
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prunekit.measure.latency import machine
-from prunekit.measure.latency.peak_memory import PeakMemory
+from prunekit.measure.latency.machine import PeakMemory
 from prunekit.measure.latency.row_text import machine_text
 
 

@@ -18,19 +18,17 @@ from prunekit.backends.session import LayerClock, Sample, Session, Setting, Sour
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency.timing_job import SettingFailure
-from prunekit.measure.latency_profile import layer_times, network_timing
-from prunekit.measure.latency_profile.layer_times import (
-    LayerTimes,
-    read_times,
-    structure_hash,
-    write_times,
-)
+from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.network_timing import (
+    LayerTimes,
     Network,
     NetworkTimer,
     PreparedNetwork,
     has_layer_clock,
+    read_times,
+    structure_hash,
     time_networks,
+    write_times,
 )
 
 EAGER = Setting("eager", "cpu", 1, 1)
@@ -232,7 +230,7 @@ def test_a_disk_that_fills_up_is_said_once_and_costs_no_result(tmp_path: Path, m
     def full(file: Path, times: LayerTimes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(file))
 
-    monkeypatch.setattr(layer_times, "write_times", full)
+    monkeypatch.setattr(network_timing, "write_times", full)
     assert len(profile((4, 5, 6), tmp_path, log=said.append)) == 3
     assert len(spy.asked) == 3  # the first was measured before
     assert ["No space left on device" in line for line in said] == [False, True, False, False]

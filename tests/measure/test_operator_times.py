@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from prunekit.backends.session import OperatorTimer
 from prunekit.hooks.hook import count_hooks
-from prunekit.measure.causes.operator_calls import IsolatedLayer, record_calls
-from prunekit.measure.model_size import count_macs
-from prunekit.measure.operator_costs import subnormals
+from prunekit.measure.causes.breakdown import IsolatedLayer, record_calls
+from prunekit.measure.model_size import count_macs, subnormals
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,8 @@ from torch import nn
 
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.network_timing import sample_widths
-from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
-from prunekit.measure.latency_profile.width_features import features_of
+from prunekit.measure.latency_profile.network_timing import LayerTimes, sample_widths
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, features_of, fit_latency_table
 from prunekit.planning.budgets.latency_table import LatencyTable, Span
 from prunekit.planning.candidates import free_parts
 from prunekit.settings.pruning import PruneSettings

@@ -11,7 +11,7 @@ from prunekit.compaction.zero_patterns import ModelZeros, ZeroPattern, zero_patt
 from prunekit.jobs.analyses.explain import CauseSearch, find_causes
 from prunekit.measure.causes import experiments
 from prunekit.measure.causes.breakdown import break_down
-from prunekit.measure.causes.zero_causes import unused_zeros
+from prunekit.measure.causes.overhead_causes import unused_zeros
 from prunekit.measure.latency.timing import Estimate, PairedTiming
 from prunekit.measure.zero_support import exported_zeros_notes, unused_zeros_notes, users
 

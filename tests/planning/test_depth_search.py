@@ -16,9 +16,8 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError
-from prunekit.measure.latency_profile.layer_times import LayerTimes
-from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
-from prunekit.measure.latency_profile.width_features import features_of
+from prunekit.measure.latency_profile.network_timing import LayerTimes
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, features_of, fit_latency_table
 from prunekit.measure.model_size import count_macs
 from prunekit.planning.budgets.budget import budgets_of
 from prunekit.planning.candidates import PlanBounds, Scores, free_parts

@@ -18,7 +18,7 @@ from torchvision.models import VisionTransformer
 
 from prunekit.channels.trace import trace
 from prunekit.errors import RunError
-from prunekit.measure.latency_profile.layer_times import LayerTimes
+from prunekit.measure.latency_profile.network_timing import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.pruning import profiling

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.backends.files.model_location import failure
-from prunekit.backends.files.program import Program, trace, tracing
+from prunekit.backends.files.program import Program, failure, trace, tracing
 from prunekit.errors import RunError, reraise_shortage
 from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import ModelInterface, input_specs_of

@@ -13,9 +13,8 @@ from typing import Any
 import torchvision
 from torch import nn
 
-from prunekit.backends.folders.bundled_source import importable_module
+from prunekit.backends.folders.bundled_source import call_of, importable_module
 from prunekit.backends.folders.included_parts import without_values
-from prunekit.backends.folders.literals import call_of
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError
 from prunekit.models.cifar import DEPTHS, CifarResNet

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.backends.folders.literals import literal
+from prunekit.backends.folders.bundled_source import literal
 from prunekit.channels.cut.shorter_model import REPLACED, ShorterModule, shortening_of
 from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
 from prunekit.channels.rewrite.source_rewriter import original_of

@@ -14,9 +14,8 @@ from torch import nn
 
 from prunekit.backends.folders import included_parts
 from prunekit.backends.folders.builders import Builder
-from prunekit.backends.folders.bundled_source import Bundle, text_of, without
+from prunekit.backends.folders.bundled_source import Bundle, is_name, lines_of, module_at, text_of, without, wrapped
 from prunekit.backends.folders.differences import Differences
-from prunekit.backends.folders.literals import is_name, lines_of, module_at, wrapped
 from prunekit.channels.rewrite.source_rewriter import ORDERED, SizedMethod, original_of, sized_methods
 from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.errors import RunError

@@ -18,12 +18,11 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes, zero_causes
-from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, break_down
+from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes
+from prunekit.measure.causes.breakdown import Breakdown, IsolatedLayer, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.cause import Cause
-from prunekit.measure.causes.operator_calls import IsolatedLayer
 from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paired
-from prunekit.measure.operator_costs import subnormals
+from prunekit.measure.model_size import subnormals
 from prunekit.modes.public_call import public_call
 from prunekit.report.sections.explanation import operator_cells
 from prunekit.settings.deployment import LatencySettings
@@ -455,7 +454,7 @@ def _single_zeros(search: CauseSearch) -> Iterator[Cause | None]:
         if row.pruned is not None and row.pruned.macs:
             times[row.module] = times.get(row.module, 0.0) + row.pruned.ms
     filled = experiments.with_filled_zeros(search.pruned, search.inputs, search.device)
-    yield zero_causes.unused_zeros(zeros, times, filled)
+    yield overhead_causes.unused_zeros(zeros, times, filled)
 
 
 def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:

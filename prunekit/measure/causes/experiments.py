@@ -15,7 +15,7 @@ from torch.nn.utils import prune as torch_prune
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.hooks.hook import HOOK_TABLES, is_inert, is_ours
 from prunekit.hooks.model_copy import copied
-from prunekit.measure.causes.operator_calls import IsolatedLayer, Widths
+from prunekit.measure.causes.breakdown import IsolatedLayer, Widths
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
 from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_paired, time_runs
 from prunekit.measure.memory_format import difference_in_format, images_channels_last

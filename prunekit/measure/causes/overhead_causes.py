@@ -1,12 +1,14 @@
-"""Causes around operators: dispatch, threads, the batch, masks that are still attached, subnormal numbers."""
+"""Causes around operators: dispatch, threads, the batch, masks still attached, subnormal numbers, computed zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from prunekit.compaction.zero_patterns import SOME, ModelZeros
 from prunekit.measure.causes.breakdown import Breakdown
 from prunekit.measure.causes.cause import LEAST, Cause, first_names
 from prunekit.measure.latency.timing import Contention, Estimate, PairedTiming
+from prunekit.measure.zero_support import users
 from prunekit.utils.display import plural
 
 MUCH = 0.15
@@ -139,4 +141,27 @@ def subnormal_numbers(
         evidence=(f"{' and '.join(counts)}; taken as 0 the model runs in {flushed}{here}"),
         fix="prunekit.flush_subnormals(model, example) for weights, torch.set_flush_denormal(True) for activations",
         modules=tuple(dict.fromkeys((*found[0], *found[1]))),
+    )
+
+
+USED = 0.1
+"""Share of the time that zeros must save over other numbers for the runtime to count as using them."""
+
+
+def unused_zeros(zeros: ModelZeros, layer_ms: Mapping[str, float], filled: PairedTiming) -> Cause | None:
+    """Return the time in which layers multiply by zeros; None if there are few, or if they are skipped."""
+    if zeros.single_share < SOME or filled.saved_ms >= USED * filled.now_ms:
+        return None
+    by_module = {name.rpartition(".")[0]: one for name, one in zeros.layers.items()}
+    spent = {path: ms * by_module[path].single_share for path, ms in layer_ms.items() if path in by_module}
+    slowest = sorted((path for path in spent if spent[path]), key=lambda path: -spent[path])
+    return Cause(
+        name="zeros that are computed",
+        ms=sum(spent.values()),
+        evidence=(
+            f"{zeros}; with random numbers in their place the model runs in {filled.now_ms:.3g} ms, with the zeros in "
+            f"{filled.other_ms:.3g} ms: {filled.gain.factor}, so they are multiplied by as any other number"
+        ),
+        fix=users(zeros),
+        modules=tuple(slowest),
     )

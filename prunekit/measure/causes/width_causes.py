@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from prunekit.measure.causes.breakdown import Widths
 from prunekit.measure.causes.cause import LEAST, Cause
-from prunekit.measure.causes.operator_calls import Widths
 from prunekit.measure.latency.timing import Estimate
 from prunekit.utils.display import plural
 

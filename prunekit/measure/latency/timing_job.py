@@ -22,8 +22,7 @@ from prunekit.backends.session import INT8, Inputs, Sample, Session, Setting, So
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.errors import VerificationError, first_line
 from prunekit.measure.effort import current_effort
-from prunekit.measure.latency.machine import Load, clock_mhz
-from prunekit.measure.latency.peak_memory import PeakMemory
+from prunekit.measure.latency.machine import Load, PeakMemory, clock_mhz
 from prunekit.measure.latency.timing import Contention, Times, alternate, warm_up
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
 from prunekit.measure.verification import largest_difference
