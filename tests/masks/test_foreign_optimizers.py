@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prunekit.masks.weight_masks import WeightMasks
-from prunekit.masks.write_detection import WriteDetector
+from prunekit.masks.weight_masks import WeightMasks, WriteDetector
 from prunekit.planning.plan import Plan
 
 

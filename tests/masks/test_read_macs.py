@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.hooks.hook import count_hooks
+from prunekit.masks.activation_budget import macs_of_readers
 from prunekit.masks.activation_masks import Side
-from prunekit.masks.read_macs import macs_of_readers
 
 
 def macs(model: nn.Module, x: Tensor, *paths: str, side: Side = "output") -> dict[str, float]:

@@ -15,7 +15,7 @@ from torchvision import models
 
 from prunekit.channels.trace import trace
 from prunekit.masks.masked_model import ChangingMasks, masked
-from prunekit.masks.write_detection import WriteDetector
+from prunekit.masks.weight_masks import WriteDetector
 from prunekit.planning.plan import Plan
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {

@@ -22,8 +22,7 @@ from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.masks.gradient_masks import GradientMasks
-from prunekit.masks.weight_masks import WeightMasks
-from prunekit.masks.write_detection import WriteDetector
+from prunekit.masks.weight_masks import WeightMasks, WriteDetector
 from prunekit.planning.plan import Plan
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -15,11 +15,10 @@ from prunekit.compaction.compact_model import compact
 from prunekit.models.zoo import build_model
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
-from prunekit.repair.patterns import masked_fit
-from prunekit.repair.patterns.column_order import column_by_column
-from prunekit.repair.patterns.masked_fit import MaskedLeastSquares, grouped_masked_least_squares, with_ridge
+from prunekit.repair.patterns import removal
+from prunekit.repair.patterns.group_problem import column_by_column
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
-from prunekit.repair.patterns.removal import removal_order
+from prunekit.repair.patterns.removal import MaskedLeastSquares, grouped_masked_least_squares, removal_order, with_ridge
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.pattern import PatternSettings
@@ -81,9 +80,9 @@ def test_n_of_m_holds_with_dead_columns_too(by_column: bool) -> None:
 @pytest.mark.parametrize("way", ["exact", "held too large", "conjugate gradients"])
 def test_a_fit_with_zeros_is_that_of_the_kept_columns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "held too large":
-        monkeypatch.setattr(masked_fit, "HELD", 0)
+        monkeypatch.setattr(removal, "HELD", 0)
     if way == "conjugate gradients":
-        monkeypatch.setattr(masked_fit, "FACTORED", 0)
+        monkeypatch.setattr(removal, "FACTORED", 0)
     gram, right = gram_of(12), torch.randn(6, 12, dtype=torch.float64)
     keep = torch.rand(6, 12, generator=torch.Generator().manual_seed(3)) < 0.5
     keep[0], keep[1] = True, False

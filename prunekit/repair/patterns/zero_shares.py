@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
 from prunekit.planning.plan import Plan
-from prunekit.repair.patterns.masked_fit import with_ridge
-from prunekit.repair.patterns.removal import removal_order
+from prunekit.repair.patterns.removal import removal_order, with_ridge
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pattern import PatternSettings
 from prunekit.statistics.layer_errors import relative_scale, with_gains
