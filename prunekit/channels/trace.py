@@ -29,6 +29,8 @@ rule says what an operator really does to its labels, from any package, register
   sum over them. When in doubt, say False: that locks more, where a wrong True would prune wrongly.
 - A pointwise operator f(x) with f(0) = 0 is `flow.set(call.out, flow.fields(call.args[0]))`; an einsum is
   `flow.contract(left, right, "bmk", "bkn", "bmn")`; `flow.lock(fields, reason)` locks what a rule cannot follow.
+- `@register_rule("mylib.matmul", traits=[Trait.COUNTED])` says more about an operator than its rule: that its
+  multiply-accumulates count. `prunekit.channels.rules.rule.Trait` has all that others ask for.
 
 The trial keeps a wrong rule from doing harm: it compares masked and compact model after every operator, and locks the
 channels where they differ. Operators that only look at values (comparisons, random numbers) need no care beyond

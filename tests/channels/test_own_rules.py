@@ -95,3 +95,25 @@ def test_a_rule_that_claims_too_much_is_caught_by_the_trial() -> None:
         }  # fmt: skip
     finally:
         del RULES["mylib.channel_scale"]
+
+
+def test_a_rule_says_more_of_an_operator_by_traits() -> None:
+    @rule.register_rule("mylib.channel_scale", traits=[rule.Trait.COUNTED])
+    def counts(flow: LabelFlow, call: rule.OperatorCall) -> None:
+        flow.add_macs(float(call.out.numel()), [])
+
+    try:
+        flow_of_inputs = trace.trace(OnInputs(), torch.randn(1, 2, 1, 1))  # its inputs have no labels
+        assert flow_of_inputs.layer_macs() == {"": 2, "head": 2}
+    finally:
+        del RULES["mylib.channel_scale"]
+        rule.Trait.COUNTED.names.remove("mylib.channel_scale")
+
+
+class OnInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.ops.mylib.channel_scale(x, torch.ones(2)).flatten(1))

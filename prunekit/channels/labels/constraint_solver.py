@@ -1,33 +1,32 @@
 """The constraint solver: merges and locks labels, as few as it takes, until every constraint of a trace holds.
 
+    merges and locks of the trace
+    --> begin: each constraint that asks only which kind of channels is removed
+    --> solve: each constraint, in the order of `rank`; then lock what fills a whole axis; again until no class changes
+
+1. Classes only grow and locks stay, so the passes come to an end.
+2. A constraint looks at the classes as they are now. Those that say what is coupled therefore come before those that
+   only follow it: a rectangle keeps whole rows where something else made each row one class.
+3. A class that fills a whole axis is locked: without it nothing would be left there.
+
 Attention can lose whole heads, or positions in all of its heads, and either leaves a model that runs. So it can lose
 both: an entry stays if its head stays and its position does. Where heads of keys serve several query heads each, it can
 lose as many of these for every one: an entry of the queries then stays if that choice does as well. Each kind is solved
-by itself; an entry that several kinds decide on gets a *joint label*.
+by itself (`Removal`); an entry that several kinds decide on gets a *joint label* (`numbered`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.labels.constraints import (
     Constraint,
-    Contracted,
-    Crossed,
     EqualParts,
-    FixedPositions,
-    Flattened,
-    Grouped,
     LockRecord,
-    Nested,
-    Normalized,
-    Padded,
-    Rectangle,
     Removal,
     Repeated,
 )
@@ -71,24 +70,17 @@ def solve(
         if record.only in (None, removal):
             union.lock(record.labels)
     whole_heads = removal != Removal.POSITIONS
-    for constraint in constraints:
-        if isinstance(constraint, Repeated):
-            _solve_repeated(union, constraint, removal)
-    for constraint in constraints:
-        if isinstance(constraint, Contracted):
-            _solve_contracted(union, constraint, whole_heads=whole_heads)
-        elif isinstance(constraint, Normalized):
-            _solve_normalized(union, constraint, whole_heads=whole_heads)
+    for constraint in sorted(constraints, key=lambda constraint: not isinstance(constraint, Repeated)):
+        constraint.begin(union, removal)
     for record in unused:
         union.lock(record.labels)
     records += unused
     equal = [part for part in extra if isinstance(part, EqualParts)]
-    # First the constraints that say what is coupled, last those that only follow it.
-    ordered = sorted(constraints, key=lambda constraint: _RANK.get(type(constraint), 4))
+    ordered = sorted(constraints, key=lambda constraint: constraint.rank)
     while True:
         before = union.find(np.arange(union.size))
         for constraint in ordered:
-            found = _SOLVERS[type(constraint)](union, constraint, whole_heads)
+            found = constraint.solve(union, whole_heads)
             records += [record for record in found if not flow.only_made(record.labels)]
         for part in equal:
             _solve_equal_sizes(union, part)
@@ -105,7 +97,7 @@ def _solve_equal_sizes(union: LabelUnion, equal: EqualParts) -> None:
     if whole.any():
         union.lock(equal.labels[~whole])
     else:
-        _solve_equal_parts(union, equal, whole_heads=True)
+        equal.solve(union, whole_heads=True)
 
 
 def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
@@ -119,174 +111,6 @@ def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
         union.lock(axes.axes[index][:1])
         records.append(LockRecord(WHOLE_AXIS, axes.modules[index], "", axes.axes[index]))
     return records
-
-
-def _solve_repeated(union: LabelUnion, repeated: Repeated, removal: Removal) -> None:
-    """Make copies one class with their source, or with the same copies of others, and lock the source."""
-    if removal == Removal.QUERIES:
-        union.merge(repeated.copies, repeated.repeats)
-        union.lock(repeated.source)
-    else:
-        union.merge(repeated.copies, repeated.source)
-
-
-def _solve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
-    """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left.
-
-    Where all that is left has to stay, as what the model returns does, only positions can be removed.
-    """
-    if whole_heads and union.find(contracted.part).any():
-        union.merge(contracted.labels, contracted.part[None])
-    else:
-        union.tie(contracted.labels, [1])
-        union.lock(contracted.part)
-        if not contracted.zero:
-            union.lock(contracted.labels)
-
-
-def _solve_normalized(union: LabelUnion, normalized: Normalized, *, whole_heads: bool) -> None:
-    """Make a row one class and lock the positions, or a position one class in all rows and lock these."""
-    if whole_heads:
-        union.merge(normalized.labels, normalized.rows[None])
-        union.lock(normalized.positions)
-    else:
-        union.merge(normalized.labels, normalized.positions[:, None])
-        union.lock(normalized.rows)
-
-
-# Each of the following solves one constraint for the classes as they are now, and returns the locks to report;
-# `whole_heads` is False where positions in all heads are removed.
-
-
-def _solve_nested(union: LabelUnion, nested: Nested, whole_heads: bool) -> Iterable[LockRecord]:
-    """Leave whole rows as they are, and lock what they met unless it has a partner; otherwise merge whole columns.
-
-    Where what they met is locked, only rows can be removed.
-    """
-    roots = union.find(nested.labels)
-    whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
-    free = union.find(nested.part.labels).any()
-    if not whole_rows and free:
-        union.merge(nested.labels, nested.part.labels[None])
-    elif not whole_rows:
-        union.tie(nested.labels, [1])
-    elif free and not nested.matched:
-        union.lock(nested.part.labels)
-        return [nested.part]
-    return []
-
-
-def _solve_rectangle(union: LabelUnion, rectangle: Rectangle, whole_heads: bool) -> Iterable[LockRecord]:
-    """Keep whole rows where every row is one class already (attention heads), else whole columns (channel shuffle)."""
-    roots = union.find(rectangle.labels)
-    if not (roots == roots[:, :1]).all():
-        union.merge(rectangle.labels, rectangle.labels[:1])
-    return []
-
-
-def _solve_crossed(union: LabelUnion, crossed: Crossed, whole_heads: bool) -> Iterable[LockRecord]:
-    """Lock the second axis where whole heads are removed, else the first; neither if one is locked already."""
-    both = [crossed.first, crossed.second]
-    if not all(union.find(record.labels).any() for record in both):
-        return []
-    union.lock(both[whole_heads].labels)
-    return [] if whole_heads else [both[0]]
-
-
-def _solve_flattened(union: LabelUnion, flattened: Flattened, whole_heads: bool) -> Iterable[LockRecord]:
-    """Merge the entries with the one axis that loses anything; their place on the others, as in a kernel, is the same.
-
-    Where several axes could lose entries, nothing tells them apart.
-    """
-    able = [labels for labels in flattened.factors if union.find(labels).any()]
-    for labels in able:
-        union.merge(labels, flattened.whole)
-    if not able:
-        union.lock(flattened.whole)
-    return []
-
-
-def _solve_equal_parts(union: LabelUnion, equal: EqualParts, whole_heads: bool) -> Iterable[LockRecord]:
-    """Tie labels across parts, as few as it takes: a class that every part holds equally often needs no tie.
-
-    The rest is matched by how often a class occurs, so that classes of one size meet.
-    """
-    roots = union.find(equal.labels)
-    parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
-    if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
-        return []
-    common: dict[int, int] = {}
-    for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
-        common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
-    rows = []
-    for values, first, counts in parts:
-        left = [(count - common.get(v, 0), at, v) for v, at, count in
-                zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
-        left.sort(key=lambda item: (-item[0], item[1]))
-        rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
-    for row in rows[1:]:
-        union.merge(rows[0], row)
-    return []
-
-
-def _solve_padded(union: LabelUnion, padded: Padded, whole_heads: bool) -> Iterable[LockRecord]:
-    """Merge what was added to a head with the head where that is removed as a whole, else lock it."""
-    roots = union.find(padded.labels)
-    if (roots == roots[:1]).all():
-        union.merge(padded.part, padded.labels[0])
-    else:
-        union.lock(padded.part)
-    return []
-
-
-def _solve_grouped(union: LabelUnion, grouped: Grouped, whole_heads: bool) -> Iterable[LockRecord]:
-    """Couple whole groups if the channels of each are coupled already, as those of a head, else columns of each."""
-    if any(_in_whole_rows(union.find(labels)) for labels in (grouped.inputs, grouped.outputs)):
-        union.tie(grouped.inputs, [1])
-        union.merge(grouped.outputs, grouped.inputs[:, :1])
-        union.lock(grouped.columns)
-    else:
-        union.merge(grouped.inputs, grouped.columns[None])
-        union.tie(grouped.outputs, [0])
-    return []
-
-
-def _solve_fixed_positions(union: LabelUnion, fixed: FixedPositions, whole_heads: bool) -> Iterable[LockRecord]:
-    """Lock channels whose positions the model's Python fixes."""
-    if not union.find(fixed.record.labels).any():
-        return []
-    union.lock(fixed.record.labels)
-    return [fixed.record]
-
-
-def _in_whole_rows(roots: Labels) -> bool:
-    """Return whether every row is one class, and there are several."""
-    return bool(roots.shape[1] > 1 and (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any())
-
-
-_SOLVERS: dict[type, Callable[[LabelUnion, Any, bool], Iterable[LockRecord]]] = {
-    Repeated: lambda union, repeated, whole_heads: (),  # solved once, before all others
-    Contracted: lambda union, contracted, whole_heads: (),  # the same
-    Normalized: lambda union, normalized, whole_heads: (),  # the same
-    Nested: _solve_nested,
-    Rectangle: _solve_rectangle,
-    Crossed: _solve_crossed,
-    Flattened: _solve_flattened,
-    EqualParts: _solve_equal_parts,
-    Padded: _solve_padded,
-    Grouped: _solve_grouped,
-    FixedPositions: _solve_fixed_positions,
-}
-_RANK = {
-    FixedPositions: 0,
-    Repeated: 0,
-    Contracted: 0,
-    Crossed: 1,
-    Flattened: 2,
-    Nested: 2,
-    Grouped: 3,
-    Padded: 5,
-}
 
 
 NOT_JOINT: Labels = np.zeros((0, 3), dtype=np.int64)

@@ -6,9 +6,10 @@ experts, are no constraint, but keep operators inside from locking them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
 import numpy as np
 
@@ -46,30 +47,93 @@ class LockRecord:
     call: ModuleCall | None = None
 
 
+def _in_whole_rows(roots: Labels) -> bool:
+    """Return whether every row is one class, and there are several."""
+    return bool(roots.shape[1] > 1 and (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any())
+
+
+class Constraint:
+    """A condition on which labels are coupled in the end, which the solver makes hold by merges and locks.
+
+    Attributes:
+        rank: those that say what is coupled are solved first, those that only follow it last.
+    """
+
+    rank: ClassVar[int] = 4
+
+    def begin(self, union: LabelUnion, removal: Removal) -> None:
+        """Couple what depends on nothing but the kind of channels that is removed; done once, before all others."""
+
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Make it hold for the classes as they are now, and return the locks to report.
+
+        `whole_heads` is False where positions in all heads are removed.
+        """
+        return ()
+
+
 @dataclass(frozen=True, eq=False)
-class Rectangle:
+class Rectangle(Constraint):
     """A labeled axis was viewed as rows x columns: only whole rows or whole columns can be kept."""
 
     labels: Labels  # (rows, columns)
 
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Keep whole rows if each is one class already (attention heads), else whole columns (channel shuffle)."""
+        roots = union.find(self.labels)
+        if not (roots == roots[:, :1]).all():
+            union.merge(self.labels, self.labels[:1])
+        return []
+
 
 @dataclass(frozen=True, eq=False)
-class EqualParts:
+class EqualParts(Constraint):
     """A labeled axis was cut into equal parts: as many channels must stay in every part."""
 
     labels: Labels  # (parts, size)
 
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Tie labels across parts, as few as it takes: a class that every part holds equally often needs no tie.
+
+        The rest is matched by how often a class occurs, so that classes of one size meet.
+        """
+        roots = union.find(self.labels)
+        parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
+        if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
+            return []
+        common: dict[int, int] = {}
+        for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
+            common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
+        rows = []
+        for values, first, counts in parts:
+            left = [(count - common.get(v, 0), at, v) for v, at, count in
+                    zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
+            left.sort(key=lambda item: (-item[0], item[1]))
+            rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
+        for row in rows[1:]:
+            union.merge(rows[0], row)
+        return []
+
 
 @dataclass(frozen=True, eq=False)
-class Crossed:
+class Crossed(Constraint):
     """Two labeled axes became one: removing from either removes entries, which one label cannot say."""
 
     first: LockRecord
     second: LockRecord
+    rank: ClassVar[int] = 1
+
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Lock the second axis where whole heads are removed, else the first; neither if one is locked already."""
+        both = [self.first, self.second]
+        if not all(union.find(record.labels).any() for record in both):
+            return []
+        union.lock(both[whole_heads].labels)
+        return [] if whole_heads else [both[0]]
 
 
 @dataclass(frozen=True, eq=False)
-class Repeated:
+class Repeated(Constraint):
     """A labeled axis was repeated, as heads of keys are for the query heads that they serve.
 
     Either copies are removed with their source, or the same copies of every source, which stays.
@@ -83,10 +147,19 @@ class Repeated:
     source: Labels
     repeats: Labels
     copies: Labels
+    rank: ClassVar[int] = 0
+
+    def begin(self, union: LabelUnion, removal: Removal) -> None:
+        """Make copies one class with their source, or with the same copies of others, and lock the source."""
+        if removal == Removal.QUERIES:
+            union.merge(self.copies, self.repeats)
+            union.lock(self.source)
+        else:
+            union.merge(self.copies, self.source)
 
 
 @dataclass(frozen=True, eq=False)
-class Flattened:
+class Flattened(Constraint):
     """An axis made of several met one with a label for each entry, as a flattened kernel meets a vector.
 
     Attributes:
@@ -96,10 +169,23 @@ class Flattened:
 
     factors: tuple[Labels, ...]
     whole: Labels
+    rank: ClassVar[int] = 2
+
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Merge the entries with the one axis that loses anything; their place on the others stays, as in a kernel.
+
+        Where several axes could lose entries, nothing tells them apart.
+        """
+        able = [labels for labels in self.factors if union.find(labels).any()]
+        for labels in able:
+            union.merge(labels, self.whole)
+        if not able:
+            union.lock(self.whole)
+        return []
 
 
 @dataclass(frozen=True, eq=False)
-class Nested:
+class Nested(Constraint):
     """A field met another on part of its axes: it has one label along them, or it is coupled with the other.
 
     Query heads, each with one label, leave the table of a rotary embedding as it is, which is then locked.
@@ -113,10 +199,28 @@ class Nested:
     labels: Labels
     part: LockRecord
     matched: bool
+    rank: ClassVar[int] = 2
+
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Leave whole rows as they are, and lock what they met unless it has a partner; otherwise merge whole columns.
+
+        Where what they met is locked, only rows can be removed.
+        """
+        roots = union.find(self.labels)
+        whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
+        free = union.find(self.part.labels).any()
+        if not whole_rows and free:
+            union.merge(self.labels, self.part.labels[None])
+        elif not whole_rows:
+            union.tie(self.labels, [1])
+        elif free and not self.matched:
+            union.lock(self.part.labels)
+            return [self.part]
+        return []
 
 
 @dataclass(frozen=True, eq=False)
-class Contracted:
+class Contracted(Constraint):
     """A field was summed over some of its axes, as queries and keys are over the positions in each head.
 
     Either a head is removed with all its labels and with what is left of it, or a position is removed in all heads.
@@ -132,10 +236,24 @@ class Contracted:
     part: Labels
     zero: bool
     module: str
+    rank: ClassVar[int] = 0
+
+    def begin(self, union: LabelUnion, removal: Removal) -> None:
+        """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left.
+
+        Where all that is left has to stay, as what the model returns does, only positions can be removed.
+        """
+        if removal != Removal.POSITIONS and union.find(self.part).any():
+            union.merge(self.labels, self.part[None])
+        else:
+            union.tie(self.labels, [1])
+            union.lock(self.part)
+            if not self.zero:
+                union.lock(self.labels)
 
 
 @dataclass(frozen=True, eq=False)
-class Normalized:
+class Normalized(Constraint):
     """A field was normalized over one of its axes: whole rows of it are removed, or a position in all rows.
 
     Queries lose whole heads, or positions in all of them; tokens made from one vector lose channels.
@@ -150,9 +268,18 @@ class Normalized:
     rows: Labels
     positions: Labels
 
+    def begin(self, union: LabelUnion, removal: Removal) -> None:
+        """Make a row one class and lock the positions, or a position one class in all rows and lock these."""
+        if removal != Removal.POSITIONS:
+            union.merge(self.labels, self.rows[None])
+            union.lock(self.positions)
+        else:
+            union.merge(self.labels, self.positions[:, None])
+            union.lock(self.rows)
+
 
 @dataclass(frozen=True, eq=False)
-class Padded:
+class Padded(Constraint):
     """Positions were added to every head: they are removed with a whole head, and stay otherwise.
 
     Attributes:
@@ -162,10 +289,20 @@ class Padded:
 
     labels: Labels
     part: Labels
+    rank: ClassVar[int] = 5
+
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Merge what was added to a head with the head where that is removed as a whole, else lock it."""
+        roots = union.find(self.labels)
+        if (roots == roots[:1]).all():
+            union.merge(self.part, self.labels[0])
+        else:
+            union.lock(self.part)
+        return []
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped:
+class Grouped(Constraint):
     """A convolution of few groups with many channels each: it loses whole groups, or a column of every one.
 
     Attributes:
@@ -179,10 +316,22 @@ class Grouped:
     outputs: Labels
     columns: Labels
     module: str
+    rank: ClassVar[int] = 3
+
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Couple whole groups if the channels of each are coupled already, as those of a head, else columns of each."""
+        if any(_in_whole_rows(union.find(labels)) for labels in (self.inputs, self.outputs)):
+            union.tie(self.inputs, [1])
+            union.merge(self.outputs, self.inputs[:, :1])
+            union.lock(self.columns)
+        else:
+            union.merge(self.inputs, self.columns[None])
+            union.tie(self.outputs, [0])
+        return []
 
 
 @dataclass(frozen=True, eq=False)
-class FixedPositions:
+class FixedPositions(Constraint):
     """Channels that stay unless the compact model states which positions an expression takes of a tensor.
 
     An index that the model stores keeps its numbers, and a table that forward computes keeps its size.
@@ -198,21 +347,14 @@ class FixedPositions:
     expression: Expression
     place: CodePlace
     order: Labels
+    rank: ClassVar[int] = 0
 
-
-Constraint = (
-    Rectangle
-    | EqualParts
-    | Crossed
-    | Repeated
-    | Flattened
-    | Nested
-    | Contracted
-    | Normalized
-    | Padded
-    | Grouped
-    | FixedPositions
-)
+    def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
+        """Lock channels whose positions the model's Python fixes."""
+        if not union.find(self.record.labels).any():
+            return []
+        union.lock(self.record.labels)
+        return [self.record]
 
 
 TensorAxis = tuple[str, int]

@@ -1,7 +1,24 @@
 """Label flow: the labels on every tensor of a traced run, and what happens to them where tensors meet.
 
-Every rule is given the one `LabelFlow` of its trace: it reads the fields of what goes into an operator, and sets those
-of what comes out; on the way it merges and locks labels, leaves constraints, and counts multiply-accumulates.
+A tensor has *fields*. A field is an array of labels that broadcasts to the tensor's shape: an entry of the tensor goes
+when its label in any field goes.
+
+    output of a convolution, (N, C, H, W)              one field, (1, C, 1, 1)
+    queries in heads, (N, heads, tokens, positions)    one field, (1, heads, 1, positions), or one on each of these axes
+
+Every rule is given the one `LabelFlow` of its trace. It reads the fields of what goes into an operator and sets those
+of what comes out; on the way it merges and locks labels, leaves constraints, and counts multiply-accumulates:
+
+    a + b     fields on the same axes are merged, label by label; where only one side has labels, the other has a size
+              that no parameter decides, and they are locked (`pointwise`)
+    a @ b     the same in the joint space (m, k, n), then the fields on k are summed over (`contract`)
+
+1. Labels are merged or locked, never taken apart. What can be decided only when it is known which labels are coupled in
+   the end becomes a constraint, such as whether attention loses whole heads or positions in all of them.
+2. `zero` is a promise: where the label is removed, the masked model has exact zeros. Only then may a sum run over it.
+   Who writes to memory takes the promise back for all tensors that share it (`forget_zeros`).
+3. Labels from `first_made` on are of tensors that the forward pass made. They may be merged with any others, and their
+   locks are not reported: no parameter has them.
 """
 
 from __future__ import annotations
