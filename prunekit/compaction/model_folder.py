@@ -28,18 +28,18 @@ from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
-from prunekit.compaction.found_build import found_build
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
-from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
+from prunekit.models.hugging_face import set_noted_config
 from prunekit.models.interface import ModelInterface, attach
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import tensor_problem
-from prunekit.models.zoo import as_build, build_model, from_build
+from prunekit.models.zoo import as_build, build_model, found_build, from_build
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
+from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.context import seeded, set_mode

@@ -17,9 +17,10 @@ from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_short
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
-from prunekit.models.hugging_face import LIBRARY_CONFIG, changed_config
+from prunekit.models.hugging_face import changed_config
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan
+from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.utils.files import StrPath, atomic_file, atomic_folder, folder_at, require_replaceable
 
 require_library("transformers", "hf")

@@ -252,8 +252,6 @@ def _library() -> Any:
 Shapes = Mapping[str, tuple[int, ...]]
 Changes = dict[str, int]
 """Entries of a configuration that differ from the dense model's, those of one inside it by a dotted path."""
-LIBRARY_CONFIG = "library_config"
-"""Key in a plan's provenance and a folder's manifest: the entries of a configuration that say the widths."""
 TRIED = 256
 """The most configurations that are built for one choice of widths."""
 KEYS = 5
@@ -409,7 +407,7 @@ def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
     if note:
         for path, (_, value) in note["config"].items():
             if not (value is None or type(value) is int):
-                raise ValueError(f"{LIBRARY_CONFIG}: {path}: expected a whole number, got {value!r:.99}")
+                raise ValueError(f"library_config: {path}: expected a whole number, got {value!r:.99}")
         inner: Any = model.get_submodule(note["module"])
         set_config(inner, changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()}))
 

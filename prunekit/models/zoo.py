@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,8 +38,9 @@ from prunekit.models.detectors import (
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import SUFFIXES, load_weights
 from prunekit.settings.inputs import Head, ModelSettings
-from prunekit.utils.context import seeded
-from prunekit.utils.inputs import as_example
+from prunekit.utils.context import device_of, seeded, training_mode
+from prunekit.utils.inputs import InputSpec, as_example, call, to_device, zeros_of
+from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory
 
 OptionalZoo = Literal["timm", "hf", "ultralytics"]
@@ -459,3 +460,36 @@ def _last_size(model: nn.Module) -> int | None:
     """Return the first size of the last parameter, which is the number of classes of most classifiers."""
     last = next(reversed([*model.parameters()]), None)
     return None if last is None or not last.dim() else len(last)
+
+
+def found_build(
+    model: nn.Module, shapes: Shapes, specs: Sequence[InputSpec], load: Callable[[dict[str, Any]], nn.Module]
+) -> dict[str, Any] | None:
+    """Return how a zoo builds the dense model, if what is loaded by that equals the compact one; None if no zoo does.
+
+    Equal are the settings of all modules, which show what acts in train mode alone, and the output, to the bit.
+
+    Args:
+        shapes: of the dense model's parameters and buffers, by name.
+    """
+    own: list[Any] = []
+    for settings in zoo_origins(model, shapes):
+        build = as_build(settings)
+        with suppress(Exception):  # of a model's own code: without a build, a folder is loaded by its owner's
+            loaded = load(build)
+            own = own or _described(model, specs)
+            if own == _described(loaded, specs):
+                return build
+    return None
+
+
+def _described(model: nn.Module, specs: Sequence[InputSpec]) -> list[Any]:
+    """Return the settings of all modules, and dtypes and bytes of the output for random input, in eval mode."""
+    modules = [(path, original_of(type(part)).__name__, part.extra_repr()) for path, part in model.named_modules()]
+    example, generator = zeros_of(specs), torch.Generator().manual_seed(0)
+    for tensor in gather(example):
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    with training_mode(model, False), torch.no_grad(), seeded(0):
+        output = gather(call(model, to_device(example, device_of(model))))
+    return [modules, [(one.dtype, one.cpu().contiguous().view(torch.uint8).numpy().tobytes()) for one in output]]

@@ -19,12 +19,13 @@ from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlo
 from prunekit.channels.tracing.kept_state import KeptState
 from prunekit.errors import cut_short
 from prunekit.models.bitmask import unpack_bits
-from prunekit.models.hugging_face import LIBRARY_CONFIG
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.outputs import ReadOutputs
 
 FORMAT, PACKED_FORMAT = 1, 2
 """Formats of the files: the second packs masks of single weights, which older versions must not read as the first."""
+LIBRARY_CONFIG = "library_config"
+"""Key in a plan's provenance: the entries of a configuration of transformers that say the widths."""
 MOST_COLUMNS = 4
 """Columns of joint labels, see `ChannelMap.joint`."""
 _Text = Annotated[str, Strict()]

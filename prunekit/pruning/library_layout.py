@@ -21,15 +21,9 @@ from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.hooks.model_copy import copied
 from prunekit.masks.weight_masks import WeightMasks
-from prunekit.models.hugging_face import (
-    LIBRARY_CONFIG,
-    Changes,
-    ConfigSearch,
-    library_model,
-    quiet_library,
-    shapes_of,
-)
+from prunekit.models.hugging_face import Changes, ConfigSearch, library_model, quiet_library, shapes_of
 from prunekit.planning.plan import Plan
+from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors

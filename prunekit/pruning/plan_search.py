@@ -28,11 +28,12 @@ from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.model_size import count_memory
-from prunekit.models.hugging_face import LIBRARY_CONFIG, set_noted_config
+from prunekit.models.hugging_face import set_noted_config
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
+from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import plural

@@ -19,9 +19,10 @@ from torch import nn
 import prunekit as pk
 from prunekit.channels.labels.equal_widths import EqualWidths
 from prunekit.errors import SettingsError, UsageError
-from prunekit.models.hugging_face import LIBRARY_CONFIG, ConfigSearch, shapes_of
+from prunekit.models.hugging_face import ConfigSearch, shapes_of
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.solver import make_plan
+from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.utils.tensors import gather
 

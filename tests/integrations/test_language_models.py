@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.errors import UsageError
-from prunekit.models.hugging_face import LIBRARY_CONFIG
+from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.training.memory_shortage import gradient_checkpointing
 
 pytest.importorskip("transformers")
