@@ -20,12 +20,13 @@ from prunekit.backends.files.export_source import ExportOptions
 from prunekit.compaction.model_folder import ModelWithPlan, save
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.analyses.profile import ProfileRun, profile_job
-from prunekit.jobs.analyses.sensitivity import SensitivityRun, analyze
+from prunekit.jobs.analyses.profile import profile_job
+from prunekit.jobs.analyses.sensitivity import Sensitivity, analyze
 from prunekit.jobs.export.export_model import Exported, ExportRequest, require_exportable
 from prunekit.jobs.export.quantize_export import export_target
 from prunekit.jobs.finetune import RunResult, prune_job
 from prunekit.jobs.finetune import finetune as run_finetuning
+from prunekit.jobs.run.run_folder import AnalysisRun
 from prunekit.jobs.run.subject import RECIPE_ONLY, Own, Subject
 from prunekit.jobs.run.subject_sources import folder_model
 from prunekit.jobs.stages.calibration_stage import CalibrationResult
@@ -34,9 +35,9 @@ from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.effort import Effort
 from prunekit.models.interface import attached
 from prunekit.modes.public_call import public_call
+from prunekit.pruning.profiling import Profile
+from prunekit.recipe.loading import Overrides, as_texts, own_overrides, with_overrides
 from prunekit.recipe.loading import load as load_recipe
-from prunekit.recipe.loading import own_overrides, with_overrides
-from prunekit.recipe.overrides import Overrides, as_texts
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import StrPath
@@ -177,7 +178,7 @@ def sensitivity(
     allow_code: bool = False,
     log: Log = stage,
     progress: bool | None = None,
-) -> SensitivityRun:
+) -> AnalysisRun[Sensitivity]:
     """Measure what a recipe's dense model loses by each number of kept channels, as `prunekit sensitivity` does.
 
     For a model at hand see `prunekit.sensitivity`.
@@ -200,7 +201,7 @@ def profile(
     allow_code: bool = False,
     log: Log = stage,
     progress: bool | None = None,
-) -> ProfileRun:
+) -> AnalysisRun[Profile]:
     """Measure the latency of each layer of a recipe's dense model by its widths, as `prunekit profile` does.
 
     For a model at hand see `prunekit.profile`.

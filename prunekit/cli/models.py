@@ -130,15 +130,18 @@ def _resolve(
 def _job(recipe: str, overrides: Sequence[str], options: ModelOptions) -> JobSettings:
     if options.zoo is not None:
         raise UsageError(f"--zoo goes with the name of a model, and {recipe} is a recipe: set model.zoo={options.zoo}")
-    code = {"factory": options.factory, "data": options.data, "task": options.task}
-    return job_to_read(recipe, overrides, options, **code, seed=options.seed)
+    return job_to_read(recipe, overrides, options)
 
 
-def job_to_read(recipe: str, overrides: Sequence[str], options: ModelOptions, **given: Any) -> JobSettings:
-    """Return the job of a recipe for a command that runs only parts of it.
+def job_to_read(
+    recipe: str, overrides: Sequence[str], options: ModelOptions, *, whole: bool = True, **given: Any
+) -> JobSettings:
+    """Return the job of a recipe for a command that runs only parts of it; `whole`: its model is used, not only data.
 
     Code that is not allowed is then an error only if it is about to run.
     """
+    given = {"factory": options.factory if whole else None, "data": options.data, "task": options.task, **given}
+    given.setdefault("seed", options.seed)
     return load_job(recipe, overrides, **given, allow_code=options.allow_code, runs_code=False)
 
 
@@ -167,15 +170,6 @@ def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None
         raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")
 
 
-def job_of_data(
-    recipe: str, overrides: Sequence[str], options: ModelOptions, *, whole: bool, device: str | None = None
-) -> JobSettings:
-    """Return the job of the recipe whose images a command uses; `whole`: its model is used as well."""
-    factory = options.factory if whole else None
-    code = {"factory": factory, "data": options.data, "task": options.task}
-    return job_to_read(recipe, overrides, options, **code, device=device, seed=options.seed)
-
-
 def model_or_trained(
     targets: Sequence[str], job: JobSettings | None, options: ModelOptions, console: Console
 ) -> Subject:
@@ -184,6 +178,11 @@ def model_or_trained(
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
+    return trained(job, options, console)
+
+
+def trained(job: JobSettings, options: ModelOptions, console: Console) -> Subject:
+    """Return a job's dense model, trained first where it has no weights."""
     from prunekit.jobs.run.dense_model import trained_subject
     from prunekit.jobs.run.subject import Own
 
@@ -260,8 +259,7 @@ def find_model_pair(
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
     recipe = recipe_of_run(folder)
     refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
-    given = {"data": options.data, "task": options.task}
-    job = None if recipe is None else job_to_read(str(recipe), overrides, options, **given)
+    job = None if recipe is None else job_to_read(str(recipe), overrides, options, whole=False, seed=None)
     if of_classes:
         require_class_scores(job, of_classes)
     found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)
@@ -287,20 +285,16 @@ def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
 def _single(
     names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console, of_classes: str
 ) -> ModelPair:
-    from prunekit.jobs.run.dense_model import trained_subject
     from prunekit.jobs.run.model_pair import require_class_scores, single_model
     from prunekit.jobs.run.subject import Own
 
     if len(names) != 1 or not is_recipe(names[0]):
         found = single_model(one_target(names, overrides, options, needs_module="look into"))
     else:
-        code = {"factory": options.factory, "data": options.data, "task": options.task}
-        job = job_to_read(names[0], overrides, options, **code, seed=options.seed)
+        job = job_to_read(names[0], overrides, options)
         if of_classes:
             require_class_scores(job, of_classes)
-        own = Own(options.factory, options.data)
-        target = trained_subject(job, log=console.log, progress=console.progress, own=own)
-        found = single_model(target, job, own)
+        found = single_model(trained(job, options, console), job, Own(options.factory, options.data))
     for note in found.notes:
         console.log(note)
     return found

@@ -30,6 +30,7 @@ from prunekit.distributed.process_group import (
     wait_for_all,
 )
 from prunekit.hooks.model_copy import copied
+from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.run.dense_model import save_weights, train_baseline
 from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
@@ -38,11 +39,9 @@ from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised,
 from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.tables import (
     COUPLING_COLUMNS,
-    CURVE_COLUMNS,
     LOCK_COLUMNS,
     SCORE_COLUMNS,
     coupling_rows,
-    curve_rows,
     layer_rows,
     lock_rows,
     score_rows,

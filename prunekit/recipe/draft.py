@@ -27,8 +27,7 @@ from prunekit.jobs.run.subject import Own
 from prunekit.models.hugging_face import CONFIG, head_of
 from prunekit.models.zoo import ZOOS, has_weights, image_shape, missing_weights, zoo_names
 from prunekit.planning.solver import feasible_plan
-from prunekit.recipe.loading import load
-from prunekit.recipe.overrides import apply_override
+from prunekit.recipe.loading import apply_override, load
 from prunekit.recipe.reference import find, flow
 from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings

@@ -110,3 +110,14 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}" if value else "an empty list"
     return cut_short(repr(value) if isinstance(value, str) else json.dumps(value))
+
+
+def split_key(key: str) -> KeyPath:
+    """Return the key path of a dotted key."""
+    path: tuple[str, ...] = ()
+    while key:
+        if is_open_mapping(path):
+            return (*path, key)
+        head, dot, key = key.partition(".")
+        path = (*path, head, "") if dot and not key else (*path, head)
+    return path or ("",)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -16,10 +17,9 @@ from prunekit.errors import RecipeError, UsageError, nearest
 from prunekit.reading.text_files import read_text
 from prunekit.reading.yaml_files import MOST_BYTES
 from prunekit.recipe.consistency import Finding, consistency
-from prunekit.recipe.keys import allows, choices, describe, hint_at, key_path, keys_of, show
-from prunekit.recipe.overrides import Overrides, apply_override, as_texts
+from prunekit.recipe.keys import allows, choices, describe, hint_at, key_path, keys_of, show, split_key
 from prunekit.recipe.yaml_positions import Document, KeyPath, Origin, Problem, parse
-from prunekit.settings.job import JobSettings, dump
+from prunekit.settings.job import JobSettings, dump, yaml_value
 from prunekit.settings.pruning import facts_without_code, other_budgets
 from prunekit.utils.files import StrPath
 from prunekit.utils.registry import MappingKey, registered_names, replaced_at
@@ -277,3 +277,76 @@ def _error(problems: Iterable[Problem], name: str) -> RecipeError:
     lines = list(map(str, ordered))
     count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
     return RecipeError("\n".join([f"{name}: {count} in the recipe", *lines]))
+
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`a.b=value` each, the value in YAML, where later ones win; or values by dotted key."""
+MOST_PARTS = 32
+"""Parts of a key: how deep an override may reach."""
+
+
+def apply_override(document: Document, override: str) -> Document:
+    """Return a new document with one override applied.
+
+    Args:
+        override: `a.b=value`; the value is YAML (`null` unsets a key), and below a mapping with free keys, such as
+            `prune.ratios`, the rest of the key is one name, which may contain dots.
+    """
+    origin = Origin(f"override {override!r}")
+    key, equals, text = override.partition("=")
+    path = split_key(key.strip())
+    if not equals or not all(path):
+        return _with_problem(document, Problem(origin, (), "expected key=value, such as prune.budget.macs=0.4"))
+    if len(path) > MOST_PARTS:
+        return _with_problem(document, Problem(origin, (), f"expected a key of at most {MOST_PARTS} parts"))
+    value = parse(text, origin)
+    if value.problems:
+        return _with_problem(document, *(Problem(origin, path, problem.text) for problem in value.problems))
+    return _put(document, path, value)
+
+
+def as_texts(overrides: Overrides) -> list[str]:
+    """Return overrides as `key=value`; raise UsageError if a recipe cannot hold a value."""
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    try:
+        return [f"{key}={json.dumps(yaml_value(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
+    except RecursionError as error:
+        raise UsageError("overrides: expected plain values, got lists or mappings that are very deep") from error
+
+
+def _put(document: Document, path: KeyPath, value: Document) -> Document:
+    values = copy.deepcopy(document.values)
+    target: Any = values
+    created: dict[KeyPath, Origin] = {}
+    for depth, key in enumerate(path[:-1], start=1):
+        if target.get(key) is None:
+            target[key] = {}
+            created[path[:depth]] = value.places[()]
+        if not isinstance(target[key], dict):
+            return _with_problem(document, _not_a_mapping(value.places[()], path[:depth], path))
+        target = target[key]
+    target[path[-1]] = value.values
+    return Document(
+        values,
+        _replaced(document.keys, path, {(): value.places[()], **value.keys}),
+        _replaced({**document.places, **created}, path, value.places),
+        document.problems,
+    )
+
+
+def _replaced(
+    origins: Mapping[KeyPath, Origin], path: KeyPath, new: Mapping[KeyPath, Origin]
+) -> Mapping[KeyPath, Origin]:
+    """Return the origins with everything at and below `path` replaced by that of the override."""
+    kept = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
+    return kept | {(*path, *key): origin for key, origin in new.items()}
+
+
+def _not_a_mapping(origin: Origin, parent: KeyPath, path: KeyPath) -> Problem:
+    name = ".".join(map(str, parent))
+    return Problem(origin, path, f"expected {name} to be a mapping, but it holds a value; set {name} itself")
+
+
+def _with_problem(document: Document, *problems: Problem) -> Document:
+    return Document(document.values, document.keys, document.places, (*document.problems, *problems))

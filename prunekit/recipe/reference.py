@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.errors import UsageError, nearest
-from prunekit.recipe.keys import beside_of, describe, own_keys
-from prunekit.recipe.overrides import split_key
+from prunekit.recipe.keys import beside_of, describe, own_keys, split_key
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.job import JobSettings, yaml_value
 from prunekit.utils.files import write_text

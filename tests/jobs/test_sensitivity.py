@@ -19,9 +19,8 @@ import prunekit
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.jobs.analyses.sensitivity import analyze
+from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, analyze
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.run.tables import CURVE_COLUMNS
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import keep_in_group
 from prunekit.report.pages.run_page import write_report

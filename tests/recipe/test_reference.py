@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 
 from prunekit.cli import cli
-from prunekit.recipe.loading import INSTALLED, load
-from prunekit.recipe.overrides import apply_override
+from prunekit.recipe.loading import INSTALLED, apply_override, load
 from prunekit.recipe.reference import EXAMPLES, PAGE, SCHEMA, RecipeKey, all_keys, flow, json_schema, page, schema_text
 from prunekit.recipe.yaml_positions import Document
 from prunekit.settings.job import JobSettings

@@ -16,8 +16,6 @@ from prunekit.errors import nearest
 from prunekit.known_names import RUNTIMES, DtypeName, MemoryFormat
 
 ParseOption = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
-WHERE = ("device", "runtime", "batch", "threads")
-TIMES = ("median_ms", "p10_ms", "p90_ms", "p99_ms")
 
 
 def _counts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:

@@ -53,9 +53,7 @@ def diagnose_command(
     data_recipe = recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     whole = any(map(is_recipe, targets))
-    code = {"factory": given.factory if whole else None, "data": given.data, "task": given.task}
-    where = {"device": device, "seed": given.seed}
-    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, **code, **where)
+    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, whole=whole, device=device)
     from prunekit.jobs.analyses.diagnose import diagnose_target, first_training
     from prunekit.jobs.run.subject import Own
     from prunekit.settings.inputs import DataSettings

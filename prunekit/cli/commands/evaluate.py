@@ -10,7 +10,7 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
-    job_of_data,
+    job_to_read,
     model_command,
     model_or_trained,
     recipe_of_data,
@@ -47,7 +47,7 @@ def evaluate_command(
     data_recipe = None if given.labeled_images else recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else job_of_data(data_recipe, overrides, given, whole=whole, device=device)
+    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, whole=whole, device=device)
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.analyses.evaluate import evaluate as measure
     from prunekit.jobs.run.job_subject import dense_of

@@ -10,7 +10,7 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
-    job_of_data,
+    job_to_read,
     model_or_trained,
     recipe_of_data,
     refuse_idle_overrides,
@@ -86,7 +86,7 @@ def export_command(
     if max_drop is not None and not int8:
         raise UsageError("--max-drop goes with --int8")
     whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else job_of_data(data_recipe, overrides, options, whole=whole)
+    job = None if data_recipe is None else job_to_read(data_recipe, overrides, options, whole=whole)
     from prunekit.backends.files.export_source import ExportOptions
     from prunekit.jobs.export.export_model import ExportRequest, require_exportable
     from prunekit.jobs.export.quantize_export import export_target, require_quantizable

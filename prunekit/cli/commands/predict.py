@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import ModelOptions, job_to_read, model_command, one_target, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, job_to_read, model_command, one_target, refuse_idle_overrides, trained
 from prunekit.cli.options import is_recipe
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
@@ -58,13 +58,7 @@ def _target(model: str, given: ModelOptions, console: Console) -> Subject:
     from dataclasses import replace
 
     if is_recipe(model):
-        from prunekit.jobs.run.dense_model import trained_subject
-        from prunekit.jobs.run.subject import Own
-
-        code = {"factory": given.factory, "data": given.data, "task": given.task}
-        job = job_to_read(model, [], given, **code, seed=given.seed)
-        own = Own(given.factory, given.data)
-        return trained_subject(job, log=console.log, progress=console.progress, own=own)
+        return trained(job_to_read(model, [], given), given, console)
     target = one_target([model], [], given)
     if given.task is None or target.interface is None:
         return target

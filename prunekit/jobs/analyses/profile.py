@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.resume import run_recipe
-from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
+from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
 from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.measure.effort import Effort
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
@@ -25,22 +21,6 @@ LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes
 NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")
 
 
-@dataclass(frozen=True)
-class ProfileRun:
-    """A finished profile.
-
-    Attributes:
-        folder: with `profile.json`, `profile.csv` (layers), `networks.csv` (predictions), `fits.json` (times of layers
-            with their fits), and the result of `finish`.
-        result: the profile.
-        metrics: what `profile.json` holds.
-    """
-
-    folder: Path
-    result: Profile
-    metrics: dict[str, Any]
-
-
 def profile_job(
     job: JobSettings,
     *,
@@ -49,7 +29,7 @@ def profile_job(
     log: Log = stage,
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
-) -> ProfileRun:
+) -> AnalysisRun[Profile]:
     """Profile a job's dense model, which need not be trained, on the job's `prune.target`."""
     require_report()
     layer_setting(job.prune.target)  # raises if the runtime is missing
@@ -79,4 +59,4 @@ def profile_job(
         write_csv(run.path / "networks.csv", [found.row() for found in result.predictions], NETWORK_COLUMNS)
         write_json(run.path / "fits.json", {"layers": result.fits(prepared.model)})
         write_json(run.path / "profile.json", metrics)
-    return ProfileRun(run.path, result, metrics)
+    return AnalysisRun(run.path, result, metrics)

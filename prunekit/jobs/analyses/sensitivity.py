@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.dense_model import train_baseline
 from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.run.resume import run_recipe
-from prunekit.jobs.run.run_folder import Finish, environment, run_folder, write_report
+from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
 from prunekit.jobs.run.subject import RECIPE_ONLY, Own
-from prunekit.jobs.run.tables import CURVE_COLUMNS, curve_rows
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.modes.public_call import public_call
 from prunekit.planning.feasibility import chosen_groups
@@ -267,21 +265,6 @@ def _order(
     return group.labels[np.argsort(scores, kind="stable")]
 
 
-@dataclass(frozen=True, eq=False)
-class SensitivityRun:
-    """A finished sensitivity analysis of a job.
-
-    Attributes:
-        folder: with `sensitivity.csv`, `sensitivity.json` and the result of `finish`.
-        result: the curves.
-        metrics: what `sensitivity.json` holds.
-    """
-
-    folder: Path
-    result: Sensitivity
-    metrics: dict[str, Any]
-
-
 def analyze(
     job: JobSettings,
     *,
@@ -291,7 +274,7 @@ def analyze(
     progress: bool | None = None,
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
-) -> SensitivityRun:
+) -> AnalysisRun[Sensitivity]:
     """Analyze the sensitivity of a job's dense model, which is trained first if it has no weights; see `sensitivity`.
 
     Args:
@@ -317,7 +300,7 @@ def analyze(
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
             run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
-    return SensitivityRun(run.path, result, metrics)
+    return AnalysisRun(run.path, result, metrics)
 
 
 def _validation(prepared: JobSubject) -> Batches:
@@ -348,3 +331,48 @@ def _metrics(prepared: JobSubject, images: int, result: Sensitivity, labeled: Ba
         "measured": {name: [point.row() for point in found] for name, found in result.measured.items()},
         "environment": environment(),
     }
+
+
+CURVE_COLUMNS = (
+    "group",
+    "module",
+    "kept",
+    "channels",
+    "macs_saved",
+    "error_fast",
+    "error_total",
+    "error_measured",
+    "kl",
+    "loss",
+)
+"""Columns of `curve_rows`, which the scores of a task follow where they were measured."""
+
+
+def curve_rows(
+    channel_map: ChannelMap,
+    curves: Mapping[str, SensitivityCurve],
+    measured: Mapping[str, Sequence[MeasuredPoint]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return MACs saved and errors of each group with a curve, for each number of kept labels, from all to one.
+
+    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, weighted by
+    their gains, after the kept weights are fitted again. The other errors are of the masked model's output; None if
+    not measured. `loss` and the scores of the task, by name, are those of the masked model.
+    """
+    rows, dense = [], channel_map.macs()
+    for group in channel_map.groups:
+        curve, points = curves.get(group.name), {point.kept: point for point in (measured or {}).get(group.name, ())}
+        for kept in range(group.labels.size, 0, -1) if curve is not None else sorted(points, reverse=True):
+            order = group.labels if curve is None else curve.labels  # MACs depend on the number alone
+            point = points.get(kept)
+            row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
+            row |= {"macs_saved": dense - channel_map.macs(keep_in_group(channel_map, order, kept))}
+            row |= {"error_fast": None if curve is None else curve.share_at(kept)}
+            row |= {"error_total": None if curve is None else curve.error_at(kept)}
+            row |= {"error_measured": None if point is None else point.error}
+            rows.append(
+                row
+                | {name: getattr(point, name, None) for name in ("kl", "loss")}
+                | (dict(point.scores) if point else {})
+            )
+    return rows

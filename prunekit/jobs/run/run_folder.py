@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 import psutil
 import torch
@@ -32,6 +32,7 @@ from prunekit.utils.files import atomic_file, remove_leftovers, write_json, writ
 from prunekit.utils.progress import Log
 
 T = TypeVar("T")
+Found = TypeVar("Found")
 Finish = Callable[[Path], object]
 
 
@@ -54,6 +55,21 @@ def as_raised() -> Iterator[None]:
         yield
     except StoppedByCaller as stopped:
         raise stopped.error from None
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysisRun(Generic[Found]):
+    """A finished analysis of a job.
+
+    Attributes:
+        folder: with the tables of the analysis, its JSON, and the result of `finish`.
+        result: the analysis.
+        metrics: what its JSON file holds.
+    """
+
+    folder: Path
+    result: Found
+    metrics: dict[str, Any]
 
 
 RESUME = "resume"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
-from prunekit.planning.sensitivity_curves import MeasuredPoint, SensitivityCurve, keep_in_group
-from prunekit.training.callbacks.history import ClampRow, EpochRow
 
 SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))
 
@@ -79,74 +75,9 @@ def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-CURVE_COLUMNS = (
-    "group",
-    "module",
-    "kept",
-    "channels",
-    "macs_saved",
-    "error_fast",
-    "error_total",
-    "error_measured",
-    "kl",
-    "loss",
-)
-"""Columns of `curve_rows`, which the scores of a task follow where they were measured."""
-
-
-def curve_rows(
-    channel_map: ChannelMap,
-    curves: Mapping[str, SensitivityCurve],
-    measured: Mapping[str, Sequence[MeasuredPoint]] | None = None,
-) -> list[dict[str, Any]]:
-    """Return MACs saved and errors of each group with a curve, for each number of kept labels, from all to one.
-
-    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, weighted by
-    their gains, after the kept weights are fitted again. The other errors are of the masked model's output; None if
-    not measured. `loss` and the scores of the task, by name, are those of the masked model.
-    """
-    rows, dense = [], channel_map.macs()
-    for group in channel_map.groups:
-        curve, points = curves.get(group.name), {point.kept: point for point in (measured or {}).get(group.name, ())}
-        for kept in range(group.labels.size, 0, -1) if curve is not None else sorted(points, reverse=True):
-            order = group.labels if curve is None else curve.labels  # MACs depend on the number alone
-            point = points.get(kept)
-            row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
-            row |= {"macs_saved": dense - channel_map.macs(keep_in_group(channel_map, order, kept))}
-            row |= {"error_fast": None if curve is None else curve.share_at(kept)}
-            row |= {"error_total": None if curve is None else curve.error_at(kept)}
-            row |= {"error_measured": None if point is None else point.error}
-            rows.append(row | {name: getattr(point, name, None) for name in ("kl", "loss")} | _scores(point))
-    return rows
-
-
-def _scores(point: MeasuredPoint | None) -> dict[str, float]:
-    return {} if point is None else dict(point.scores)
-
-
 def lock_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return every lock with its module, operator and reason."""
     return [asdict(lock) for lock in plan.channel_map.locks]
-
-
-def history_rows(run: str, rows: tuple[EpochRow, ...]) -> list[dict[str, Any]]:
-    """Return a row for each epoch of a training."""
-    return [{"run": run, **row.figures()} for row in rows]
-
-
-def clamp_rows(run: str, rows: tuple[ClampRow, ...]) -> list[dict[str, Any]]:
-    """Return a row for each module whose gradients a training clamped."""
-    return [{"run": run, **asdict(row)} for row in rows]
-
-
-def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each training and clamp, the row of the module whose gradients were clamped most."""
-    most: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        key = row["run"], row["clamp"]
-        if key not in most or row["share"] > most[key]["share"]:
-            most[key] = row
-    return list(most.values())
 
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
@@ -20,7 +20,6 @@ from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.dense_model import Baseline
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
-from prunekit.jobs.run.tables import clamp_rows, clamp_summary, history_rows
 from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.tensorboard_log import watched_before, watching
 from prunekit.masks.activation_masks import ActivationMasks
@@ -194,10 +193,10 @@ class Trainings:
         if skipped:
             why = "overflowing float16 gradients, or batches without images"
             self._log(f"{training_name(name)}: steps skipped: {skipped} ({why})")
-        self._clamps += clamp_rows(name, clamps)
+        self._clamps += [{"run": name, **asdict(row)} for row in clamps]
         if self._clamps:
             write_csv(self._run.path / "clamps.csv", self._clamps)
-        self._history += history_rows(name, rows)
+        self._history += [{"run": name, **row.figures()} for row in rows]
         score = self._prepared.splits.task.main.name
         write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
 
@@ -390,3 +389,13 @@ def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
         for row in measured["layers"]
         if target is not None and abs(row["sparsity"] - target) > TOLERANCE
     ]
+
+
+def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each training and clamp, the row of the module whose gradients were clamped most."""
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["run"], row["clamp"]
+        if key not in most or row["share"] > most[key]["share"]:
+            most[key] = row
+    return list(most.values())
