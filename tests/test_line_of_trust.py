@@ -119,6 +119,7 @@ def test_no_text_of_a_model_folder_runs_code(ran: Callable[[], bool], file: str)
             assert not ran(), f"{file}: {path}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_text_of_a_run_runs_code(ran: Callable[[], bool], tmp_path: Path, name: str) -> None:
     folder = write_run(tmp_path / "run", only=())
@@ -273,6 +274,7 @@ def running(node: ast.AST, name: str = "") -> Iterator[str]:
         yield from running(child, inner)
 
 
+@pytest.mark.slow
 def test_every_way_from_text_to_code_is_known() -> None:
     root = Path(pk.__file__).parent
     found = {

@@ -190,6 +190,7 @@ def test_masked_training_never_waits_and_the_compact_model_is_there_too(tmp_path
     assert same_weights(expected, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masks", "weight clamps", "activation clamps", "activation masks", "sparsity"])
 def test_hooks_do_not_wait_in_a_step(kind: str, device: Device) -> None:
     model, (x, y) = build().cuda(), (tensor.cuda() for tensor in data())
@@ -315,6 +316,7 @@ def planned_macs(tmp_path: Path, device: str) -> int:
     return int(dry_run(settings, log=lambda line: None)["macs_after"])
 
 
+@pytest.mark.slow
 def test_a_job_plans_by_statistics_on_the_device_with_its_model_on_the_cpu(tmp_path: Path) -> None:
     expected = planned_macs(tmp_path, "cpu")
     with claimed_cuda():

@@ -74,6 +74,7 @@ def test_unknown_names_and_arguments_are_named() -> None:
         build("yolov8n", "ultralytics", width=2)
 
 
+@pytest.mark.slow
 def test_weights_are_read_from_every_form(tmp_path: Path) -> None:
     source = build("yolov8n", "ultralytics")
     for buffer in source.buffers():

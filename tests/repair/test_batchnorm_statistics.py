@@ -49,6 +49,7 @@ def test_float32_keeps_a_small_variance_beside_a_large_mean() -> None:
     torch.testing.assert_close(model.running_var.double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_deep_layers_pool_what_reaches_them() -> None:
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=4).double()

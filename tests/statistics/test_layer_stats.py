@@ -46,6 +46,7 @@ def assert_equals_reference(stats: LayerStats, values: np.ndarray, rtol: float =
         np.testing.assert_allclose(getattr(stats, name), expected, rtol=rtol, atol=1e-14, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "axis"),

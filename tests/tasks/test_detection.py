@@ -76,6 +76,7 @@ def test_a_detector_computes_its_loss_and_finds_boxes(name: str, zoo: str) -> No
             assert 4 < each["boxes"].max() < 640
 
 
+@pytest.mark.slow
 def test_ultralytics_detections_are_decoded_in_pixels() -> None:
     model: Any = net("yolov8n", "ultralytics").eval()
     raw = torch.zeros(1, 7, 3)  # x, y, width, height and the scores of three classes, of three places

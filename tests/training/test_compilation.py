@@ -127,6 +127,7 @@ class Roots(nn.Module):
         return self.last(self.second(self.first(x).relu()).abs().sqrt().mean((2, 3)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_what_comes_back_through_pruned_channels_is_masked_in_the_graph() -> None:
     torch.manual_seed(0)
     model, x = Roots().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)

@@ -203,6 +203,7 @@ def test_a_pattern_is_exact_in_what_the_last_channels_leave() -> None:
         assert int(groups.sum(2).max()) == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_model_follows_its_pattern() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
