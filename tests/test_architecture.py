@@ -69,11 +69,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "training": ("callbacks", "."),
 }
 """The folders of each room, in which imports go from the later to the earlier; "." are the room's own files."""
-STILL_UPWARD: set[tuple[str, str]] = {}
-"""Folders that still import from a later one of their room, and rooms from a higher one.
-
-May only shrink: a pair that no import needs fails the test too.
-"""
 FORBIDDEN = {
     "planning": {"yaml", "ruamel", "click"},
     "training": {"yaml", "ruamel", "click"},
@@ -139,7 +134,6 @@ def folder(path: Path) -> str:
 @pytest.mark.slow
 def test_imports_go_down_only() -> None:
     wrong = []
-    upward = set()
     for path in MODULES:
         here = room(path)
         for name in imported(path):
@@ -152,12 +146,8 @@ def test_imports_go_down_only() -> None:
             if there in {here, "", "__version__"} or there not in FLOORS:  # names of the package itself
                 continue
             if FLOORS[there] >= FLOORS[here] and (here, there) not in WITHIN:
-                upward.add((here, there))
-                if (here, there) in STILL_UPWARD:
-                    continue
                 wrong.append(f"{path}: {here} (floor {FLOORS[here]}) imports {name} (floor {FLOORS[there]})")
     assert wrong == []
-    assert upward == {pair for pair in STILL_UPWARD if set(pair) <= set(FLOORS)}, "take off the list what goes down"
 
 
 def test_every_room_has_a_floor() -> None:
@@ -165,16 +155,13 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_imports_go_down_only_inside_rooms() -> None:
-    upward: dict[tuple[str, str], list[str]] = {}
+    wrong = []
     for path in MODULES:
         for other in imported_files(path):
             here, there, order = folder(path), folder(other), FOLDERS.get(room(path), (".",))
             if room(path) == room(other) and order.index(there) > order.index(here):
-                pair = f"{room(path)}/{here}".removesuffix("/."), f"{room(other)}/{there}".removesuffix("/.")
-                upward.setdefault(pair, []).append(f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)}")
-    assert {pair: lines for pair, lines in upward.items() if pair not in STILL_UPWARD} == {}
-    still = {pair for pair in STILL_UPWARD if pair[0].split("/")[0] == pair[1].split("/")[0]}
-    assert set(upward) == still, "take off the list what goes down by now"
+                wrong.append(f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)}")
+    assert wrong == []
 
 
 def test_every_folder_of_a_room_has_its_place() -> None:
