@@ -158,7 +158,7 @@ def eliminations(
 
 
 def _read_columns(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> Hashable:
-    """Return which of a group's channels each layer reads where, whatever their labels are."""
+    """Return a key of the columns at which each layer reads which of a group's channels; it names no labels."""
     found = []
     for moments, labels in _layers_reading(group, channel_map, stats):
         at = np.searchsorted(group.labels, labels).clip(max=group.labels.size - 1)

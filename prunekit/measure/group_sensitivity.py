@@ -310,7 +310,7 @@ class Quality:
 
     Attributes:
         task: whose loss and scores are measured; None: the cross entropy and top-1 of class scores (B, classes).
-        loss: in place of the task's; None: that.
+        loss: that is measured; None for the task's.
     """
 
     task: Task | None = None

@@ -32,7 +32,7 @@ class SampleRequest:
         channels: of its input whose patches are sampled; None: no patches.
         centers: whether the whole input is sampled at the centers of the patches.
         outputs: whether the layer's output is sampled.
-        source: request for the layer before, and for this layer's outputs in the same windows; None: neither.
+        source: request for the layer before, and for this layer's outputs in the same windows; None if neither is sampled.
         calls: of the layer's weight in the pass; empty: the layer's own.
     """
 
@@ -344,7 +344,7 @@ class LayerPass(ResumableRun):
         return sample_rows(sample.total, count, self._seed(sample), among)
 
     def _seed(self, sample: _CallSample) -> int:
-        """Return a seed that is the same for a call in both models, whatever calls came before it."""
+        """Return the seed of a call, by its number and its batch, so that both models sample the same positions."""
         assert self._batch is not None
         return sample.request.layer.call + 100_003 * self._batch.number + 1_000_003 * sample.number
 
@@ -512,7 +512,7 @@ class SampleWindows:
         """Draw samples and windows in them; the size does not depend on the number of images.
 
         Args:
-            among: (N,) samples that may be drawn; None: all.
+            among: (N,) samples that may be drawn; None if all may.
         """
         made = first.spatial(inputs)
         outputs = second.spatial_of(made)

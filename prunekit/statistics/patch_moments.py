@@ -135,7 +135,7 @@ class _Reading:
     """Patches that some layers of a pass read of one tensor, in the same way and at the same positions.
 
     Attributes:
-        key: of the tensor and of how it is read; None: like no other.
+        key: the same for layers that read one tensor in one way; None if the matrix is this layer's alone.
         patches: (rows, columns) for each group, or matrix of a stack.
         factors: of each position; None: 1.
         readers: the layers, by their uses of weights.
@@ -315,7 +315,7 @@ class _Collector(LayerFinder):
         return [read(geometry.channels(inputs, group), self._rows[place], spatial) for group in groups]
 
     def _add_reading(self, following: _Reading | None = None) -> None:
-        """Add the last reading to the sums of its readers, as no other layer has it, and keep the one that follows."""
+        """Add the last reading to the sums of its readers, now that all are known, and keep the one that follows."""
         reading, self._reading = self._reading, following
         if reading is None:
             return
@@ -391,7 +391,7 @@ def _summed(patch: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def _way_of_reading(layer: LayerCall, width: int) -> Hashable:
-    """Return the same for layers that read one tensor alike, and so have one Gram matrix; None: as no other does."""
+    """Return a key that layers with one Gram matrix share; None for a layer whose matrix is its own."""
     if layer.read is None or layer.calls > 1 or layer.row_norm is not None or layer.stack:
         return None
     return layer.read, layer.geometry, layer.rows, width

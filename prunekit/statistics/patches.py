@@ -49,7 +49,7 @@ class PatchGeometry:
         return output.numel() // output.shape[self._axis]
 
     def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
-        """Return the rows of an output that are not padding, (N,), ascending; None: all.
+        """Return the rows of an output that are not padding, (N,), ascending; None if none is padding.
 
         Args:
             positions: shape of its rows: (B, T, ...) of tokens or of a convolution along them.

@@ -142,7 +142,7 @@ class ResumableRun(CallInterceptor):
         lifetimes: of the tensors of a pass, from `learn`.
         opaque: whether the running pass did something that can't be resumed from a saved state: memory was made or
             written to without torch's functions, or gradients or transforms of functions were taken.
-        expected: names of all calls of a pass; None: any.
+        expected: names of the calls that a pass must make; None while any are allowed.
         first_reads: the number of the first call that reads a parameter or buffer, from `learn`, by the address of its
             memory.
     """

@@ -366,7 +366,7 @@ def watch(
 
     Args:
         batches: inputs, or tuples and lists whose first entry they are.
-        device: where they go; None: that of the model's parameters.
+        device: that batches are moved to; None for that of the model's parameters.
         title, total: of the progress bar.
 
     Returns:
