@@ -79,9 +79,9 @@ def prune_yolo(
             does not change it.
         seed: of the sample of images, and of the random criterion.
         arguments: of `prunekit.prune`: at least one budget, such as `macs`, and `criterion`, `scope`, `ignore`,
-            `target`, `repair` and the others. Budgets of time are of a forward pass up to the decoded predictions, measured
-            without the suppression of overlapping boxes that follows, unless `suppression` is set. Blocks do not go as
-            a whole (`depth`): modules of other classes would stand in their place.
+            `target`, `repair` and the others. Budgets of time are of a forward pass up to the decoded predictions,
+            measured without the suppression of overlapping boxes that follows, unless `suppression` is set. Blocks do
+            not go as a whole (`depth`): modules of other classes would stand in their place.
 
     Returns:
         An object of a subclass of the given one's class. `print` shows what is left, and the error of the output before

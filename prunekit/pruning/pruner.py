@@ -75,18 +75,6 @@ class Pruner(Displayed):
         optimizer: of the model's parameters, and of those alone; or a wrapper that keeps it in `.optimizer`.
         example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
             name. May be left out where `calibration` is given.
-        macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prunekit.prune`, at least one
-            is given, or a pattern. A budget of time is measured when the pruner is made, for the final plan; the stages
-            before it have budgets of MACs.
-        target, scope, round_to, min_channels, ignore, ratios, layout, settings: as for `prunekit.prune`.
-        depth, min_blocks: whether blocks may go as a whole, and the fewest of each stage that stay, as for
-            `prunekit.prune`. A block that goes is masked until `finish`, whose compact model does not run it.
-        plain_classes: as for `prunekit.prune`.
-        pattern, sparsity: zeros among single weights, in what the channels of each stage leave: `2:4`, `unstructured`
-            or another name, or `PatternSettings`; and the share of zeros, which alone stands for `unstructured`. They
-            stay exactly zero until `finish`, whose compact model has them too. See `ScheduleSettings` for how they come
-            back (`regrow`), and how they learn meanwhile (`gradients`).
-        criterion: as `prunekit list criteria` shows them; `l2`, or where `calibration` is given `elimination`.
         schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or
             `oneshot`, all at `begin`. Or `ScheduleSettings`, which also say in how many stages (`rounds`, `every`),
             whether channels may come back (`regrow`, `freeze`), and whether `movement` scores them; counted in steps.
@@ -106,6 +94,11 @@ class Pruner(Displayed):
         seed: of the random criterion.
         more_examples: further examples, for branches of the model that the first does not take.
         outputs: which of the model's outputs are read, see `prunekit.prune`.
+        removed: what may go: the keywords of `prunekit.prune` from `macs` to `settings`, and further budgets by name. A
+            budget of time is measured when the pruner is made, for the final plan; the stages before it have budgets of
+            MACs. Blocks that go, and zeros of a `pattern` in what the channels of each stage leave, are masked until
+            `finish`, whose compact model does not run the blocks and has the zeros. See `ScheduleSettings` for how
+            single weights come back (`regrow`), and how they learn meanwhile (`gradients`).
         on_change: called after each stage, for loggers, with a dictionary of numbers: the stage's row as `rows` has it,
             and `sparsity`, the share of weights that are zero; of several processes in the main one alone.
         progress: whether to show what happens while the pruner is made, on stderr; None: on a terminal and in a
