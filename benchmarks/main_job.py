@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -22,11 +23,14 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "resnet34.yaml"
 
 
 def run(recipe: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """One seed, with its own output folder, so that nothing is reused."""
+    """One seed, with an output folder and a cache of its own, so that nothing is reused."""
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-m", "prunekit", "finetune", str(recipe), "--seed", str(seed), "--output", output]
+        alone = {**os.environ, "PRUNEKIT_CACHE": str(Path(output) / "cache")}
         start = time.perf_counter()
-        done = subprocess.run([*command, "--json", *overrides], stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [*command, "--json", *overrides], env=alone, stdout=subprocess.PIPE, text=True, check=False
+        )
         seconds = time.perf_counter() - start
     if not done.stdout:
         raise SystemExit(f"seed {seed}: prunekit finetune ended with {done.returncode}")
