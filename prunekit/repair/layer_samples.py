@@ -32,7 +32,7 @@ class SampleRequest:
         channels: of its input whose patches are sampled; None: no patches.
         centers: whether the whole input is sampled at the centers of the patches.
         outputs: whether the layer's output is sampled.
-        source: request for the layer before, and for this layer's outputs in the same windows; None if neither is sampled.
+        source: request for the layer before, and for this layer's outputs in the same windows; None: no source.
         calls: of the layer's weight in the pass; empty: the layer's own.
     """
 
