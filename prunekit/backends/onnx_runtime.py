@@ -76,7 +76,7 @@ class OnnxRuntime(FileBackend):
     def open(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a file in ONNX Runtime on the CPU."""
         interface = self.interface(path)  # first: it checks where the weights are
-        session = session_of(path, threads)
+        session = open_session(path, threads, takes_turns=False)
         taken = {entry.name for entry in session.get_inputs()}
         names = [spec.name for spec in interface.outputs]
 
@@ -103,7 +103,7 @@ class OnnxRuntime(FileBackend):
         known = {entry.name for entry in model.graph.output}
         wanted = list(dict.fromkeys(name for path in expected for name in ends.get(path, ())))
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in known)
-        session = session_of(model.SerializeToString(), 1)
+        session = open_session(model.SerializeToString(), 1, takes_turns=False)
         arrays = {name: tensor.numpy() for name, tensor in fed(example, self.interface(path)).items()}
         taken = {entry.name for entry in session.get_inputs()}
         results = session.run(wanted, {name: array for name, array in arrays.items() if name in taken})
@@ -202,22 +202,6 @@ def _spec(entry: Any) -> TensorSpec:
         for axis, one in enumerate(kind.shape.dim)
     )
     return TensorSpec(entry.name, {"float": "float32", "double": "float64"}.get(dtype, dtype), shape)
-
-
-def session_of(model: Path | bytes, threads: int) -> Any:
-    """Return a session of ONNX Runtime on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3  # errors, which are raised as well
-    given = model if isinstance(model, bytes) else str(model)
-    try:
-        return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own classes
-        reraise_shortage(error)
-        where = "the changed file" if isinstance(model, bytes) else str(model)
-        raise ArtifactError(f"{where}: ONNX Runtime cannot load it: {reason_of(error)}") from error
 
 
 def _forget_places(model: Any) -> None:
@@ -325,17 +309,30 @@ def times_by_module(events: Sequence[Mapping[str, Any]], modules: NodeModules) -
     return found
 
 
-def open_session(file: Path, threads: int, profile: Path | None = None) -> Any:
-    """Return a session on the CPU with this many threads; its profiler is on if `profile` names its file's prefix."""
+def open_session(model: Path | bytes, threads: int, *, takes_turns: bool = True, profile: Path | None = None) -> Any:
+    """Return a session on the CPU with this many threads.
+
+    Args:
+        model: a file, or its bytes.
+        takes_turns: whether models take turns in one process: threads of one must not spin while another is timed.
+        profile: prefix of the name of the file that its profiler writes; None: the profiler is off.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3  # errors, which are raised as well
+    if takes_turns:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    # Models take turns in one process: threads of one must not spin while another is timed.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    given = model if isinstance(model, bytes) else str(model)
+    try:
+        return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own classes
+        reraise_shortage(error)
+        where = "the changed file" if isinstance(model, bytes) else str(model)
+        raise ArtifactError(f"{where}: ONNX Runtime cannot load it: {reason_of(error)}") from error
 
 
 def _tensor(value: Any) -> Tensor:

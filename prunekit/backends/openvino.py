@@ -82,8 +82,7 @@ class OpenVino(FileBackend):
                 f"{path}: its interface has {len(interface.outputs)} outputs, its network {len(model.outputs)}; the "
                 "file is damaged"
             )
-        options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-        request = openvino_core().compile_model(model, "CPU", options | sparse_options()).create_infer_request()
+        request = _compiled(model, threads, "f32").create_infer_request()
         taken = {name: entry for entry in model.inputs for name in entry.get_names()}
         ports = [_port(model, spec.name, index) for index, spec in enumerate(interface.outputs)]
 
@@ -204,19 +203,20 @@ def _spec(entry: Any, name: str) -> TensorSpec:
     return TensorSpec(called, dtype, shape)
 
 
+def _compiled(model: Any, threads: int, hint: str, **others: Any) -> Any:
+    """Return a model that is compiled for the CPU, tuned for latency, with kernels of a precision."""
+    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": hint}
+    return openvino_core().compile_model(model, "CPU", options | sparse_options() | others)
+
+
 def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
     """Return a file, ONNX or OpenVINO's own, compiled for a setting, whose dtype is the precision of the kernels.
 
     Raises:
         RunError: its kernels compute in another precision.
     """
-    core, hint = openvino_core(), HINTS[setting.dtype]
-    options = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": setting.threads,
-        "INFERENCE_PRECISION_HINT": hint,
-    }
-    compiled = core.compile_model(core.read_model(file), "CPU", options | sparse_options() | others)
+    hint = HINTS[setting.dtype]
+    compiled = _compiled(openvino_core().read_model(file), setting.threads, hint, **others)
     used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
     if used != hint:  # without kernels for the hint, it silently takes another
         raise RunError(f"openvino: asked for {hint}, and its kernels compute in {used}")
