@@ -57,6 +57,7 @@ def perplexity(model: torch.nn.Module, settings: DataSettings) -> float:
     return float(F.cross_entropy(scores.double(), ids[:, 1:].flatten()).exp())
 
 
+@pytest.mark.slow
 def test_the_recipe_finetunes_a_tiny_decoder_and_reports_perplexity(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", llama())
     given = [*asked(tmp_path, folder), "finetune.lr=0.01", "finetune.epochs=3"]
@@ -92,6 +93,7 @@ def test_the_recipe_prunes_without_training(tmp_path: Path) -> None:
     assert run.metrics["pruned"]["perplexity"] == pytest.approx(run.metrics["dense"]["perplexity"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_embeddings_are_pruned_and_measured_without_labels(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", bert("BertModel", initializer_range=0.3), special=True)
     (tmp_path / "text.txt").write_text(text(600, line=7))
@@ -146,6 +148,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 def test_what_a_decoder_reads_is_made_of_labels_in_a_job(tmp_path: Path) -> None:
     (tmp_path / "writing.py").write_text(WRITING)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 30}

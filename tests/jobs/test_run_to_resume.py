@@ -97,6 +97,7 @@ def test_a_run_of_another_recipe_is_refused(left: Path, changes: dict[str, Any],
     assert str(left) not in said[1]
 
 
+@pytest.mark.slow
 def test_another_version_is_refused_also_where_any_run_would_do(left: Path) -> None:
     path = left / "resume" / "run.json"
     write_json(path, read_json(path) | {"versions": {"prunekit": "0.0.1", "torch": "1.0"}})

@@ -76,6 +76,7 @@ def test_a_folder_has_weights_in_float32(tmp_path: Path, dtype: torch.dtype) -> 
     assert head_of(folder) == "causal_lm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["causal_lm", "masked_lm", "text_classification", "embedding"])
 def test_pruned_models_load_again_without_the_folder(tmp_path: Path, head: Head) -> None:
     dense = llama(rms_norm_eps=1e-5) if head == "causal_lm" else bert(layer_norm_eps=1e-5)

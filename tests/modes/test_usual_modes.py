@@ -181,6 +181,7 @@ def test_fake_tensors_and_transforms_are_refused_by_name() -> None:
         torch.vmap(lambda x: pk.trace(model, x) and x)(SAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_forward_makes_its_tensors_in_the_dtype_that_its_caller_set(dtype: torch.dtype) -> None:
     """A model of that dtype would not run with tensors in float32; one in float32 not with others."""

@@ -140,6 +140,7 @@ def test_gains_of_one_output_are_exact_for_all_ways_to_multiply() -> None:
     assert found == pytest.approx([each / usual for each in expected], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_has_gains_in_both_directions() -> None:
     """The same numbers as of a net whose decoder has a weight of its own."""
 

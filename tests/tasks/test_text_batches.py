@@ -119,6 +119,7 @@ def test_masked_tokens_are_seen_as_they_were_masked(tokenizer: Any, rows: Any) -
     assert all(np.allclose(found[axis], wanted[axis], atol=1e-6) for axis in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [dataset, padded_left, labeled])
 def test_every_form_prunes_and_repairs(form: Callable[..., Any], tokenizer: Any, rows: Any) -> None:
     model = llama()

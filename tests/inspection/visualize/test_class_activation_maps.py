@@ -76,6 +76,7 @@ def test_grad_cam_of_tokens_is_captums_of_the_same_tokens_as_an_image() -> None:
     torch.testing.assert_close(ours.values, theirs.detach()[:, 0].relu())
 
 
+@pytest.mark.slow
 def test_the_default_layer_is_the_last_that_has_places() -> None:
     """And at least 7 x 7 of them, unless the method is only defined for the last layer."""
     resnet = build("resnet18")
