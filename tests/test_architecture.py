@@ -238,6 +238,18 @@ def test_the_page_names_every_room_with_its_sentence() -> None:
     assert floors == {name: floor for name, floor in FLOORS.items() if name != "__main__"}
 
 
+def test_the_picture_has_every_room_on_its_floor() -> None:
+    words = re.findall(
+        r"<text [^>]*>([\w ]+)</text>", (PAGE.parent / "gallery" / "house.svg").read_text(encoding="utf-8")
+    )
+    drawn, floor = {}, -1
+    for word in words:
+        floor = int(word) if word.isdigit() else floor
+        if word in FLOORS and word not in drawn:
+            drawn[word] = floor
+    assert drawn == {name: floor for name, floor in FLOORS.items() if name != "__main__"}
+
+
 def test_the_page_names_only_what_is_there() -> None:
     for name in re.findall(r"`(prunekit/[\w/.]+)`", PAGE.read_text(encoding="utf-8")):
         assert (ROOT.parent / name).exists(), name
