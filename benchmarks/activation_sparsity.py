@@ -30,11 +30,11 @@ from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError
 from prunekit.masks.activation_budget import spread_budgets
 from prunekit.masks.activation_masks import ActivationMasks
-from prunekit.masks.threshold_search import MaskedModel
+from prunekit.masks.threshold_search import MaskedActivations
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
-from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.data_and_model import ModelSettings
 
 KEEP = "write benchmarks/results/activations_resnet<depth>.json, with `_without_<path>` where one is ignored"
 
@@ -72,7 +72,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     images, _ = drawn(archive.rest, options.images, options.seed)
     layers = [path for path, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     paths = tuple(path for path in layers if path != options.ignore)
-    masked = MaskedModel(model, paths, "input", [((part,), None) for part in images.split(128)], CPU)
+    masked = MaskedActivations(model, paths, "input", [((part,), None) for part in images.split(128)], CPU)
     budgets = spread_budgets(masked, options.overall, "macs")
     for number, (overall, budget) in enumerate(zip(options.overall, budgets, strict=True)):
         if number == 0:

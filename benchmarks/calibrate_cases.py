@@ -20,8 +20,8 @@ import torchvision
 from common import ratio
 from torch import Tensor, nn
 
-from prunekit.statistics import calibration as collector
-from prunekit.statistics.calibration import StatsCollector, first_tensor
+from prunekit.statistics import channel_stats_collector as collector
+from prunekit.statistics.channel_stats_collector import StatsCollector, first_tensor
 
 MODELS = ("resnet34", "resnet50", "densenet121", "mobilenet_v2", "efficientnet_b0")
 BATCH, SIZE = 16, 224

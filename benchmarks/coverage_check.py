@@ -20,7 +20,7 @@ from torch import nn
 from zoo_cases import OWN, Case, Check, randomize
 
 import prunekit
-from prunekit.channels.trial.float64 import TOLERANCE
+from prunekit.channels.float64 import TOLERANCE
 from prunekit.errors import PrunekitError
 from prunekit.planning.plan import Plan
 from prunekit.utils.inputs import as_example, call

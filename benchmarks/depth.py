@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from prunekit.channels.labels.branch import Branch
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.measure.effort import Effort
+from prunekit.measure.measurement_effort import Effort
 from prunekit.models.cifar import DEPTHS
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan

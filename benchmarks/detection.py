@@ -45,8 +45,8 @@ from torchvision.models import get_model
 
 import prunekit as pk
 from prunekit.backends.session import inputs_like
+from prunekit.data.drawn_shapes import CLASSES, DrawnShapes
 from prunekit.data.loader import batches
-from prunekit.data.shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.measure.accuracy import evaluate

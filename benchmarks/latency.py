@@ -31,8 +31,8 @@ from latency_networks import Case, built, log, names, profiled, where
 
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.measure.effort import Effort
 from prunekit.measure.latency.comparison import devices, measure_latency
+from prunekit.measure.measurement_effort import Effort
 from prunekit.planning.plan import Plan
 from prunekit.pruning.profiling import layer_setting
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target

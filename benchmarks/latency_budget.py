@@ -39,7 +39,7 @@ from latency_networks import Case, add_target, built, log, names, numbers, profi
 
 from prunekit.deploy.subnormals import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
-from prunekit.measure.effort import Effort
+from prunekit.measure.measurement_effort import Effort
 from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 

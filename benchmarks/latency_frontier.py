@@ -41,7 +41,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.data.local_files import read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
-from prunekit.measure.effort import Effort
+from prunekit.measure.measurement_effort import Effort
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.planning.candidates import Scores, free_parts
@@ -50,7 +50,7 @@ from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned
 from prunekit.pruning.sample_statistics import patch_statistics
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.data_and_model import ModelSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "images", "seed", "asked", "method")

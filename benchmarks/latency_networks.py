@@ -20,7 +20,7 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
-from prunekit.pruning.latency_search import TimedPlanSearch
+from prunekit.pruning.latency_budget_search import TimedPlanSearch
 from prunekit.pruning.latency_target import LatencyTarget
 from prunekit.pruning.profiling import Profile, profile
 from prunekit.settings.pruning import PruneSettings, Target

@@ -13,9 +13,9 @@ from prunekit.compaction.optimizer_transfer import transfer_average as transfer_
 from prunekit.criteria.criterion import Evidence as Evidence
 from prunekit.criteria.criterion import register_criterion as register_criterion
 from prunekit.deploy.batchnorm_folding import fold_batchnorm as fold_batchnorm
+from prunekit.deploy.deployment_transform import channels_last as channels_last
 from prunekit.deploy.semi_structured import semi_structured as semi_structured
 from prunekit.deploy.subnormals import flush_subnormals as flush_subnormals
-from prunekit.deploy.transform import channels_last as channels_last
 from prunekit.errors import PrunekitError as PrunekitError
 from prunekit.inspection.capture.intervention import intervene as intervene
 from prunekit.inspection.capture.recorder import Capture as Capture
@@ -35,7 +35,7 @@ from prunekit.jobs.analyses.sensitivity import Sensitivity as Sensitivity
 from prunekit.jobs.analyses.sensitivity import sensitivity as sensitivity
 from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.finetune import RunResult as RunResult
-from prunekit.jobs.run.subject import Own as Own
+from prunekit.jobs.run.command_subject import Own as Own
 from prunekit.masks.activation_masks import ActivationMasks as ActivationMasks
 from prunekit.masks.gradient_clamps import (
     clamp_activation_grad as clamp_activation_grad,
@@ -56,11 +56,11 @@ from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify
 from prunekit.models.preprocessing import Preprocessing as Preprocessing
 from prunekit.planning.budgets.budget import register_budget as register_budget
-from prunekit.planning.budgets.costs import Term as Term
+from prunekit.planning.budgets.cost_model import Term as Term
 from prunekit.planning.plan import Plan as Plan
 from prunekit.planning.plan import load_plan as load_plan
-from prunekit.pruning.collected import Collected as Collected
-from prunekit.pruning.collected import collect as collect
+from prunekit.pruning.collected_statistics import Collected as Collected
+from prunekit.pruning.collected_statistics import collect as collect
 from prunekit.pruning.profiling import Profile as Profile
 from prunekit.pruning.profiling import profile as profile
 from prunekit.pruning.prune import plan as plan
@@ -76,26 +76,25 @@ from prunekit.report.pages.model_summary import summary as summary
 from prunekit.report.sections.section import register_section as register_section
 from prunekit.settings.calibration import CalibrationSettings as CalibrationSettings
 from prunekit.settings.calibration import RepairSettings as RepairSettings
+from prunekit.settings.data_and_model import (
+    AugmentSettings as AugmentSettings,
+)
+from prunekit.settings.data_and_model import (
+    ColorJitterSettings as ColorJitterSettings,
+)
+from prunekit.settings.data_and_model import (
+    DataSettings as DataSettings,
+)
+from prunekit.settings.data_and_model import (
+    ModelSettings as ModelSettings,
+)
+from prunekit.settings.data_and_model import (
+    RandAugmentSettings as RandAugmentSettings,
+)
 from prunekit.settings.deployment import DeploySettings as DeploySettings
 from prunekit.settings.deployment import LatencySettings as LatencySettings
 from prunekit.settings.deployment import QuantizeSettings as QuantizeSettings
-from prunekit.settings.inputs import (
-    AugmentSettings as AugmentSettings,
-)
-from prunekit.settings.inputs import (
-    ColorJitterSettings as ColorJitterSettings,
-)
-from prunekit.settings.inputs import (
-    DataSettings as DataSettings,
-)
-from prunekit.settings.inputs import (
-    ModelSettings as ModelSettings,
-)
-from prunekit.settings.inputs import (
-    RandAugmentSettings as RandAugmentSettings,
-)
 from prunekit.settings.job import JobSettings as JobSettings
-from prunekit.settings.pattern import PatternSettings as PatternSettings
 from prunekit.settings.pruning import (
     BudgetSettings as BudgetSettings,
 )
@@ -135,9 +134,10 @@ from prunekit.settings.train import (
 from prunekit.settings.train import (
     WatchSettings as WatchSettings,
 )
-from prunekit.statistics.calibration import StatsCollector as StatsCollector
-from prunekit.statistics.calibration import calibrate as calibrate
+from prunekit.settings.weight_pattern import PatternSettings as PatternSettings
 from prunekit.statistics.channel_stats import ChannelStats as ChannelStats
+from prunekit.statistics.channel_stats_collector import StatsCollector as StatsCollector
+from prunekit.statistics.channel_stats_collector import calibrate as calibrate
 from prunekit.statistics.taylor_terms import collect_gradients as collect_gradients
 from prunekit.tasks.task import register_task as register_task
 from prunekit.training.callbacks.gradient_flow import GradientFlow as GradientFlow

@@ -26,13 +26,13 @@ from prunekit.jobs.export.export_model import Exported, ExportRequest, require_e
 from prunekit.jobs.export.quantize_export import export_target
 from prunekit.jobs.finetune import RunResult, prune_job
 from prunekit.jobs.finetune import finetune as run_finetuning
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject
 from prunekit.jobs.run.run_folder import AnalysisRun
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own, Subject
 from prunekit.jobs.run.subject_sources import folder_model
 from prunekit.jobs.stages.calibration_stage import CalibrationResult
 from prunekit.jobs.stages.calibration_stage import calibrate as run_calibration
 from prunekit.jobs.stages.training_stage import OnEpoch
-from prunekit.measure.effort import Effort
+from prunekit.measure.measurement_effort import Effort
 from prunekit.models.interface import attached
 from prunekit.modes.public_call import public_call
 from prunekit.pruning.profiling import Profile

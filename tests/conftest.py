@@ -18,8 +18,8 @@ import psutil
 import pytest
 from efforts import DRAWN, HERE, LITTLE
 
-from prunekit.measure.effort import effort_of
 from prunekit.measure.latency.machine import cores, cpu_quota
+from prunekit.measure.measurement_effort import effort_of
 
 MOST = 4
 MEMORY = 3 << 30

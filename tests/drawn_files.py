@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.data.shapes import CLASSES, DrawnShapes
+from prunekit.data.drawn_shapes import CLASSES, DrawnShapes
 
 SIZE = (80, 60)
 """Width and height of the files: images are drawn square, and stretched."""

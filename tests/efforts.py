@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prunekit.measure.effort import Effort
+from prunekit.measure.measurement_effort import Effort
 
 HERE = Effort(own_process=False, figures=False)
 """In this process, without figures on pages: either takes longer than all else of a small job."""

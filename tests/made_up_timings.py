@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.backends.session import Inputs
 from prunekit.measure.latency_profile.network_timing import LayerTimes, Network
 from prunekit.measure.model_size import ModuleTable, module_table
-from prunekit.pruning import latency_search, profiling
+from prunekit.pruning import latency_budget_search, profiling
 from prunekit.pruning.latency_target import Timing
 
 DENSE_MS = 10.0
@@ -41,4 +41,4 @@ def time_by_macs(monkeypatch: pytest.MonkeyPatch) -> None:
         return took(table(dense, inputs).macs / table(compact, inputs).macs)
 
     monkeypatch.setattr(profiling, "time_networks", time_networks)
-    monkeypatch.setattr(latency_search, "time_pair", time_pair)
+    monkeypatch.setattr(latency_budget_search, "time_pair", time_pair)

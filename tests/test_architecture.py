@@ -57,7 +57,7 @@ WITHIN = {
 """Imports between rooms of one floor that are allowed."""
 FOLDERS: dict[str, tuple[str, ...]] = {
     "backends": ("files", "int8", "folders", "."),
-    "channels": ("labels", "rules", "tracing", "rewrite", "cut", "depth", "trial", "."),
+    "channels": ("labels", "rules", "tracing", "rewrite", "cut", "depth", ".", "trial"),
     "cli": (".", "commands"),
     "inspection": ("capture", "diagnosis", "visualize"),
     "integrations": ("yolo", "."),

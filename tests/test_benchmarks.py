@@ -21,7 +21,7 @@ from equivalence import randomized
 from torch import nn
 
 import prunekit
-import prunekit.data.shapes
+import prunekit.data.drawn_shapes
 import prunekit.data.sources
 from prunekit.models.cifar import CifarResNet
 
@@ -448,7 +448,7 @@ def test_plans_of_another_tool_are_brought_to_a_latency(
 def test_drawn_shapes_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     detection = runpy.run_path(str(FOLDER / "detection.py"))
-    shapes, data = prunekit.data.shapes, detection["draw"](tmp_path, 64, 6, 3)
+    shapes, data = prunekit.data.drawn_shapes, detection["draw"](tmp_path, 64, 6, 3)
     splits = prunekit.data.sources.load_splits(prunekit.DataSettings("yolo", root=data, image_size=64))
     assert splits.classes == shapes.CLASSES
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [6, detection["VALIDATION"], 3]

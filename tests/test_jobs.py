@@ -21,7 +21,7 @@ import prunekit as pk
 from prunekit import recipe_jobs as jobs
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, UsageError
-from prunekit.measure.effort import effort_of
+from prunekit.measure.measurement_effort import effort_of
 from prunekit.recipe import loading as packaged
 from prunekit.recipe.loading import load
 from prunekit.settings.job import dump

@@ -21,8 +21,8 @@ from prunekit.cli import cli
 from prunekit.jobs import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import Target
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.training.callbacks.distillation import feature_paths
 
 ROOT = Path(__file__).parent.parent

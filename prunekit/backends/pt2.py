@@ -14,7 +14,7 @@ from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.files.file_interface import arguments, as_exported, interface_of_json
 from prunekit.backends.files.program import program_of, tracing
 from prunekit.backends.files.pt2_archive import PROGRAM, Archive, archive_file
-from prunekit.backends.files.size_expressions import BOUNDED
+from prunekit.backends.files.symbolic_sizes import BOUNDED
 from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of

@@ -44,10 +44,10 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.channels.interchangeable_axes import interchangeable_axes
+from prunekit.channels.map_builder import build_map
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import trace_model
-from prunekit.channels.trial.interchangeable_axes import interchangeable_axes
-from prunekit.channels.trial.map_builder import build_map
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.model_copy import with_weights

@@ -25,9 +25,9 @@ from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
+    from prunekit.jobs.run.command_subject import Subject
     from prunekit.jobs.run.model_pair import ModelPair
-    from prunekit.jobs.run.subject import Subject
-    from prunekit.settings.inputs import ModelSettings
+    from prunekit.settings.data_and_model import ModelSettings
     from prunekit.settings.job import JobSettings
 
 
@@ -158,7 +158,7 @@ def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
         return name
     if name is None or Path(name).exists():
         raise UsageError(f"--zoo {zoo} goes with the name of a model, got {name or 'none'}")
-    from prunekit.settings.inputs import ModelSettings
+    from prunekit.settings.data_and_model import ModelSettings
 
     return ModelSettings(name, zoo)
 
@@ -183,8 +183,8 @@ def model_or_trained(
 
 def trained(job: JobSettings, options: ModelOptions, console: Console) -> Subject:
     """Return a job's dense model, trained first where it has no weights."""
-    from prunekit.jobs.run.dense_model import trained_subject
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.baseline_cache import trained_subject
+    from prunekit.jobs.run.command_subject import Own
 
     own = Own(options.factory, options.data)
     return trained_subject(job, log=console.log, progress=console.progress, own=own)
@@ -285,8 +285,8 @@ def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
 def _single(
     names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console, of_classes: str
 ) -> ModelPair:
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import require_class_scores, single_model
-    from prunekit.jobs.run.subject import Own
 
     if len(names) != 1 or not is_recipe(names[0]):
         found = single_model(one_target(names, overrides, options, needs_module="look into"))

@@ -170,7 +170,7 @@ def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Ca
             given = {key: options.pop(name) for name, key in RECIPE_KEYS.items() if name in options}
             job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **given)
             check_folder(job.output)
-            from prunekit.jobs.run.subject import Own
+            from prunekit.jobs.run.command_subject import Own
 
             function(console, job, Own(factory, data, optimizer), **options)
 

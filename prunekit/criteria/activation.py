@@ -15,7 +15,7 @@ from prunekit.criteria.scoring import LabelMean, require_finite, require_scores
 from prunekit.errors import UsageError
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, MapRanks, StatsKey
-from prunekit.statistics.watch import Consumer
+from prunekit.statistics.observers import Consumer
 
 ActivationRecord = TypeVar("ActivationRecord", LayerStats, MapRanks)
 Accepts = Callable[[StatsKey, ActivationRecord], npt.NDArray[np.bool_] | bool]

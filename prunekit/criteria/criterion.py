@@ -16,7 +16,7 @@ from prunekit.known_names import CRITERIA
 if TYPE_CHECKING:
     from prunekit.channels.tracing.channel_map import ChannelMap
     from prunekit.statistics.channel_stats import ChannelStats
-    from prunekit.statistics.patch_moments import PatchStats
+    from prunekit.statistics.gram_matrices import PatchStats
     from prunekit.statistics.taylor_terms import TaylorTerms
 
 Scores = npt.NDArray[np.float64]

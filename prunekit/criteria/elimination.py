@@ -44,9 +44,9 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.hooks.model_copy import named_tensors
+from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.layer_errors import relative_scale, with_ridge
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.statistics.patch_moments import LayerMoments, PatchStats
 from prunekit.statistics.patches import solve_positive
 from prunekit.utils.progress import tracked
 

@@ -20,7 +20,7 @@ from prunekit.utils.tensors import as_real
 
 if TYPE_CHECKING:
     from prunekit.statistics.channel_stats import ChannelStats
-    from prunekit.statistics.patch_moments import PatchStats
+    from prunekit.statistics.gram_matrices import PatchStats
     from prunekit.statistics.taylor_terms import TaylorTerms
 
 

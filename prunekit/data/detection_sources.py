@@ -14,11 +14,11 @@ from torch import Tensor
 from prunekit.data import coco, yolo
 from prunekit.data.annotated_images import GRAY, AnnotatedImages, BoxAugmentation, BoxedImages
 from prunekit.data.datasets import CorruptImages
-from prunekit.data.shapes import DrawnShapes
+from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.data_and_model import DataSettings
 from prunekit.tasks.detection import DETECTION
 
 SHAPES = 240

@@ -26,7 +26,7 @@ from prunekit.data.splits import ImageSource, Splits, image_transform_of, source
 from prunekit.data.texts import text_splits
 from prunekit.data.yolo import GET_YOLO
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.inputs import BOXED, DataSettings
+from prunekit.settings.data_and_model import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import get_task
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunekit.channels.float64 import TOLERANCE, float64_copy, to_double
 from prunekit.channels.tracing.execution import plain_attention
-from prunekit.channels.trial.float64 import TOLERANCE, float64_copy, to_double
 from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped

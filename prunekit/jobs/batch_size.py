@@ -21,8 +21,8 @@ from prunekit.data.user_data import TaskSamples
 from prunekit.distributed.process_group import size
 from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage
 from prunekit.hooks.model_copy import copied
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.stages.training_stage import masks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.thresholds import ActivationThresholds, chosen_paths

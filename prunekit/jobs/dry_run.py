@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from prunekit.errors import NotMeasuredError, UsageError
-from prunekit.jobs.run.dense_model import cached_baseline
+from prunekit.jobs.run.baseline_cache import cached_baseline
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import prepare
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.tables import layer_rows
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
-from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import devices
-from prunekit.pruning.latency_search import DOUBT, with_profile
+from prunekit.measure.measurement_effort import current_effort
+from prunekit.pruning.latency_budget_search import DOUBT, with_profile
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings

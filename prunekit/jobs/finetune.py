@@ -31,12 +31,12 @@ from prunekit.distributed.process_group import (
 )
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, curve_rows
-from prunekit.jobs.run.dense_model import save_weights, train_baseline
+from prunekit.jobs.run.baseline_cache import save_weights, train_baseline
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.resume import StageClock, cache_plan, cached_plan, find_run, identity_of, note, run_recipe
 from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised, run_folder, write_report
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.tables import (
     COUPLING_COLUMNS,
     LOCK_COLUMNS,
@@ -74,7 +74,7 @@ from prunekit.measure.latency.comparison import devices
 from prunekit.measure.verification import Verification, verify
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.pruning.latency_search import with_profile
+from prunekit.pruning.latency_budget_search import with_profile
 from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan

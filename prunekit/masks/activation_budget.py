@@ -22,7 +22,7 @@ from prunekit.masks.activation_masks import ActivationMasks, Side, change_activa
 from prunekit.masks.threshold_search import (
     FoundThresholds,
     MagnitudeSketch,
-    MaskedModel,
+    MaskedActivations,
     Sketches,
     search_thresholds,
     sketch_activations,
@@ -64,7 +64,7 @@ class SpreadThresholds:
     errors: dict[str, float]
 
 
-def spread_budgets(masked: MaskedModel, budgets: Iterable[float], by: SavedBy) -> Iterator[SpreadThresholds]:
+def spread_budgets(masked: MaskedActivations, budgets: Iterable[float], by: SavedBy) -> Iterator[SpreadThresholds]:
     """Yield thresholds for each budget, under which the weighted mean of the layers' shares of zeros is this budget.
 
     The error of the model's output is measured with each mask alone at several shares of zeros. The convex hulls of
@@ -99,7 +99,7 @@ def spread_budgets(masked: MaskedModel, budgets: Iterable[float], by: SavedBy) -
         yield SpreadThresholds(found, weights, errors)
 
 
-def _search(masked: MaskedModel, way: SharePath, budget: float, weights: Mapping[str, float]) -> FoundThresholds:
+def _search(masked: MaskedActivations, way: SharePath, budget: float, weights: Mapping[str, float]) -> FoundThresholds:
     """Search for thresholds along a path of shares; paths without a weight are not masked."""
     saved = np.array(list(weights.values()))
 
@@ -211,7 +211,7 @@ class _Few:
                 yield (select_samples(inputs, wanted.nonzero().flatten()) if count else inputs), None
 
 
-def _weights(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], by: SavedBy) -> dict[str, float]:
+def _weights(masked: MaskedActivations, sketches: Mapping[str, MagnitudeSketch], by: SavedBy) -> dict[str, float]:
     if by == "values":
         found = {path: float(sketches[path].count) for path in masked.paths}
     else:
@@ -228,7 +228,9 @@ def _weights(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], by: S
     return {path: value / total for path, value in found.items()}
 
 
-def error_curves(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], zeros: Mapping[str, float]) -> Array:
+def error_curves(
+    masked: MaskedActivations, sketches: Mapping[str, MagnitudeSketch], zeros: Mapping[str, float]
+) -> Array:
     """Return the error of the output with each layer masked alone, (layers, STEPS - 1), see `SharePath`."""
     candidates = [
         ((path, step), {path: sketches[path].quantile(own + (1 - own) * step / STEPS)})
@@ -240,7 +242,7 @@ def error_curves(masked: MaskedModel, sketches: Mapping[str, MagnitudeSketch], z
     return np.array([[found[path, step] for step in range(1, STEPS)] for path in zeros])
 
 
-def _output_errors(masked: MaskedModel, candidates: list[tuple[Name, dict[str, float]]]) -> dict[Name, float]:
+def _output_errors(masked: MaskedActivations, candidates: list[tuple[Name, dict[str, float]]]) -> dict[Name, float]:
     """Return the error of the model's output under each of some masks, as a share of its variance, by their names."""
     model, judge = masked.model, None
     dense = RelativeError()

@@ -15,7 +15,7 @@ from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks.owner import HookOwner
 from prunekit.masks.activation_masks import ActivationMasks, Side, change_activations
 from prunekit.statistics.layer_stats import IntArray
-from prunekit.statistics.watch import watch
+from prunekit.statistics.observers import watch
 from prunekit.utils.progress import stage
 from prunekit.utils.tensors import as_it_lies
 
@@ -132,7 +132,7 @@ Sketches = Mapping[str, MagnitudeSketch]
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedModel:
+class MaskedActivations:
     """A model, the activations that are masked in it, and the data to run it on.
 
     Attributes:
@@ -167,7 +167,7 @@ class FoundThresholds:
     rounds: int
 
 
-def search_thresholds(masked: MaskedModel, shares: Callable[[Sketches], Mapping[str, float]]) -> FoundThresholds:
+def search_thresholds(masked: MaskedActivations, shares: Callable[[Sketches], Mapping[str, float]]) -> FoundThresholds:
     """Search for thresholds under which each layer has its share of zeros, with all masks active."""
     thresholds, rounds = dict.fromkeys(masked.paths, 0.0), 0
     while True:
@@ -183,7 +183,7 @@ def search_thresholds(masked: MaskedModel, shares: Callable[[Sketches], Mapping[
 
 
 def sketch_activations(
-    masked: MaskedModel, thresholds: Mapping[str, float]
+    masked: MaskedActivations, thresholds: Mapping[str, float]
 ) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
     """Return sketches of the activations in front of each mask, and the share of zeros behind it."""
     sketches = _Sketches(masked.model, thresholds, masked.side)

@@ -16,7 +16,7 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.masks.activation_budget import SavedBy, better_way, spread_budgets
 from prunekit.masks.activation_masks import Side
 from prunekit.masks.module_values import one_of, paths_matching
-from prunekit.masks.threshold_search import MaskedModel, search_thresholds
+from prunekit.masks.threshold_search import MaskedActivations, search_thresholds
 from prunekit.modes.public_call import public_call
 from prunekit.reading.text_files import read_json
 from prunekit.settings.train import ActivationSettings
@@ -301,7 +301,7 @@ def calibrate_thresholds(
     place = device_of(model, device)
     if device is not None:
         model.to(place)
-    masked = MaskedModel(model, tuple(paths), side, pairs, place)
+    masked = MaskedActivations(model, tuple(paths), side, pairs, place)
     with reporting(progress, "calibrate_thresholds"):
         if overall is None:
             found = search_thresholds(masked, lambda _: dict.fromkeys(paths, float(target or 0)))

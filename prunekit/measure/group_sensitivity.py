@@ -23,7 +23,7 @@ from prunekit.hooks.owner import HookOwner
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
-from prunekit.statistics.calibration import calibrate
+from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.linear_layers import FunctionCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.resumable_forward import DivergedError, PassState, ResumableRun

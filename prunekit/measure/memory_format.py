@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.float64 import rounding
 from prunekit.channels.tracing.substitutes import substituted_copy
-from prunekit.channels.trial.float64 import rounding
 from prunekit.errors import reason_of
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.verification import largest_difference

@@ -13,6 +13,17 @@ from torch import nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
+from prunekit.channels.float64 import (
+    ROUNDING,
+    RUN_PRECISIONS,
+    TOLERANCE,
+    Float64WhileRunning,
+    RunPrecision,
+    float64_copy,
+    largest_gap,
+    largest_value,
+    rounding,
+)
 from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
 from prunekit.channels.tracing.execution import plain_attention
 from prunekit.channels.tracing.kept_state import (
@@ -25,18 +36,7 @@ from prunekit.channels.tracing.kept_state import (
 )
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
-from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
-from prunekit.channels.trial.float64 import (
-    ROUNDING,
-    RUN_PRECISIONS,
-    TOLERANCE,
-    Float64WhileRunning,
-    RunPrecision,
-    float64_copy,
-    largest_gap,
-    largest_value,
-    rounding,
-)
+from prunekit.channels.trial.masked_vs_compact import compare, output_with_decisions, record_reference
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, has_gradients, named_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped

@@ -14,7 +14,7 @@ from prunekit.channels.labels.constraints import Removal
 from prunekit.channels.labels.equal_widths import NO_EQUAL_WIDTHS
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.errors import PlanError
-from prunekit.planning.budgets.costs import GroupPart
+from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.settings.pruning import PruneSettings
 from prunekit.utils.globs import globs, matching
 

@@ -29,7 +29,7 @@ import numpy as np
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.budgets.budget import Budgets
-from prunekit.planning.budgets.costs import GroupPart, Numbers
+from prunekit.planning.budgets.cost_model import GroupPart, Numbers
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, labels_matching
 from prunekit.planning.width_search import BISECTIONS, CHEAPEST, DEAREST, KeptScores, at_price, blends
 from prunekit.settings.pruning import PruneSettings, facts_of

@@ -15,7 +15,7 @@ from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Lock
 from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.budget import Budgets, budgets_of
-from prunekit.planning.budgets.costs import GroupPart, Numbers
+from prunekit.planning.budgets.cost_model import GroupPart, Numbers
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, free_parts
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.known_names import BUDGETS, CRITERIA
-from prunekit.settings.pattern import UNSTRUCTURED, PatternSettings
 from prunekit.settings.pruning import (
     BudgetSettings,
     Depth,
@@ -22,6 +21,7 @@ from prunekit.settings.pruning import (
     budget_names,
     depth_contradictions,
 )
+from prunekit.settings.weight_pattern import UNSTRUCTURED, PatternSettings
 from prunekit.utils.inputs import described
 
 if TYPE_CHECKING:

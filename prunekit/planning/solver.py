@@ -18,7 +18,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import NonFiniteError, PlanError
 from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of
-from prunekit.planning.budgets.costs import GroupPart, Numbers, cost_model
+from prunekit.planning.budgets.cost_model import GroupPart, Numbers, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores
 from prunekit.planning.depth_search import Block, all_that_may_go, blocks_of, chosen_blocks, without_blocks

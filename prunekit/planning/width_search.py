@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets.budget import Budgets
-from prunekit.planning.budgets.costs import GroupPart, Numbers
+from prunekit.planning.budgets.cost_model import GroupPart, Numbers
 from prunekit.planning.candidates import Scores
 
 STEPS = (-16, -8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16)

@@ -15,7 +15,7 @@ from torch import nn
 
 from prunekit.backends.session import Inputs
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.deploy.deployment_transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
 from prunekit.measure.latency.comparison import LatencyReport, choose_settings, devices
 from prunekit.measure.latency.row_text import setting_text

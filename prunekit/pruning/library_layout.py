@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from prunekit.backends.folders.included_parts import without_values
 from prunekit.channels.labels.equal_widths import EqualWidths, Family, family_name
+from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
-from prunekit.channels.trial.map_builder import with_equal_widths
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.hooks.model_copy import copied

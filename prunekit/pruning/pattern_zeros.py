@@ -28,8 +28,8 @@ from prunekit.planning.schedules import ScheduleStep
 from prunekit.pruning.schedule_planner import ChannelPlanner, share_step
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import PruneSettings, ScheduleSettings
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.layer_graph import LayerGraph, find_layer_graph
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import plural, share

@@ -2,7 +2,7 @@
 
 Dry run, `prunekit.prune`, `Pruner` and jobs all search with `PlanSearch`, whose methods stand in the order of their
 use: `trace`, `require_reachable`, `find` (or `predict`), and `deliver`. For budgets of time
-`prunekit.pruning.latency_search.with_profile` makes a search that measures.
+`prunekit.pruning.latency_budget_search.with_profile` makes a search that measures.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.equal_widths import EqualWidths
+from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.channels.trial.map_builder import with_equal_widths
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.elimination import weighted_output_count
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from prunekit.planning.budgets.latency_table import LatencyTable
     from prunekit.pruning.latency_target import Attempt, LatencyResult, LatencyTarget
     from prunekit.pruning.library_layout import LibraryModel
-    from prunekit.repair.share_check import ShareCheck
+    from prunekit.repair.similar_layer_shares import ShareCheck
     from prunekit.statistics.channel_stats import ChannelStats
-    from prunekit.statistics.patch_moments import PatchStats
+    from prunekit.statistics.gram_matrices import PatchStats
     from prunekit.statistics.taylor_terms import TaylorTerms
 
 MEMORY = facts_of("memory_mb")

@@ -20,11 +20,10 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
-from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.deploy.deployment_transform import AS_IT_IS, Transform
 from prunekit.errors import NotMeasuredError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import choose_settings, devices
 from prunekit.measure.latency_profile.network_timing import (
     LayerTimes,
@@ -35,8 +34,9 @@ from prunekit.measure.latency_profile.network_timing import (
     time_networks,
 )
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.modes.public_call import public_call
-from prunekit.planning.budgets.costs import GroupPart
+from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency, round_up
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.feasibility import require_free_parts

@@ -23,7 +23,7 @@ from prunekit.pruning.plan_search import Planned
 from prunekit.pruning.prune_request import Calibration, Request
 from prunekit.pruning.pruned import Pruned
 from prunekit.settings.calibration import IMAGES, RepairSettings
-from prunekit.settings.pattern import PatternSettings
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.utils.context import is_large, release_memory
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.outputs import Outputs

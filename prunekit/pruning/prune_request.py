@@ -22,7 +22,7 @@ from prunekit.utils.progress import stage
 from prunekit.utils.tensors import map_tensors
 
 if TYPE_CHECKING:
-    from prunekit.pruning.collected import Collected
+    from prunekit.pruning.collected_statistics import Collected
     from prunekit.statistics.channel_stats import ChannelStats
     from prunekit.statistics.taylor_terms import TaylorTerms
     from prunekit.tasks.task import Task
@@ -98,7 +98,7 @@ class Request:
         inputs = self._criterion_inputs(search.channel_map, repair, collected)
         release_memory(self.model)
         if self.settings.budget.measured:
-            from prunekit.pruning.latency_search import with_profile  # with all runtimes
+            from prunekit.pruning.latency_budget_search import with_profile  # with all runtimes
 
             search = with_profile(search)
         self.search = search
@@ -112,7 +112,7 @@ class Request:
         """Return the evidence of `collect`, if that is the calibration."""
         if self.calibration is None:
             return None
-        from prunekit.pruning.collected import Collected
+        from prunekit.pruning.collected_statistics import Collected
 
         if not isinstance(self.calibration, Collected):
             return None

@@ -22,13 +22,12 @@ from prunekit.measure.memory_format import in_fastest_format
 from prunekit.planning.candidates import labels_matching
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.repair.repair_model import require_images
-from prunekit.repair.share_check import ShareCheck
+from prunekit.repair.similar_layer_shares import ShareCheck
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pruning import PruneSettings
-from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layer_errors import RIDGE, with_gains
-from prunekit.statistics.patch_moments import (
+from prunekit.statistics.channel_stats_collector import calibrate
+from prunekit.statistics.gram_matrices import (
     IN_MEMORY,
     ROWS,
     PatchStats,
@@ -36,6 +35,7 @@ from prunekit.statistics.patch_moments import (
     shortfalls,
     with_raised_ridge,
 )
+from prunekit.statistics.layer_errors import RIDGE, with_gains
 from prunekit.tasks.batches import BATCH, IMAGES, ModelBatches, holds_all, joined_inputs
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of, is_large

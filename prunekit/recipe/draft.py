@@ -22,8 +22,8 @@ from prunekit.data.local_files import read_npz, scan_folder
 from prunekit.data.sources import missing_data
 from prunekit.data.texts import SUFFIXES
 from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest, reraise_shortage
+from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare
-from prunekit.jobs.run.subject import Own
 from prunekit.models.hugging_face import CONFIG, head_of
 from prunekit.models.zoo import ZOOS, has_weights, image_shape, missing_weights, zoo_names
 from prunekit.planning.solver import feasible_plan
@@ -31,7 +31,7 @@ from prunekit.recipe.loading import apply_override, load
 from prunekit.recipe.reference import find, flow
 from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.inputs import TEXTUAL, DataSettings, Head, ModelSettings
+from prunekit.settings.data_and_model import TEXTUAL, DataSettings, Head, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import require_writable, write_text
 from prunekit.utils.user_code import is_reference, require_object

@@ -18,6 +18,7 @@ from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
+from prunekit.repair.expert_fit import StackFitter
 from prunekit.repair.held_out_images import Inputs, batches_of, difference
 from prunekit.repair.layer_fit import LayerFitter, bias_names
 from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
@@ -37,7 +38,6 @@ from prunekit.repair.memory_budget import (
     too_wide,
 )
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, dropped
-from prunekit.repair.stack_fit import StackFitter
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
 from prunekit.statistics.linear_layers import LayerCall

@@ -16,8 +16,8 @@ from annotated_types import Ge, Gt, Le
 from prunekit.errors import UsageError
 from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveFloat, PositiveInt, RuntimeName
 from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.validation import Checked
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.utils import display as numbers
 from prunekit.utils.registry import Registered, RegisteredKeys
 from prunekit.utils.user_code import ForbiddenReference, is_reference

@@ -19,7 +19,7 @@ from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import parse_json, require_file
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, MapRanks, StatsKey, combine
-from prunekit.statistics.watch import Consumer
+from prunekit.statistics.observers import Consumer
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import StrPath, atomic_file, write_csv
 

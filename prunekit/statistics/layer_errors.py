@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.hooks.model_copy import named_tensors, with_tensors
+from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
-from prunekit.statistics.patch_moments import LayerMoments, PatchStats
 from prunekit.statistics.patches import solve_positive
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples

@@ -26,7 +26,7 @@ from prunekit.distributed.process_group import is_main, rank, size, total, wait_
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.models.outputs import require_trainable
-from prunekit.settings.inputs import Workers
+from prunekit.settings.data_and_model import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.measurement import Measurement
 from prunekit.tasks.task import Loss, Score, Task

@@ -12,9 +12,9 @@ from torch import nn
 from prunekit.backends.backend import RUNTIMES
 from prunekit.backends.eager import WeightMover, weight_movers
 from prunekit.backends.session import Setting, Source
-from prunekit.measure.effort import effort_of
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.latency.timing import alternate
+from prunekit.measure.measurement_effort import effort_of
 from prunekit.settings.deployment import LatencySettings
 
 

@@ -7,7 +7,7 @@ from functools import reduce
 
 import pytest
 
-from prunekit.backends.files.size_expressions import is_arithmetic, multiplied, raised
+from prunekit.backends.files.symbolic_sizes import is_arithmetic, multiplied, raised
 
 ARITHMETIC = [
     "Symbol('s0', positive=True, integer=True)", "2*Symbol('s0') + 1", "FloorDiv(Symbol('s1'), 2)", "Max(1, 3)",

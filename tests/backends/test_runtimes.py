@@ -20,11 +20,11 @@ from prunekit.backends.files.onnx_program import export_onnx
 from prunekit.backends.onnx_runtime import open_session
 from prunekit.backends.session import Inputs, Setting, Source, inputs_like, inputs_of
 from prunekit.known_names import DtypeName
-from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency import comparison
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.latency.timed_files import file_source
 from prunekit.measure.latency.timing_job import SettingFailure, SettingTimes, TimingJob, output_tensors, run_job
+from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.settings.deployment import LatencySettings
 
 SHAPE = (3, 12, 12)

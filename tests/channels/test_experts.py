@@ -15,8 +15,8 @@ from nets_experts import EXPERTS, INNER, TAKEN, WIDTH, mixture
 from torch import Tensor, nn
 
 import prunekit
+from prunekit.channels.float64 import AS_DOUBLE
 from prunekit.channels.rules.compute import OF_STACK
-from prunekit.channels.trial.float64 import AS_DOUBLE
 from prunekit.channels.trial.trial import run_trial
 from prunekit.measure.model_size import count_macs
 

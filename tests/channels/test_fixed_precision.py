@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.ops import nms
 
 import prunekit
-from prunekit.channels.trial.float64 import AS_DOUBLE, ROUNDING
+from prunekit.channels.float64 import AS_DOUBLE, ROUNDING
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, VerificationError
 from prunekit.measure.verification import compare_outputs, verify

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.channels.trial.comparison import Comparison
-from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
+from prunekit.channels.float64 import Float64WhileRunning, float64_inputs, to_double
+from prunekit.channels.trial.masked_vs_compact import Comparison
 
 
 class Borrows(nn.Module):

@@ -17,7 +17,7 @@ from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.labels.constraint_solver import numbered
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
-from prunekit.planning.budgets.costs import cost_model, entries
+from prunekit.planning.budgets.cost_model import cost_model, entries
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan

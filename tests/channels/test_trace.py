@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import prunekit
 from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.map_builder import NOT_USED, with_extra
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, group_labels
-from prunekit.channels.trial.map_builder import NOT_USED, with_extra
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, PrunekitError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from efforts import HERE
 
-from prunekit.measure.effort import effort_of
+from prunekit.measure.measurement_effort import effort_of
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,9 +25,9 @@ from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
 from prunekit.jobs.batch_size import LargestBatch, TriedBatch
 from prunekit.jobs.finetune import RunResult
-from prunekit.jobs.run import dense_model
+from prunekit.jobs.run import baseline_cache
+from prunekit.jobs.run.command_subject import Own, Subject
 from prunekit.jobs.run.run_folder import Finish, write_report
-from prunekit.jobs.run.subject import Own, Subject
 from prunekit.jobs.stages import calibration_stage
 from prunekit.jobs.stages.calibration_stage import CalibrationResult
 from prunekit.measure.latency import timing_job
@@ -385,7 +385,7 @@ def test_evaluate_a_recipe_takes_its_trained_dense_model(
         model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         return Subject(model, job.name, (3, 8, 8), load_splits(job.data))
 
-    monkeypatch.setattr(dense_model, "trained_subject", stand_in)
+    monkeypatch.setattr(baseline_cache, "trained_subject", stand_in)
     result = run("evaluate", recipe, *SMALL_IMAGES, "--seed", "9", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["model"] == "small"

@@ -14,7 +14,7 @@ from PIL import Image
 
 import prunekit
 from prunekit.cli import cli
-from prunekit.jobs.run.dense_model import save_weights
+from prunekit.jobs.run.baseline_cache import save_weights
 from prunekit.models.zoo import build_model
 
 RECIPE = """

@@ -17,7 +17,7 @@ from prunekit.cli import cli
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError
 from prunekit.inspection.visualize.class_maps import class_activation_map, correlation
-from prunekit.jobs.run.dense_model import save_weights
+from prunekit.jobs.run.baseline_cache import save_weights
 from prunekit.jobs.run.model_pair import load_model_pair
 from prunekit.report.pages.run_page import write_report
 

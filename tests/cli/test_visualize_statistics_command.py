@@ -13,7 +13,7 @@ from PIL import Image
 
 import prunekit
 from prunekit.cli import cli
-from prunekit.jobs.run.dense_model import save_weights
+from prunekit.jobs.run.baseline_cache import save_weights
 from prunekit.models.zoo import build_model
 from prunekit.report.pages.run_page import write_report
 

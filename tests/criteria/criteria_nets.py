@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.scoring import score
-from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 
 Scores = npt.NDArray[np.float64]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.map_builder import with_extra
 from prunekit.criteria import elimination
 from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
 from prunekit.errors import NonFiniteError
+from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_errors import RIDGE
-from prunekit.statistics.patch_moments import collect_patches
 
 CHANNELS, TAPS = 5, 2
 

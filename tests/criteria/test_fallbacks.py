@@ -18,7 +18,7 @@ from prunekit.criteria.activation import ACTIVATIONS
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.calibration import calibrate
+from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.taylor_terms import TaylorTerms
 
 

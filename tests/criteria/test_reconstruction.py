@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from prunekit.channels.trace import trace
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.statistics.calibration import calibrate
+from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.layer_stats import StatsKey
 from prunekit.statistics.taylor_terms import collect_gradients
 

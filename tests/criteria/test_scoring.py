@@ -18,10 +18,10 @@ from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.known_names import CRITERIA
 from prunekit.models.cifar import CifarResNet
-from prunekit.statistics.calibration import calibrate
 from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.channel_stats_collector import calibrate
+from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_stats import StatsKey
-from prunekit.statistics.patch_moments import collect_patches
 from prunekit.statistics.taylor_terms import collect_gradients
 
 

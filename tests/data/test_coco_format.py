@@ -14,10 +14,10 @@ from drawn_files import write_coco
 from mutants import changed_json, unclean
 
 from prunekit.data.coco import masks_of, run_lengths
-from prunekit.data.shapes import CLASSES, DrawnShapes
+from prunekit.data.drawn_shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.data_and_model import DataSettings
 
 
 def settings(root: Path, **more: Any) -> DataSettings:

@@ -10,11 +10,11 @@ import torch
 from drawn_files import write_yolo
 from mutants import changed_json, damaged_bytes, unclean
 
-from prunekit.data.shapes import CLASSES, DrawnShapes
+from prunekit.data.drawn_shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.data.yolo import label_file
 from prunekit.errors import DataError
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.data_and_model import DataSettings
 
 
 def settings(root: Path, **more: Any) -> DataSettings:

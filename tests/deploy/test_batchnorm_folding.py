@@ -20,14 +20,14 @@ from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
+from prunekit.deploy.deployment_transform import transform_of
 from prunekit.deploy.subnormals import count_subnormals
-from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
 from prunekit.measure.latency_profile.network_timing import structure_hash
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
+from prunekit.settings.data_and_model import ModelSettings
 from prunekit.settings.deployment import DeploySettings
-from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.files import sha256, with_checksum
 from prunekit.utils.tensors import lies_channels_last
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from efforts import HERE
 
-from prunekit.measure.effort import effort_of
+from prunekit.measure.measurement_effort import effort_of
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,10 +15,10 @@ from prunekit.data.sources import load_splits
 from prunekit.errors import MemoryShortageError, RunError, UsageError, is_shortage
 from prunekit.jobs import batch_size
 from prunekit.jobs.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, find_batch_size
+from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import prepare
-from prunekit.jobs.run.subject import Own
 from prunekit.measure.latency.machine import PeakMemory
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (

@@ -11,7 +11,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.errors import ModelError, UsageError
 from prunekit.jobs.analyses.bench import bench_targets, gated
-from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.measure.latency.comparison import devices
 from prunekit.settings.deployment import LatencySettings
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import prunekit
-from prunekit.jobs.run.dense_model import Baseline
+from prunekit.jobs.run.baseline_cache import Baseline
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.training_stage import Finetuning, Trainings
 from prunekit.pruning.plan_search import PlanSearch
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (

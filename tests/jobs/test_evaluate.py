@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from prunekit.data.sources import load_splits
 from prunekit.errors import ModelError, UsageError
 from prunekit.jobs.analyses.evaluate import evaluate
-from prunekit.jobs.run.subject import Subject
-from prunekit.settings.inputs import DataSettings
+from prunekit.jobs.run.command_subject import Subject
+from prunekit.settings.data_and_model import DataSettings
 
 CPU = torch.device("cpu")
 DATA = DataSettings(image_size=8, batch=100)

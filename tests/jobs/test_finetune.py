@@ -30,7 +30,7 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.analyses.explain import explain_job
 from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune, stages_of
-from prunekit.jobs.run.dense_model import Baseline, train_baseline
+from prunekit.jobs.run.baseline_cache import Baseline, train_baseline
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.stages.calibration_stage import calibrate
@@ -43,8 +43,8 @@ from prunekit.measure.latency.comparison import LatencyReport
 from prunekit.measure.model_size import count_macs
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings, WatchSettings

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import ModelError
 from prunekit.jobs.analyses.inspect import inspect
-from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.command_subject import Subject
 
 
 class Residual(nn.Module):

@@ -19,12 +19,12 @@ from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, ModelError, RecipeError, UsageError
 from prunekit.jobs.analyses.evaluate import evaluate
 from prunekit.jobs.finetune import prune_job
+from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import build_of, prepare
-from prunekit.jobs.run.subject import Own
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.measure.accuracy import evaluate as measured
 from prunekit.recipe.loading import load
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 

@@ -15,8 +15,8 @@ from prunekit.errors import DataError
 from prunekit.jobs.finetune import RunResult, finetune, prune_job
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
@@ -102,7 +102,7 @@ def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
 
 @pytest.mark.slow
 def test_the_job_is_what_prune_makes_of_its_images(output: Path, finished: tuple[RunResult, list[str]]) -> None:
-    from prunekit.jobs.run.dense_model import train_baseline
+    from prunekit.jobs.run.baseline_cache import train_baseline
     from prunekit.jobs.run.job_subject import prepare
 
     settings, (result, _) = job(output), finished

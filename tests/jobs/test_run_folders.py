@@ -20,13 +20,13 @@ from prunekit.cli import cli
 from prunekit.errors import DataError, UsageError
 from prunekit.jobs.analyses.sensitivity import analyze
 from prunekit.jobs.finetune import prune_job
+from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.resume import resolved
-from prunekit.jobs.run.subject import Own
 from prunekit.models.zoo import build_model
 from prunekit.recipe.loading import load
 from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

@@ -18,15 +18,15 @@ import prunekit
 from prunekit.errors import UsageError
 from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune, prune_job
-from prunekit.measure.effort import effort_of
+from prunekit.measure.measurement_effort import effort_of
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
+from prunekit.settings.weight_pattern import PatternSettings
 
 Finished = tuple[Path, dict[str, Any], list[str]]
 

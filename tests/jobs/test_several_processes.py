@@ -18,8 +18,8 @@ import prunekit
 from prunekit.distributed.process_group import from_main, rank
 from prunekit.errors import PeerError, RunError
 from prunekit.jobs.analyses.evaluate import evaluate
+from prunekit.jobs.run.command_subject import Own, Subject
 from prunekit.jobs.run.job_subject import prepare
-from prunekit.jobs.run.subject import Own, Subject
 from prunekit.jobs.stages.calibration_stage import loss_gradients
 from prunekit.jobs.stages.training_stage import Trainings
 from prunekit.models.zoo import load_factory

@@ -28,14 +28,14 @@ from prunekit.errors import ArtifactError, DataError, UsageError
 from prunekit.jobs.analyses.bench import bench_targets
 from prunekit.jobs.analyses.evaluate import evaluate
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.run.subject import Own
+from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.subject_sources import resolve
-from prunekit.measure.effort import effort_of
+from prunekit.measure.measurement_effort import effort_of
 from prunekit.report.headline import compared
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import DistillSettings, TrainSettings

@@ -21,16 +21,16 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.jobs.analyses.profile import profile_job
 from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import prune_job
+from prunekit.jobs.run.command_subject import RECIPE_ONLY
 from prunekit.jobs.run.job_subject import prepare
-from prunekit.jobs.run.subject import RECIPE_ONLY
-from prunekit.pruning import latency_search
+from prunekit.pruning import latency_budget_search
 from prunekit.pruning.latency_target import LatencyResult, Timing
 from prunekit.pruning.plan_search import Planned
 from prunekit.report.pages.profile_page import fitted
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.settings.train import TrainSettings
@@ -100,15 +100,15 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
 def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last: list[nn.Module] = []
 
-    deliver = latency_search.TimedPlanSearch.deliver
+    deliver = latency_budget_search.TimedPlanSearch.deliver
 
-    def spied(search: latency_search.TimedPlanSearch, planned: Planned, model: nn.Module) -> LatencyResult:
+    def spied(search: latency_budget_search.TimedPlanSearch, planned: Planned, model: nn.Module) -> LatencyResult:
         last.extend([search.latency.dense, model])
         return deliver(search, planned, model)
 
-    monkeypatch.setattr(latency_search.TimedPlanSearch, "deliver", spied)
+    monkeypatch.setattr(latency_budget_search.TimedPlanSearch, "deliver", spied)
     met = Timing(1.0, 0.9, 1.1, 1.21, 1.2, 1.22, True, ())  # small nets differ by less than the noise
-    monkeypatch.setattr(latency_search, "time_pair", lambda *_, **__: met)
+    monkeypatch.setattr(latency_budget_search, "time_pair", lambda *_, **__: met)
     small: dict[str, Any] = {"baseline": TrainSettings(epochs=0), "data": DataSettings(image_size=16)}
     wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True), **small)
     result = prune_job(wanted, log=lambda text: None)
@@ -142,7 +142,7 @@ def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
     assert log[0].startswith("dry run: a budget of time is planned for by a profile of the target")
     for place in (
         "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
-        "prunekit.pruning.latency_search.time_pair",
+        "prunekit.pruning.latency_budget_search.time_pair",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("something was measured"))
     cached = dry_run(job(tmp_path, 1.2), log=log.append, measure=False)
@@ -160,7 +160,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "empty"))
     for place in (
         "prunekit.measure.latency_profile.network_timing._ProfileProcess.measure",
-        "prunekit.pruning.latency_search.time_pair",
+        "prunekit.pruning.latency_budget_search.time_pair",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("something was measured"))
     log: list[str] = []
@@ -187,7 +187,7 @@ def test_a_dry_run_shows_the_fastest_plan_where_only_the_table_holds_more_for_im
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met = Timing(1.0, 0.9, 1.1, 501.0, 500.0, 502.0, True, ())
-    monkeypatch.setattr(latency_search, "time_pair", lambda *_, **__: met)
+    monkeypatch.setattr(latency_budget_search, "time_pair", lambda *_, **__: met)
     found = dry_run(job(tmp_path, 500.0), log=lambda text: None)["budgets"]["speedup"]
     assert found["asked"] == 500
     assert 1 < found["left"] < 500

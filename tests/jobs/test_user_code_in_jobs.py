@@ -15,14 +15,14 @@ from prunekit.compaction.model_folder import read_manifest
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune
-from prunekit.jobs.run.dense_model import trained_subject
-from prunekit.jobs.run.subject import Own
+from prunekit.jobs.run.baseline_cache import trained_subject
+from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.jobs.stages.calibration_stage import calibrate
 from prunekit.models.zoo import load_factory
 from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

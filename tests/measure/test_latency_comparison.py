@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.measure.effort import Effort
 from prunekit.measure.latency import comparison, machine, timing, timing_job
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.latency.timing import alternate, paired_ratio, warm_up
+from prunekit.measure.measurement_effort import Effort
 from prunekit.settings.deployment import LatencySettings
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.deploy.transform import transform_of
+from prunekit.deploy.deployment_transform import transform_of
 from prunekit.errors import UsageError, VerificationError
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.measure.causes.experiments import with_channels_last

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from prunekit.backends.backend import RUNTIMES, FunctionBackend
 from prunekit.backends.session import LayerClock, Sample, Session, Setting, Source, inputs_of
 from prunekit.errors import RunError, UsageError
-from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.latency.timing_job import SettingFailure
 from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.network_timing import (
@@ -30,6 +29,7 @@ from prunekit.measure.latency_profile.network_timing import (
     time_networks,
     write_times,
 )
+from prunekit.measure.measurement_effort import Effort, effort_of
 
 EAGER = Setting("eager", "cpu", 1, 1)
 

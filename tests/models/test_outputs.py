@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.errors import ModelError
 from prunekit.models.outputs import auxiliary, is_frozen, logits, require_trainable
 from prunekit.models.zoo import build_model
-from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.data_and_model import ModelSettings
 
 
 @pytest.mark.slow

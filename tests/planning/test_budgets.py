@@ -24,7 +24,7 @@ from prunekit.compaction.model_folder import save
 from prunekit.errors import PlanError
 from prunekit.measure.model_size import count_bytes, count_macs, count_parameters, size_bytes
 from prunekit.planning.budgets.budget import Countable
-from prunekit.planning.budgets.costs import GroupPart, cost_model
+from prunekit.planning.budgets.cost_model import GroupPart, cost_model
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.solver import make_plan

@@ -16,7 +16,7 @@ from prunekit.planning.patterns.gradual_masks import StepWeights, masks_at_step,
 from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import ScheduleStep, share_kept
-from prunekit.settings.pattern import PatternSettings
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.layer_graph import find_layer_graph
 
 PATTERNS = {

@@ -14,8 +14,8 @@ from torch import nn
 import prunekit
 from prunekit.errors import UsageError
 from prunekit.planning.keywords import DEFAULTS, PlanKeywords, prune_settings
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
+from prunekit.settings.weight_pattern import PatternSettings
 
 MODEL = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 

@@ -21,7 +21,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.planning.budgets.budget import budgets_of
-from prunekit.planning.budgets.costs import GroupPart
+from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.plan import load_plan
 from prunekit.planning.solver import make_plan

@@ -14,8 +14,8 @@ from prunekit.errors import PlanError, SettingsError
 from prunekit.planning.patterns.group_orders import best_order, kept_size
 from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.layer_graph import find_layer_graph
 
 

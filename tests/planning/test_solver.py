@@ -17,9 +17,9 @@ from torch import nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
 from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.channels.trial.map_builder import with_extra
 from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.candidates import Scores, free_parts, labels_matching
 from prunekit.planning.plan import Plan

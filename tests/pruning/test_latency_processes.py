@@ -13,8 +13,8 @@ from made_up_timings import DENSE_MS, took
 from torch import nn
 
 from prunekit.backends.session import inputs_of
-from prunekit.measure.effort import Effort, effort_of
-from prunekit.pruning import latency_search
+from prunekit.measure.measurement_effort import Effort, effort_of
+from prunekit.pruning import latency_budget_search
 from prunekit.pruning.latency_target import Timing
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
@@ -27,12 +27,12 @@ def _one_try() -> Iterator[None]:
 
 
 def test_the_median_process_counts_and_the_interval_holds_all() -> None:
-    found = latency_search._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
+    found = latency_budget_search._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
     assert (found.ms, found.speedup) == (DENSE_MS / 2.0, 2.0)
     assert (found.speedup_low, found.speedup_high) == (1.9 * 0.99, 2.3 * 1.01)
     assert found.stable
     assert not found.doubts
-    noisy = latency_search._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
+    noisy = latency_budget_search._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
     assert not noisy.stable
     assert noisy.doubts == ("wide",)
 
@@ -40,7 +40,9 @@ def test_the_median_process_counts_and_the_interval_holds_all() -> None:
 def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     processes_say(monkeypatch, map(took, itertools.cycle([2.0, 2.4, 1.7])))
     none = nn.Identity()
-    found = latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
+    found = latency_budget_search.time_pair(
+        none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15
+    )
     assert not found.stable
     assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
 
@@ -52,7 +54,7 @@ def test_a_model_that_no_other_process_can_have_is_said() -> None:
 
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=Target(block=1))
     with effort_of(Effort(processes=1, tries=1)):
-        timing = latency_search.time_pair(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
+        timing = latency_budget_search.time_pair(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
     (note,) = timing.notes
     assert note.startswith("eager: timed in this process, not in one of its own")
 
@@ -60,9 +62,9 @@ def test_a_model_that_no_other_process_can_have_is_said() -> None:
 def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
     """In the place of processes that measure, each once."""
     monkeypatch.setattr(
-        latency_search, "prepared_latency", lambda *_: nullcontext(lambda rounds, limit_s: next(figures))
+        latency_budget_search, "prepared_latency", lambda *_: nullcontext(lambda rounds, limit_s: next(figures))
     )
-    monkeypatch.setattr(latency_search, "as_timing", lambda found: found)
+    monkeypatch.setattr(latency_budget_search, "as_timing", lambda found: found)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_processes_that_disagree_are_joined_by_more(
     left, none = iter(speedups), nn.Identity()
     processes_say(monkeypatch, map(took, left))
     budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
-    found = latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
+    found = latency_budget_search.time_pair(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
     assert len(speedups) - len(list(left)) == processes
     assert found.speedup == np.median(speedups[:processes])
 
@@ -94,7 +96,7 @@ def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> N
     draws = 2.0 * (1 + 0.02 * np.random.default_rng(0).standard_normal((2000, processes)))
     held = 0
     for speedups in draws:
-        within = latency_search._uncertainty(
+        within = latency_budget_search._uncertainty(
             [took(one) for one in speedups], PruneSettings(BudgetSettings(speedup=2.0))
         )
         held += abs(np.median(speedups) - 2.0) <= within * np.median(speedups)
@@ -105,7 +107,7 @@ def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatc
     figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
     processes_say(monkeypatch, figures)
     none = nn.Identity()
-    latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
+    latency_budget_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
     assert not list(figures)
 
 
@@ -124,9 +126,9 @@ class BusyMachine:
             noisy = took(float(2.0 * np.exp(0.3 * draw.standard_normal())))
             return replace(noisy, stable=False, doubts=("the 95 % interval is 40 % of the median wide",))
 
-        monkeypatch.setattr(latency_search, "prepared_latency", lambda *_: nullcontext(measured))
-        monkeypatch.setattr(latency_search, "as_timing", lambda found: found)
-        monkeypatch.setattr(latency_search, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(latency_budget_search, "prepared_latency", lambda *_: nullcontext(measured))
+        monkeypatch.setattr(latency_budget_search, "as_timing", lambda found: found)
+        monkeypatch.setattr(latency_budget_search, "perf_counter", lambda: self.now)
 
 
 @pytest.mark.parametrize(("process_s", "processes"), [(20.0, 5), (40.0, 3), (1000.0, 1)])
@@ -135,7 +137,7 @@ def test_no_process_begins_after_the_limit_but_the_first(
 ) -> None:
     machine, none, said = BusyMachine(process_s, monkeypatch), nn.Identity(), list[str]()
     with effort_of(Effort()):
-        found = latency_search.time_pair(
+        found = latency_budget_search.time_pair(
             none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15, limit_s=100, log=said.append
         )
     assert machine.processes == found.processes == processes
@@ -150,6 +152,6 @@ def test_a_second_try_that_has_no_time_replaces_no_first_one(monkeypatch: pytest
     machine, none = BusyMachine(20.0, monkeypatch), nn.Identity()
     with effort_of(Effort()):
         settings = PruneSettings(BudgetSettings(speedup=2.0))
-        found = latency_search.time_pair(none, none, inputs_of((1,)), settings, 1, 7, limit_s=170)
+        found = latency_budget_search.time_pair(none, none, inputs_of((1,)), settings, 1, 7, limit_s=170)
     assert (machine.processes, found.processes) == (9, 7)
     assert not found.stable

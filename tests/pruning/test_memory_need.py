@@ -14,7 +14,7 @@ from prunekit.criteria import elimination
 from prunekit.errors import UsageError
 from prunekit.pruning.sample_statistics import MemoryNeed, require_memory
 from prunekit.settings.calibration import RepairSettings
-from prunekit.statistics import patch_moments
+from prunekit.statistics import gram_matrices
 from prunekit.utils import context
 from prunekit.utils.file_memory import FileMemory
 
@@ -74,7 +74,7 @@ def test_less_than_any_setting_takes_says_the_least(large: None, monkeypatch: py
 def test_matrices_in_a_file_give_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = torch.randn(64, 16)
     expected = pk.prune(network(), calibration=samples, macs=0.5)
-    monkeypatch.setattr(patch_moments, "IN_MEMORY", 0)
+    monkeypatch.setattr(gram_matrices, "IN_MEMORY", 0)
     found = pk.prune(network(), calibration=samples, macs=0.5)
     assert found.plan.widths() == expected.plan.widths()
     for (name, one), (_, other) in zip(expected.model.named_parameters(), found.model.named_parameters(), strict=True):

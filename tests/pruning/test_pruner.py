@@ -31,9 +31,9 @@ from prunekit.pruning.plan_search import Planned, PlanSearch
 from prunekit.pruning.prune_request import Request
 from prunekit.pruning.pruner import Pruner
 from prunekit.pruning.schedule_planner import ChannelPlanner, StepStatistics
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.taylor_terms import STEPS, StepGradients, collect_gradients
 from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule

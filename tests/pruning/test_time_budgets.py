@@ -22,12 +22,12 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
-from prunekit.deploy.transform import transform_of
+from prunekit.deploy.deployment_transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
-from prunekit.pruning import latency_search, profiling
-from prunekit.pruning.latency_search import TimedPlanSearch, with_profile
+from prunekit.pruning import latency_budget_search, profiling
+from prunekit.pruning.latency_budget_search import TimedPlanSearch, with_profile
 from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.profiling import Profile, profile
@@ -93,7 +93,7 @@ def asking(wanted: PruneSettings) -> TimedPlanSearch:
 
 
 def delivered_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> tuple[Plan, LatencyResult]:
-    monkeypatch.setattr(latency_search, "time_pair", machine)
+    monkeypatch.setattr(latency_budget_search, "time_pair", machine)
     search = asking(PruneSettings(BudgetSettings(**budget), scope="per_mac", target=ONE_BY_ONE))
     planned = search.find()
     return planned.plan, search.deliver(planned, planned.compact)
@@ -130,8 +130,8 @@ def test_on_a_busy_machine_the_search_ends_in_time_with_what_it_has(monkeypatch:
         now[0] += 80.0
         return replace(machine(*arguments, **named), stable=False, doubts=("noise",))
 
-    monkeypatch.setattr(latency_search, "time_pair", busy)
-    monkeypatch.setattr(latency_search, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(latency_budget_search, "time_pair", busy)
+    monkeypatch.setattr(latency_budget_search, "perf_counter", lambda: now[0])
     search, said = asking(PruneSettings(BudgetSettings(speedup=2.0), scope="per_mac", target=ONE_BY_ONE)), list[str]()
     search = replace(search, log=said.append)
     planned = search.find()
@@ -190,7 +190,7 @@ def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypat
 def test_where_no_plan_is_faster_than_the_dense_model_a_speedup_is_out_of_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(latency_search, "time_pair", None)
+    monkeypatch.setattr(latency_budget_search, "time_pair", None)
     search = asking(PruneSettings(BudgetSettings(speedup=1.1), min_channels=1000, target=ONE_BY_ONE))
     for refused in (search.require_reachable, search.predict):
         with pytest.raises(PlanError, match=r"budget speedup: at least 1.1x was asked for, .* no more than 1x"):
@@ -203,7 +203,7 @@ def test_what_is_predicted_to_be_just_possible_is_measured_before_it_is_promised
     _, channel_map, table = net()
     most = table.at(channel_map) / table.at(channel_map, channel_map.completed(narrow(channel_map)))
     for share, machine, times in ((0.97, Machine(0.9), 1), (0.9, Machine(0.9), 0), (0.97, Machine(1.0), 1)):
-        monkeypatch.setattr(latency_search, "time_pair", machine)
+        monkeypatch.setattr(latency_budget_search, "time_pair", machine)
         search = asking(PruneSettings(BudgetSettings(speedup=share * most), target=ONE_BY_ONE))
         if times and machine.bias < 1:
             with pytest.raises(PlanError, match="is predicted to be faster; raise the budget"):
@@ -226,7 +226,7 @@ def test_a_refusal_names_what_a_budget_of_time_contradicts(
 ) -> None:
     _, channel_map, table = net()
     most = table.at(channel_map) / table.at(channel_map, channel_map.completed(narrow(channel_map)))
-    monkeypatch.setattr(latency_search, "time_pair", Machine(1.0))
+    monkeypatch.setattr(latency_budget_search, "time_pair", Machine(1.0))
     wanted = PruneSettings(BudgetSettings(speedup=0.94 * most), **({"target": ONE_BY_ONE} | changed))
     with pytest.raises(PlanError, match=rf"\(measured\).* is predicted to be faster \({named} .* can be had\); raise"):
         asking(wanted).require_reachable()
@@ -237,7 +237,7 @@ def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     machine = Machine(1.6)
     least = table.at(channel_map) / min(table.at(channel_map, channel_map.completed(narrow(channel_map))), DENSE_MS)
     asked = least**1.3  # beyond what the table holds for possible, not beyond what is measured
-    monkeypatch.setattr(latency_search, "time_pair", machine)
+    monkeypatch.setattr(latency_budget_search, "time_pair", machine)
     asking(PruneSettings(BudgetSettings(speedup=asked), target=ONE_BY_ONE)).require_reachable()
     _, found = delivered_on(machine, monkeypatch, speedup=asked)
     assert found.within
@@ -251,7 +251,7 @@ def narrow(channel_map: ChannelMap) -> Any:
 
 
 def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency_search, "time_pair", Machine(1.0))
+    monkeypatch.setattr(latency_budget_search, "time_pair", Machine(1.0))
     wanted = PruneSettings(BudgetSettings(speedup=1.5), scope="per_mac", round_to=6, target=Target(block=4))
     plan = asking(wanted).find().plan
     widths = plan.widths().values()
@@ -264,7 +264,7 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
     def measured(*given: Any, **named: Any) -> None:
         raise AssertionError("nothing is to be timed")
 
-    monkeypatch.setattr(latency_search, "profile", measured)
+    monkeypatch.setattr(latency_budget_search, "profile", measured)
     model, channel_map, _ = net()
     for budget, said in (
         ({"macs": 1e-6}, "budget macs: at most 1e-06"),
@@ -340,7 +340,7 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
         seen.extend([dense, compact])
         return took(2.0)
 
-    monkeypatch.setattr(latency_search, "time_pair", machine)
+    monkeypatch.setattr(latency_budget_search, "time_pair", machine)
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
     transform = transform_of(model, EXAMPLE, deploy)
     search = with_profile(PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map), deploy)

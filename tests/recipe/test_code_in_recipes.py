@@ -10,9 +10,9 @@ import pytest
 
 from prunekit.criteria.criterion import get_criterion
 from prunekit.errors import RecipeError, UsageError
+from prunekit.jobs.run.command_subject import own_source
 from prunekit.jobs.run.job_subject import code_of_job, renew_code
 from prunekit.jobs.run.resume import resolved
-from prunekit.jobs.run.subject import own_source
 from prunekit.recipe.loading import load
 from prunekit.utils.user_code import ForbiddenReference, load_object
 

@@ -13,7 +13,7 @@ from drawn_files import write_yolo
 
 import prunekit as pk
 from prunekit.cli import cli
-from prunekit.data.shapes import DrawnShapes
+from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.errors import RecipeError
 from prunekit.jobs.finetune import finetune
 from prunekit.recipe.loading import load

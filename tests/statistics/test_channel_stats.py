@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
-from prunekit.statistics.calibration import StatsCollector, calibrate
 from prunekit.statistics.channel_stats import ChannelStats, NonFinite
+from prunekit.statistics.channel_stats_collector import StatsCollector, calibrate
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey
 
 

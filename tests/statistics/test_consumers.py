@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torchvision import models
 
 from prunekit.hooks.hook import count_hooks
-from prunekit.statistics.calibration import StatsCollector, calibrate
-from prunekit.statistics.watch import Consumer, ConsumerHooks, find_consumers
+from prunekit.statistics.channel_stats_collector import StatsCollector, calibrate
+from prunekit.statistics.observers import Consumer, ConsumerHooks, find_consumers
 
 
 class Conv1D(nn.Module):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.statistics.gram_matrices import PatchStats, collect_patches
 from prunekit.statistics.layer_errors import with_gains
 from prunekit.statistics.layer_graph import calls_by_weight, find_layers
 from prunekit.statistics.output_error import OutputComparison
-from prunekit.statistics.patch_moments import PatchStats, collect_patches
 
 
 class Stacked(nn.Module):

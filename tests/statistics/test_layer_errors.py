@@ -9,9 +9,9 @@ import torch
 from equivalence import randomized, snapshot
 from torch import Tensor, nn
 
+from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_errors import RIDGE, _Change, with_gains
 from prunekit.statistics.output_error import OutputComparison
-from prunekit.statistics.patch_moments import collect_patches
 from prunekit.utils.outputs import ReadOutputs
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import prunekit
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_errors import with_gains
-from prunekit.statistics.patch_moments import collect_patches
 from prunekit.statistics.patches import sample_rows
 from prunekit.utils.inputs import Keywords, counted_positions
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_graph import find_layers
-from prunekit.statistics.patch_moments import collect_patches
 from prunekit.statistics.patches import BLOCK, PatchGeometry, geometry_of, gram, gram_bytes, sample_rows
 from prunekit.utils.tensors import is_finite
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from prunekit.statistics import reductions
-from prunekit.statistics.calibration import StatsCollector, calibrate
+from prunekit.statistics.channel_stats_collector import StatsCollector, calibrate
 from prunekit.statistics.reductions import measure_eagerly, summarize
 
 COMPILER = os.environ.get("CXX", "g++")
@@ -94,7 +94,7 @@ def test_what_no_kernel_is_for_is_measured_eagerly() -> None:
 WITHOUT = """
 import torch
 from prunekit.statistics import reductions
-from prunekit.statistics.calibration import calibrate
+from prunekit.statistics.channel_stats_collector import calibrate
 model, images = torch.nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)]
 found = [calibrate(model, images, fused=form) for form in (True, False, True)]
 assert all((stats[key].rows == found[1][key].rows).all() for stats in found for key in stats)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import eliminations
+from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_graph import find_layers
-from prunekit.statistics.patch_moments import collect_patches
 from prunekit.statistics.row_norms import row_norm_of
 
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
 from prunekit.criteria.elimination import layer_objectives, unread_stacks, weighted_output_count
-from prunekit.statistics.layer_graph import find_layers
-from prunekit.statistics.patch_moments import (
+from prunekit.statistics.gram_matrices import (
     LayerMoments,
     collect_patches,
     dead_inputs,
     too_few_rows,
     with_raised_ridge,
 )
+from prunekit.statistics.layer_graph import find_layers
 
 EXPERTS, TAKEN, WIDTH, INNER = 4, 2, 4, 8  # rows of a grouped product are multiples of 16 bytes
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

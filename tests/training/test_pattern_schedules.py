@@ -24,8 +24,8 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
 from prunekit.pruning.pruner import Pruner
-from prunekit.settings.pattern import PatternSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.settings.weight_pattern import PatternSettings
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),

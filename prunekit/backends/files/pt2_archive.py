@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 
-from prunekit.backends.files.size_expressions import is_arithmetic
+from prunekit.backends.files.symbolic_sizes import is_arithmetic
 from prunekit.backends.files.tensor_operators import why_refused
 from prunekit.errors import ArtifactError, reason_of, reraise_shortage
 from prunekit.models.interface import ModelInterface, TensorSpec

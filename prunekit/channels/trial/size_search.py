@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.channels.float64 import Float64WhileRunning, float64_inputs, to_double
 from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import EqualParts
@@ -57,8 +58,7 @@ from prunekit.channels.tracing.call_sites import (
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
-from prunekit.channels.trial.comparison import Divergence, Failure, OperatorKey, Outcome, watch_operators
-from prunekit.channels.trial.float64 import Float64WhileRunning, float64_inputs, to_double
+from prunekit.channels.trial.masked_vs_compact import Divergence, Failure, OperatorKey, Outcome, watch_operators
 from prunekit.errors import ModelError
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.tensors import map_samples

@@ -39,9 +39,15 @@ from torch import nn
 
 from prunekit.channels.cut.slicing import kept_indices, masked_indices, narrowed
 from prunekit.channels.labels.branch import Branch, BranchLock, is_inside
+from prunekit.channels.map_builder import (
+    with_all_constraints,
+    with_extra,
+    with_sizes,
+    with_staying,
+    without_expressions,
+)
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.channels.trial.comparison import Comparison, Divergence, Failure, Outcome
 from prunekit.channels.trial.locks import (
     KEEPS_CLASS,
     LockSearch,
@@ -49,13 +55,7 @@ from prunekit.channels.trial.locks import (
     of_uneven_widths,
     same_place_elsewhere,
 )
-from prunekit.channels.trial.map_builder import (
-    with_all_constraints,
-    with_extra,
-    with_sizes,
-    with_staying,
-    without_expressions,
-)
+from prunekit.channels.trial.masked_vs_compact import Comparison, Divergence, Failure, Outcome
 from prunekit.channels.trial.size_search import BatchAxes, ScaleSearch, SizeSearch
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import PlanError

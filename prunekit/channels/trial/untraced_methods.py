@@ -24,13 +24,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.slicing import KeptIndices
-from prunekit.channels.labels import rows_along
-from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
-from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
-from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
-from prunekit.channels.trial.float64 import (
+from prunekit.channels.float64 import (
     AS_DOUBLE,
     RUN_PRECISIONS,
     TOLERANCE,
@@ -40,6 +34,12 @@ from prunekit.channels.trial.float64 import (
     relative_difference,
     to_double,
 )
+from prunekit.channels.labels import rows_along
+from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
+from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.size_search import axes_of_size, within
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.display import listed

@@ -11,7 +11,7 @@ from prunekit.cli.output import Console
 from prunekit.utils.display import table
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.settings.job import JobSettings
     from prunekit.statistics.channel_stats import ChannelStats
 

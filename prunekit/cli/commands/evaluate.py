@@ -50,8 +50,8 @@ def evaluate_command(
     job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, whole=whole, device=device)
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.analyses.evaluate import evaluate as measure
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.job_subject import dense_of
-    from prunekit.jobs.run.subject import Own
     from prunekit.utils.context import resolve_device
 
     images = job.known_data if job else None

@@ -22,7 +22,7 @@ from prunekit.errors import UsageError
 from prunekit.known_names import FORMATS
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.subject import Subject
+    from prunekit.jobs.run.command_subject import Subject
     from prunekit.settings.job import JobSettings
 
 
@@ -122,7 +122,7 @@ def export_command(
 
 def _with_data(target: Subject, job: JobSettings | None, options: ModelOptions) -> Subject:
     """Return a model with the data of a recipe, or the user's own, if there is any."""
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.command_subject import Own
 
     own, task = Own(data=options.data), job.task if job else options.task
     return target.with_data(job.known_data if job else None, own, "check the export on", task)

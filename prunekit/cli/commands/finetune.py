@@ -13,7 +13,7 @@ from prunekit.cli.output import Console, check_folder, plain
 from prunekit.utils.display import table
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.settings.job import JobSettings
 
 
@@ -96,7 +96,7 @@ def run_recipe(
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.command_subject import Own
 
     own = Own(factory, data, optimizer)
     if find_batch_size:

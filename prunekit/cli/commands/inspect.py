@@ -14,7 +14,7 @@ from prunekit.cli.output import Console
 from prunekit.utils.files import write_text
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.subject import Subject
+    from prunekit.jobs.run.command_subject import Subject
 
 
 @register_command("inspect", about="Show channel groups, blocks, locks, and MACs per layer.", place=15)

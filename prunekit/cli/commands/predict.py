@@ -14,7 +14,7 @@ from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.subject import Subject
+    from prunekit.jobs.run.command_subject import Subject
 
 
 @register_command("predict", about="Show what a model says about images.", place=7)

@@ -11,7 +11,7 @@ from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
 
 if TYPE_CHECKING:
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.settings.job import JobSettings
 
 SLOWEST = 20

@@ -418,7 +418,7 @@ def gradients_command(
     import pandas as pd
 
     from prunekit.jobs.analyses.pictures import gradient_flow
-    from prunekit.jobs.run.subject import Own
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.report.figures.gradient_flow import write_flow
     from prunekit.utils.files import write_csv
 

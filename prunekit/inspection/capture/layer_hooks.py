@@ -17,7 +17,7 @@ from prunekit.hooks.hook import HookWarning, recomputing, refuse_compiled
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.inspection.capture.layer_selection import Layers, select_layers
 from prunekit.statistics.linear_layers import FunctionCall
-from prunekit.statistics.watch import Consumer, ConsumerCallback, ConsumerInterceptor, PassHooks
+from prunekit.statistics.observers import Consumer, ConsumerCallback, ConsumerInterceptor, PassHooks
 from prunekit.utils.tensors import gather, map_tensors
 
 What = Literal["input", "output", "grad_input", "grad_output"]

@@ -29,8 +29,8 @@ from prunekit.inspection.diagnosis.recorders import (
     failure_of,
 )
 from prunekit.models.outputs import logits
-from prunekit.statistics.calibration import StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
+from prunekit.statistics.channel_stats_collector import StatsCollector
 from prunekit.tasks.batches import LabeledBatch
 from prunekit.tasks.classification import cross_entropy
 from prunekit.tasks.task import Task

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
 from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
-from prunekit.statistics.watch import watch
+from prunekit.statistics.observers import watch
 from prunekit.utils.private_torch import without_torch_function
 
 BINS = 48

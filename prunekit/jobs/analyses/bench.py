@@ -14,7 +14,7 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.subject_sources import exported_target
 from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.measure.latency.row_text import (

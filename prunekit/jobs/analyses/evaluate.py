@@ -15,16 +15,16 @@ from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.run.job_subject import share_model
-from prunekit.jobs.run.subject import (
+from prunekit.jobs.run.command_subject import (
     RECIPE_ONLY,
     Own,
     Subject,
     bound_splits,
 )
+from prunekit.jobs.run.job_subject import share_model
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.data_and_model import DataSettings
 from prunekit.tasks.task import Task, described_task
 from prunekit.training.compatibility import require_class_count, require_vocabulary
 from prunekit.training.parallel import share_corrupt

@@ -16,7 +16,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.interface import ModelInterface, attached, interface_of
 from prunekit.modes.public_call import public_call

@@ -21,12 +21,12 @@ from prunekit.inspection.visualize.feature_maps import LayerFeatures, View, feat
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import chosen_batches, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import ModelPair
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.calibration import StatsCollector
-from prunekit.statistics.watch import watch
+from prunekit.statistics.channel_stats_collector import StatsCollector
+from prunekit.statistics.observers import watch
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.loop import fit
 from prunekit.utils.context import threads

@@ -17,7 +17,7 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.data.local_files import image_files
 from prunekit.errors import DataError, ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
-from prunekit.deploy.transform import transform_of
+from prunekit.deploy.deployment_transform import transform_of
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
-from prunekit.measure.effort import Effort
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
+from prunekit.measure.measurement_effort import Effort
 from prunekit.pruning.profiling import Profile, layer_setting, profile
 from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings

@@ -21,11 +21,11 @@ from prunekit.criteria.scoring import score
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches, batches
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.dense_model import train_baseline
+from prunekit.jobs.run.baseline_cache import train_baseline
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
 from prunekit.modes.public_call import public_call
 from prunekit.planning.feasibility import chosen_groups

@@ -24,7 +24,7 @@ from prunekit.data.splits import Splits
 from prunekit.errors import ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.run.subject import Subject
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired

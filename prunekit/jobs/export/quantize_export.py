@@ -39,8 +39,8 @@ from prunekit.jobs.export.export_model import (
     size_of,
     time_export,
 )
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
-from prunekit.jobs.run.subject import Subject
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings

@@ -20,13 +20,13 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_selection import Layers, attention_weights
 from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own, Subject, bound_splits
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
 from prunekit.jobs.run.subject_sources import MANIFEST, resolve
 from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.reading.array_files import read_tensors
-from prunekit.settings.inputs import DataSettings
+from prunekit.settings.data_and_model import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task

@@ -20,12 +20,12 @@ from prunekit.compaction.compact_model import compact
 from prunekit.distributed.process_group import main_process_only, size
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.hooks.model_copy import copied, named_tensors
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, own_source
 from prunekit.jobs.run.job_subject import JobSubject, code_of_job
 from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, weights_digest
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own, own_source
 from prunekit.models.zoo import is_weights_file
 from prunekit.planning.plan import load_plan
-from prunekit.pruning.latency_search import time_binds
+from prunekit.pruning.latency_budget_search import time_binds
 from prunekit.pruning.latency_target import Attempt
 from prunekit.pruning.plan_search import Planned
 from prunekit.reading.records import as_record

@@ -12,8 +12,8 @@ from torch import nn
 from prunekit.backends.files.exported_model import is_exported, open_exported
 from prunekit.compaction.model_folder import folder_interface, load, read_manifest
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reraise_shortage
+from prunekit.jobs.run.command_subject import Own, Subject
 from prunekit.jobs.run.job_subject import job_subject, own_build
-from prunekit.jobs.run.subject import Own, Subject
 from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.models.state_dicts import load_weights
@@ -28,7 +28,7 @@ from prunekit.models.zoo import (
     published,
     zoo_names,
 )
-from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.data_and_model import ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.utils.context import seeded

@@ -16,16 +16,16 @@ from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import gather_on_main, is_main, main_has, main_process_only, rank, size
 from prunekit.errors import ArtifactError
-from prunekit.jobs.run.dense_model import train_baseline
+from prunekit.jobs.run.baseline_cache import train_baseline
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.run.run_folder import digest, weights_digest
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.pruning.sample_statistics import needs_activations, patch_statistics, share_check
 from prunekit.settings.job import JobSettings
-from prunekit.statistics.calibration import Collectors, RankCollector, StatsCollector
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.patch_moments import PatchStats, shortfalls
+from prunekit.statistics.channel_stats_collector import Collectors, RankCollector, StatsCollector
+from prunekit.statistics.gram_matrices import PatchStats, shortfalls
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
 from prunekit.training.parallel import share_buffers, share_corrupt

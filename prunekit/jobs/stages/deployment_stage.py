@@ -14,14 +14,14 @@ from prunekit.backends.backend import FORMATS
 from prunekit.backends.standalone import DENSE
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
-from prunekit.deploy.transform import channels_last, channels_last_problem
+from prunekit.deploy.deployment_transform import channels_last, channels_last_problem
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
 from prunekit.jobs.export.quantize_export import quantize_export
+from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import Attempts, RunFolder
-from prunekit.jobs.run.subject import Subject
 from prunekit.measure.latency.timing_job import TOLERANCES
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.plan import Plan

@@ -17,7 +17,7 @@ from prunekit.data.loader import batches
 from prunekit.distributed.process_group import computed_by_main, is_main
 from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.run.dense_model import Baseline
+from prunekit.jobs.run.baseline_cache import Baseline
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
 from prunekit.jobs.stages.job_schedule import JobSchedule

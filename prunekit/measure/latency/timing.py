@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prunekit.backends.session import Timer
-from prunekit.measure.effort import current_effort
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.display import plural
 

@@ -21,10 +21,10 @@ from prunekit.backends.int8.quantizer import relative_error
 from prunekit.backends.session import INT8, Inputs, Sample, Session, Setting, Source, Timer
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.errors import VerificationError, first_line
-from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.machine import Load, PeakMemory, clock_mhz
 from prunekit.measure.latency.timing import Contention, Times, alternate, warm_up
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.measure.verification import largest_difference
 from prunekit.utils.context import on_device
 from prunekit.utils.context import threads as with_threads

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prunekit.errors import RunError, reason_of
-from prunekit.measure.effort import current_effort, effort_of
+from prunekit.measure.measurement_effort import current_effort, effort_of
 
 
 class WorkerProcess:

@@ -32,7 +32,6 @@ from prunekit.channels.tracing.call_sites import weak_cache
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import ArtifactError, RunError, UsageError, reraise_shortage
 from prunekit.hooks.model_copy import copied
-from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load, cpu_name
 from prunekit.measure.latency.timed_files import file_source
@@ -46,7 +45,8 @@ from prunekit.measure.latency.timing_job import (
     weight_moves,
 )
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
-from prunekit.planning.budgets.costs import GroupPart
+from prunekit.measure.measurement_effort import current_effort
+from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.depth_search import Block
 from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json

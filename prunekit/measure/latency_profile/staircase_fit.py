@@ -22,7 +22,7 @@ from prunekit.channels.labels import Labels, apart
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.measure.latency_profile.network_timing import LayerTimes
-from prunekit.planning.budgets.costs import Numbers
+from prunekit.planning.budgets.cost_model import Numbers
 from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span, round_up
 
 MOST = 8

@@ -13,7 +13,7 @@ from prunekit import known_names
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.budgets.costs import CostModel, GroupPart, Numbers, Term, cost_model
+from prunekit.planning.budgets.cost_model import CostModel, GroupPart, Numbers, Term, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.settings.pruning import BudgetFacts, PruneSettings, Target, noted_facts
 from prunekit.utils.registry import Registry

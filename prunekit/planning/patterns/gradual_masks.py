@@ -12,8 +12,8 @@ from torch import Tensor
 from prunekit.errors import NonFiniteError
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
 from prunekit.planning.schedules import ScheduleStep, share_kept
-from prunekit.settings.pattern import PatternScope, PatternSettings
 from prunekit.settings.pruning import ScheduleKind
+from prunekit.settings.weight_pattern import PatternScope, PatternSettings
 from prunekit.utils.tensors import is_finite
 
 MOVED = 0.3

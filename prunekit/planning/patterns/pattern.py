@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prunekit.errors import PlanError
 from prunekit.planning.plan import Plan
-from prunekit.settings.pattern import KERNEL, PatternSettings
+from prunekit.settings.weight_pattern import KERNEL, PatternSettings
 from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, merge_calls
 from prunekit.statistics.linear_layers import LayerCall
 from prunekit.utils.display import listed, share

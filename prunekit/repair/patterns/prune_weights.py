@@ -23,7 +23,7 @@ from prunekit.repair.patterns.zero_shares import shares_by_error, uniform_shares
 from prunekit.repair.repair_model import require_images
 from prunekit.repair.repair_report import LayerRepair, RepairReport
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.pattern import PatternMethod, PatternSettings
+from prunekit.settings.weight_pattern import PatternMethod, PatternSettings
 from prunekit.statistics.linear_layers import LayerCall
 from prunekit.utils.inputs import as_example
 from prunekit.utils.progress import reporting

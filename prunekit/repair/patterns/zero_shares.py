@@ -14,9 +14,9 @@ from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLay
 from prunekit.planning.plan import Plan
 from prunekit.repair.patterns.removal import removal_order, with_ridge
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.pattern import PatternSettings
+from prunekit.settings.weight_pattern import PatternSettings
+from prunekit.statistics.gram_matrices import LayerMoments, collect_patches
 from prunekit.statistics.layer_errors import relative_scale, with_gains
-from prunekit.statistics.patch_moments import LayerMoments, collect_patches
 from prunekit.utils.inputs import sample_count, select_samples
 
 AT_ONCE = 8

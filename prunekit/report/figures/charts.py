@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
-from prunekit.measure.effort import current_effort
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, PALE, SPARE_COLORS, canvas, stacked, svg, wide_and_narrow
 from prunekit.utils.display import plural
 

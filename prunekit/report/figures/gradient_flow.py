@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from prunekit.measure.effort import current_effort
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.report.figures import canvas as figures
 from prunekit.report.figures.charts import evenly, shortened
 from prunekit.utils.files import atomic_file

@@ -13,8 +13,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from prunekit.measure.effort import current_effort
 from prunekit.measure.latency import row_text
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.planning.budgets.latency_table import round_up
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from prunekit.measure.effort import current_effort
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.report.headline import Tile
 from prunekit.report.rendering import write
 from prunekit.report.run_data import Run

@@ -16,7 +16,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from prunekit.measure.effort import current_effort
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, WIDTH, canvas, stacked, svg, wide_and_narrow
 from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile, capital, samples, scores, unit

@@ -12,7 +12,7 @@ from torchvision import models
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.statistics.calibration import StatsCollector, calibrate
+from prunekit.statistics.channel_stats_collector import StatsCollector, calibrate
 
 
 def small_net() -> nn.Sequential:
@@ -121,7 +121,7 @@ def test_an_input_written_to_since_is_measured_again() -> None:
 
 
 def test_unchanged_inputs_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prunekit.statistics import calibration as module
+    from prunekit.statistics import channel_stats_collector as module
 
     measured = []
     real = module.summarize

@@ -16,9 +16,9 @@ from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
 from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import share_check
-from prunekit.repair.share_check import CLEAR, TRIED, ShareCheck, evened, fit_plainly, like_groups
+from prunekit.repair.similar_layer_shares import CLEAR, TRIED, ShareCheck, evened, fit_plainly, like_groups
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
-from prunekit.statistics.patch_moments import PatchStats
+from prunekit.statistics.gram_matrices import PatchStats
 
 WIDTH = 12
 

@@ -39,8 +39,8 @@ from prunekit.statistics.layer_graph import (
     merge_calls,
 )
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
+from prunekit.statistics.observers import watch
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows
-from prunekit.statistics.watch import watch
 from prunekit.utils.context import training_mode
 from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.inputs import counted_positions, inputs_as_example, inputs_in, sample_count, select_samples

@@ -11,7 +11,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.criteria import elimination
 from prunekit.errors import UsageError
-from prunekit.pruning import collected as collecting
+from prunekit.pruning import collected_statistics as collecting
 from prunekit.pruning import prune, sample_statistics
 from prunekit.utils import context
 

@@ -32,6 +32,21 @@ from torch import nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import KeptIndices, take
+from prunekit.channels.float64 import (
+    AS_DOUBLE,
+    OWN,
+    RUN_PRECISIONS,
+    TOLERANCE,
+    Float64WhileRunning,
+    Precision,
+    as_it_is,
+    float64_copy,
+    float64_inputs,
+    relative_difference,
+    rounding,
+    to_double,
+    with_zeros,
+)
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
@@ -48,21 +63,6 @@ from prunekit.channels.tracing.kept_state import drop_remade_
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
-from prunekit.channels.trial.float64 import (
-    AS_DOUBLE,
-    OWN,
-    RUN_PRECISIONS,
-    TOLERANCE,
-    Float64WhileRunning,
-    Precision,
-    as_it_is,
-    float64_copy,
-    float64_inputs,
-    relative_difference,
-    rounding,
-    to_double,
-    with_zeros,
-)
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws

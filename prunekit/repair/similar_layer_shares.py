@@ -1,4 +1,4 @@
-"""The check of how like layers share a cut: where samples are few, those that are held out choose."""
+"""Shares of a cut among similar layers: where samples are few, those that are held out choose."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference
 from prunekit.repair.repair_model import require_images
+from prunekit.statistics.gram_matrices import PatchStats, too_few
 from prunekit.statistics.layer_errors import shifted, without_channels
 from prunekit.statistics.layer_graph import find_layers
 from prunekit.statistics.output_error import OutputComparison
-from prunekit.statistics.patch_moments import PatchStats, too_few
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import as_example, counted_positions, sample_count, select_samples
 from prunekit.utils.tensors import gather

@@ -16,7 +16,7 @@ from mutants import changed_arrays, changed_json, unclean
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from prunekit.jobs.run.dense_model import _read_baseline, _save_baseline
+from prunekit.jobs.run.baseline_cache import _read_baseline, _save_baseline
 from prunekit.training.callbacks.history import ClampRow, EpochRow, History
 from prunekit.utils.state_folders import TENSORS, TEXT, read_state, write_state
 

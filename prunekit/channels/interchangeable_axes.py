@@ -18,12 +18,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.slicing import resize, take
-from prunekit.channels.labels import Labels
-from prunekit.channels.labels.constraints import Interchangeable, TensorAxis, around
-from prunekit.channels.rules.rule import Trait
-from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.trial.float64 import (
+from prunekit.channels.float64 import (
     AS_DOUBLE,
     TOLERANCE,
     Float64WhileRunning,
@@ -31,6 +26,11 @@ from prunekit.channels.trial.float64 import (
     relative_difference,
     to_double,
 )
+from prunekit.channels.labels import Labels
+from prunekit.channels.labels.constraints import Interchangeable, TensorAxis, around
+from prunekit.channels.rules.rule import Trait
+from prunekit.channels.tracing.channel_map import ChannelMap
+from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.utils.context import same_draws, seeded
 from prunekit.utils.inputs import call

@@ -17,8 +17,8 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch
 from prunekit.repair.repair_report import SAME, LayerRepair
 from prunekit.settings.calibration import RepairSettings
+from prunekit.statistics.gram_matrices import LayerMoments, collect_patches, with_raised_ridge
 from prunekit.statistics.layer_errors import RIDGE, without_columns
-from prunekit.statistics.patch_moments import LayerMoments, collect_patches, with_raised_ridge
 from prunekit.utils.inputs import sample_count
 
 

@@ -41,7 +41,7 @@ class DrawnShapes:
         targets: what is given besides boxes: `masks`, `keypoints`.
 
     Example:
-        >>> from prunekit.data.shapes import DrawnShapes
+        >>> from prunekit.data.drawn_shapes import DrawnShapes
         >>> image, objects = DrawnShapes(8, 64).read(0)
         >>> image.size, objects.boxes.shape[1]
         ((64, 64), 4)

@@ -12,11 +12,11 @@ import numpy as np
 from torch import nn
 
 from prunekit.backends.session import Inputs, inputs_like
-from prunekit.deploy.transform import transform_of
+from prunekit.deploy.deployment_transform import transform_of
 from prunekit.errors import RunError, UsageError
-from prunekit.measure.effort import current_effort
 from prunekit.measure.latency.comparison import LatencyReport, devices, prepared_latency
 from prunekit.measure.latency.row_text import failure_lines
+from prunekit.measure.measurement_effort import current_effort
 from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import feasible_plan

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.loader import batches
-from prunekit.data.shapes import DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
-from prunekit.settings.inputs import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
+from prunekit.settings.data_and_model import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
 
 ALL = ("masks", "keypoints")
 

@@ -16,7 +16,7 @@ from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.pruning.sample_statistics import patch_statistics, samples_for
 from prunekit.settings.calibration import IMAGES, RepairSettings
-from prunekit.statistics.patch_moments import PatchStats, shortfalls
+from prunekit.statistics.gram_matrices import PatchStats, shortfalls
 from prunekit.tasks.task import Task
 from prunekit.utils.context import paused_garbage_collection, release_memory
 from prunekit.utils.display import Displayed, plural

@@ -9,7 +9,7 @@ import numpy as np
 from prunekit.channels.memory_table import memory_table
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Countable, register_budget
-from prunekit.planning.budgets.costs import Term, entries, presence
+from prunekit.planning.budgets.cost_model import Term, entries, presence
 from prunekit.settings.pruning import FLOATS, UNCOUNTED
 
 

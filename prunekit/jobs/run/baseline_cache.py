@@ -22,9 +22,9 @@ from prunekit.distributed.process_group import (
 )
 from prunekit.errors import PrunekitError
 from prunekit.hooks.model_copy import named_tensors
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, own_source
 from prunekit.jobs.run.job_subject import JobSubject, prepare, share_model
 from prunekit.jobs.run.run_folder import digest, weights_digest
-from prunekit.jobs.run.subject import RECIPE_ONLY, Own, own_source
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.records import as_record
 from prunekit.settings.job import JobSettings

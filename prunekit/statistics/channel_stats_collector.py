@@ -16,8 +16,8 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, StatsKey, combine_rows
+from prunekit.statistics.observers import Consumer, ConsumerHooks, PassHooks, watch
 from prunekit.statistics.reductions import Reducer, summarize
-from prunekit.statistics.watch import Consumer, ConsumerHooks, PassHooks, watch
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
