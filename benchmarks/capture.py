@@ -28,7 +28,7 @@ from common import keep, ratio, shown_as_made
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.inspection.capture.storage import size_of
+from prunekit.inspection.capture.recorder import size_of
 
 REDUCERS = ("mean", "moments", "extremes")
 COPIES = ("capture/copies", "torch/copies")

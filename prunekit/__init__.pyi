@@ -33,9 +33,9 @@ from prunekit.jobs.analyses.predict import Prediction as Prediction
 from prunekit.jobs.analyses.predict import predict as predict
 from prunekit.jobs.analyses.sensitivity import Sensitivity as Sensitivity
 from prunekit.jobs.analyses.sensitivity import sensitivity as sensitivity
-from prunekit.jobs.export.export_model import Exported as Exported
 from prunekit.jobs.finetune import RunResult as RunResult
 from prunekit.jobs.run.command_subject import Own as Own
+from prunekit.jobs.stages.export_model import Exported as Exported
 from prunekit.masks.activation_masks import ActivationMasks as ActivationMasks
 from prunekit.masks.gradient_clamps import (
     clamp_activation_grad as clamp_activation_grad,

@@ -22,8 +22,6 @@ from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.analyses.profile import profile_job
 from prunekit.jobs.analyses.sensitivity import Sensitivity, analyze
-from prunekit.jobs.export.export_model import Exported, ExportRequest, require_exportable
-from prunekit.jobs.export.quantize_export import export_target
 from prunekit.jobs.finetune import RunResult, prune_job
 from prunekit.jobs.finetune import finetune as run_finetuning
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject
@@ -31,6 +29,8 @@ from prunekit.jobs.run.run_folder import AnalysisRun
 from prunekit.jobs.run.subject_sources import folder_model
 from prunekit.jobs.stages.calibration_stage import CalibrationResult
 from prunekit.jobs.stages.calibration_stage import calibrate as run_calibration
+from prunekit.jobs.stages.export_model import Exported, ExportRequest, require_exportable
+from prunekit.jobs.stages.quantize_export import export_target
 from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.measurement_effort import Effort
 from prunekit.models.interface import attached

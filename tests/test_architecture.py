@@ -61,7 +61,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "cli": (".", "commands"),
     "inspection": ("capture", "diagnosis", "visualize"),
     "integrations": ("yolo", "."),
-    "jobs": ("run", "export", "analyses", "stages", "."),
+    "jobs": ("run", "analyses", "stages", "."),
     "measure": (".", "latency", "causes", "latency_profile"),
     "planning": ("budgets", ".", "patterns"),
     "repair": (".", "patterns"),

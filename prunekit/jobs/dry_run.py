@@ -9,10 +9,10 @@ from prunekit.errors import NotMeasuredError, UsageError
 from prunekit.jobs.run.baseline_cache import cached_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import prepare
-from prunekit.jobs.run.tables import layer_rows
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
+from prunekit.jobs.stages.measurement_stage import layer_rows
 from prunekit.measure.latency.comparison import devices
 from prunekit.measure.measurement_effort import current_effort
 from prunekit.pruning.latency_budget_search import DOUBT, with_profile

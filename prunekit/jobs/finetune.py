@@ -37,15 +37,6 @@ from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.resume import StageClock, cache_plan, cached_plan, find_run, identity_of, note, run_recipe
 from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised, run_folder, write_report
-from prunekit.jobs.run.tables import (
-    COUPLING_COLUMNS,
-    LOCK_COLUMNS,
-    SCORE_COLUMNS,
-    coupling_rows,
-    layer_rows,
-    lock_rows,
-    score_rows,
-)
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import (
     DEPLOYED,
@@ -56,7 +47,18 @@ from prunekit.jobs.stages.deployment_stage import (
     require_formats,
 )
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
-from prunekit.jobs.stages.measurement_stage import measure_models, metrics_of, write_detections
+from prunekit.jobs.stages.measurement_stage import (
+    COUPLING_COLUMNS,
+    LOCK_COLUMNS,
+    SCORE_COLUMNS,
+    coupling_rows,
+    layer_rows,
+    lock_rows,
+    measure_models,
+    metrics_of,
+    score_rows,
+    write_detections,
+)
 from prunekit.jobs.stages.repair_stage import repair_model, repair_summary, zero_weights
 from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary

@@ -14,7 +14,7 @@ from synthetic_run import metrics, write_run
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import FEWEST, outlined
 from prunekit.report.run_data import read_run
-from prunekit.report.sections.usage import UsageSection
+from prunekit.report.sections.model_tables import UsageSection
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ from mutants import changed_json, unclean
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report import measurement_notes
+from prunekit.report import rendering
 from prunekit.report.figures.charts import curves
 from prunekit.report.headline import blocks, clamped, compared, masked, sentence, tiles
-from prunekit.report.measurement_notes import how
 from prunekit.report.pages.run_page import again, missing, write_report
+from prunekit.report.rendering import how
 from prunekit.report.run_data import read_run
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -345,19 +345,19 @@ def test_every_column_of_figures_says_how_they_were_measured() -> None:
     """But those of names and settings, and of counts that need no method."""
     plain = {"module", "model", "layer", "run", "batch", "threads", "group", "weight", "key", "cause", "against", "#"}
     plain |= {"channel", "channels", "like channel"}
-    for template in Path(measurement_notes.__file__).parent.rglob("*.html"):
+    for template in Path(rendering.__file__).parent.rglob("*.html"):
         html = template.read_text(encoding="utf-8")
         bare = set(re.findall(r"<th(?: class=\"soft\")?>([^<{]+)</th>", html))
         assert bare <= plain, template.name
         for label, other in re.findall(r'\{\{ "([^"]+)" \| how(?:\("([^"]+)"\))? \}\}', html):
-            assert (other or label) in measurement_notes.METHODS, template.name
+            assert (other or label) in rendering.METHODS, template.name
 
 
 def test_every_tile_and_every_section_with_a_figure_says_how_it_was_made(page: Page, run: Path) -> None:
-    folder = Path(measurement_notes.__file__).parent
+    folder = Path(rendering.__file__).parent
     for file in folder.glob("*.py"):
         labels = set(re.findall(r'Tile\(\s*"([^"]+)"', file.read_text(encoding="utf-8")))
-        assert labels <= measurement_notes.METHODS.keys(), file.name
+        assert labels <= rendering.METHODS.keys(), file.name
     html = (run / "report.html").read_text(encoding="utf-8")
     sections = [part for part in re.findall(r"<section.*?</section>", html, re.S) if "<figure>" in part]
     assert len(sections) > 4

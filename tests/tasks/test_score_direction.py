@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.user_data import sample_splits
-from prunekit.jobs.export.quantize_export import _with_lower_better
+from prunekit.jobs.stages.quantize_export import _with_lower_better
 from prunekit.measure.accuracy import evaluate
 from prunekit.report.figures.pareto import Point, front
 from prunekit.report.headline import compared, sentence, tiles

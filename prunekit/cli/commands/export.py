@@ -88,8 +88,8 @@ def export_command(
     whole = any(map(is_recipe, targets))
     job = None if data_recipe is None else job_to_read(data_recipe, overrides, options, whole=whole)
     from prunekit.backends.files.export_source import ExportOptions
-    from prunekit.jobs.export.export_model import ExportRequest, require_exportable
-    from prunekit.jobs.export.quantize_export import export_target, require_quantizable
+    from prunekit.jobs.stages.export_model import ExportRequest, require_exportable
+    from prunekit.jobs.stages.quantize_export import export_target, require_quantizable
     from prunekit.settings.deployment import QuantizeSettings
 
     limit = QuantizeSettings.max_drop if max_drop is None else max_drop

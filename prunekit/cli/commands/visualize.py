@@ -419,7 +419,7 @@ def gradients_command(
 
     from prunekit.jobs.analyses.pictures import gradient_flow
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.report.figures.gradient_flow import write_flow
+    from prunekit.report.figures.charts import write_flow
     from prunekit.utils.files import write_csv
 
     with console.running():

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError, UsageError, reraise_shortage
-from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey, What
-from prunekit.inspection.capture.layer_selection import Layers
+from prunekit.inspection.capture.layer_hooks import LayerHooks, Layers, TensorKey, What
 from prunekit.utils.private_torch import without_torch_function
 
 Change = float | Tensor | Callable[[Tensor], Tensor | None]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
-from prunekit.inspection.capture.layer_selection import attention_weights, channels_of, weight_of
-from prunekit.inspection.capture.storage import SHARE, mib
+from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey, attention_weights, channels_of, weight_of
+from prunekit.inspection.capture.recorder import SHARE, mib
 from prunekit.statistics.layer_stats import ChannelSums, FloatArray
 from prunekit.utils.private_torch import without_torch_function
 

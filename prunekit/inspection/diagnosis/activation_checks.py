@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from prunekit.inspection.diagnosis.findings import MAX_NAMES, Finding, check
-from prunekit.inspection.diagnosis.observation import NonlinearityInputs, Observation
+from prunekit.inspection.diagnosis.findings import MAX_NAMES, Finding, NonlinearityInputs, Observation, check
 from prunekit.statistics.layer_stats import LayerStats, StatsKey
 from prunekit.utils.display import listed
 

@@ -14,17 +14,16 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.inspection.diagnosis import activation_checks, data_checks, failure_checks, gradient_checks
+from prunekit.inspection.diagnosis import activation_checks, data_checks, gradient_checks
 from prunekit.inspection.diagnosis.data_checks import Pool, batches_of
-from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis, Finding
-from prunekit.inspection.diagnosis.observation import Observation, StepSize
+from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis, Finding, Observation, StepSize
 from prunekit.inspection.diagnosis.observer import Loss, Training, observe
 from prunekit.modes.public_call import public_call
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task, get_task
 from prunekit.utils.inputs import sample_noun
 
-CHECK_FILES = (activation_checks, data_checks, failure_checks, gradient_checks)
+CHECK_FILES = (activation_checks, data_checks, gradient_checks)
 """Files that register their checks when they are imported."""
 
 

@@ -22,7 +22,7 @@ from prunekit.channels.tracing.execution import ModuleStack, channel_axis
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.owner import HookOwner
-from prunekit.inspection.diagnosis.observation import Failure, NonlinearityInputs, Shape, TrailStep
+from prunekit.inspection.diagnosis.findings import Failure, NonlinearityInputs, Shape, TrailStep
 from prunekit.utils.tensors import gather
 
 FLAT = 0.04

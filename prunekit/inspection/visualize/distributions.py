@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey
-from prunekit.inspection.capture.layer_selection import Layers, weights_with_channels
+from prunekit.inspection.capture.layer_hooks import LayerHooks, Layers, TensorKey, weights_with_channels
 from prunekit.statistics.observers import watch
 from prunekit.utils.private_torch import without_torch_function
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_selection import Layers, select_layers
+from prunekit.inspection.capture.layer_hooks import Layers, select_layers
 from prunekit.inspection.capture.recorder import Captured, capture
 from prunekit.inspection.visualize.spatial_outputs import layout_of
 from prunekit.utils.context import training_mode

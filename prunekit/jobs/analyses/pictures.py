@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prunekit.data.loader import Batches
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import copied
-from prunekit.inspection.capture.layer_selection import Layers, channels_of, select_layers
+from prunekit.inspection.capture.layer_hooks import Layers, channels_of, select_layers
 from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions

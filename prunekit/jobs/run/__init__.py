@@ -1,1 +1,1 @@
-"""Parts that every run has: its folder, its subject, its cached stages, its tables."""
+"""Parts that every run has: its folder, its subject, its cached stages."""

@@ -1,1 +1,1 @@
-"""The stages of a job, in a file each."""
+"""The stages of a job, in a file each, and exports that are checked, scored and timed."""

@@ -17,11 +17,11 @@ from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms
 from prunekit.deploy.deployment_transform import channels_last, channels_last_problem
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.jobs.export.export_model import Exported, ExportRequest, export_float
-from prunekit.jobs.export.quantize_export import quantize_export
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import Attempts, RunFolder
+from prunekit.jobs.stages.export_model import Exported, ExportRequest, export_float
+from prunekit.jobs.stages.quantize_export import quantize_export
 from prunekit.measure.latency.timing_job import TOLERANCES
 from prunekit.measure.verification import compare_outputs
 from prunekit.planning.plan import Plan

@@ -11,8 +11,7 @@ from markupsafe import Markup
 
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.charts import schedule
-from prunekit.report.figures.gradient_flow import flow_figures
+from prunekit.report.figures.charts import flow_figures, schedule
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section

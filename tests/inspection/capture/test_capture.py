@@ -17,7 +17,7 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import HookWarning, count_hooks
 from prunekit.hooks.owner import HookOwner
 from prunekit.inspection.capture.layer_hooks import LayerHooks
-from prunekit.inspection.capture.storage import size_of
+from prunekit.inspection.capture.recorder import size_of
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

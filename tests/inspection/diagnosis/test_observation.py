@@ -9,11 +9,10 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.diagnosis.curvature import TRIAL, largest_eigenvalue, recovers, try_steps
 from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose
-from prunekit.inspection.diagnosis.findings import CHECKS, check
-from prunekit.inspection.diagnosis.observation import StepSize
+from prunekit.inspection.diagnosis.findings import CHECKS, StepSize, check
+from prunekit.inspection.diagnosis.gradient_checks import TRIAL, largest_eigenvalue, recovers, try_steps
 
 
 class Functions(nn.Module):

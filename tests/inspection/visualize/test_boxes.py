@@ -6,7 +6,8 @@ import pytest
 import torch
 from PIL import ImageColor, ImageDraw, ImageFont
 
-from prunekit.inspection.visualize.boxes import (
+from prunekit.inspection.visualize.image_files import Pixels
+from prunekit.inspection.visualize.image_grids import (
     COLORS,
     CONFIDENCE,
     LINE,
@@ -14,7 +15,6 @@ from prunekit.inspection.visualize.boxes import (
     boxes_side_by_side,
     with_boxes,
 )
-from prunekit.inspection.visualize.image_files import Pixels
 
 IMAGE = torch.full((3, 80, 80), 0.5)
 CLASSES = ("circle", "square")

@@ -20,7 +20,9 @@ from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.jobs.export.export_model import (
+from prunekit.jobs.run.command_subject import Subject
+from prunekit.jobs.run.model_pair import DENSE, load_model_pair
+from prunekit.jobs.stages.export_model import (
     CPU,
     READ,
     Exported,
@@ -39,8 +41,6 @@ from prunekit.jobs.export.export_model import (
     size_of,
     time_export,
 )
-from prunekit.jobs.run.command_subject import Subject
-from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
