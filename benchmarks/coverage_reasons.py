@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 from coverage_least import Least
 
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 
 NAMED = 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial

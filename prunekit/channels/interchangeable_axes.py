@@ -26,8 +26,8 @@ from prunekit.channels.float64 import (
     relative_difference,
     to_double,
 )
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import Interchangeable, TensorAxis, around
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention

@@ -10,7 +10,6 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.depth.branch_search import find_branches
-from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.branch import BranchLock, is_inside
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraint_solver import WHOLE_AXIS, LabeledAxes, numbered, solve
@@ -27,6 +26,8 @@ from prunekit.channels.labels.constraints import (
     Repeated,
 )
 from prunekit.channels.labels.equal_widths import EqualWidths
+from prunekit.channels.labels.fields import MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from prunekit import known_names
-from prunekit.channels.labels import Field, Labels, apart
+from prunekit.channels.labels.fields import Field, apart
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, storage_of

@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from prunekit.channels.cut.model_match import own_buffers, require_compact
 from prunekit.channels.cut.shorter_model import shorten_
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads

@@ -26,7 +26,7 @@ from itertools import combinations, takewhile
 
 import numpy as np
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.planning.budgets.budget import Budgets
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers

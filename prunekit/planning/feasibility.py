@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Lock
 from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
 from prunekit.errors import PlanError, UsageError

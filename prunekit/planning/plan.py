@@ -20,8 +20,8 @@ from torch import nn
 
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.cut.slicing import blank, is_variance, kept_indices, masked_indices
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.branch import Branch
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.channel_norms import ChannelNorm
 from prunekit.errors import ArtifactError, PlanError, UsageError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import NonFiniteError, PlanError
 from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of

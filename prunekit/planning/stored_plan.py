@@ -11,9 +11,10 @@ import torch
 from annotated_types import Ge, Le
 from pydantic import Strict, TypeAdapter, ValidationError
 
-from prunekit.channels.labels import Labels, MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody
 from prunekit.channels.labels.constraint_solver import NOT_JOINT
+from prunekit.channels.labels.fields import MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.kept_state import KeptState

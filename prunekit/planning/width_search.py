@@ -30,7 +30,7 @@ from itertools import combinations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.planning.budgets.budget import Budgets
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers
 from prunekit.planning.candidates import Scores

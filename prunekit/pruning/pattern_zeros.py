@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.channels.cut.slicing import with_channel_order
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.errors import ArtifactError, VerificationError
 from prunekit.hooks.step_hooks import StepHook, unscaled
 from prunekit.masks.masked_model import ChangingMasks

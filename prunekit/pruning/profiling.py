@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from prunekit.backends.session import Setting, inputs_like
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from prunekit.channels.cut.slicing import cut
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.compaction.optimizer_transfer import cut_state
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.plan import Plan, require_plan

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from equivalence import TOLERANCE, Net, heads_and_positions, parity, random_keep, randomized, settled_plan
 from torch import Tensor, nn
 
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraint_solver import Numbering, numbered
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rule_mode import RuleMode
 from torch import Tensor
 
-from prunekit.channels.labels import Field, along
 from prunekit.channels.labels.constraints import EqualParts, Rectangle
+from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.rules.shape import axis_groups, reshape_labels
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_budgets import Mixed, random_scores
 from torch import nn
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.budget import budgets_of

@@ -14,7 +14,7 @@ from chains import Chain, kept, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.memory_table import record_memory
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap

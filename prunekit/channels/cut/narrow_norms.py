@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from prunekit.channels.cut.slicing import bare_widths, resize, set_bare_widths, take
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.hooks.hook import HOOK_TABLES

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from prunekit.channels.cut.shorter_model import shorten_
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.source_rewriter import Values, attribute_values, set_attributes
 from prunekit.channels.rules.convolution import whole_groups
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep

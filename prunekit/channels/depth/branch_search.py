@@ -40,8 +40,8 @@ from prunekit.channels.depth.run_search import (
     moved_axis,
     out_shape,
 )
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody, Replacement, is_inside, read_by
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 
 MOST_RESULTS = 1000
 """Entries of a tuple that a module returns."""

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.labels.constraints import (
     Constraint,
     EqualParts,
@@ -31,6 +30,7 @@ from prunekit.channels.labels.constraints import (
     Repeated,
 )
 from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_union import Labels, LabelUnion
 
 WHOLE_AXIS = "all channels of this axis are coupled: none can be removed alone"
 

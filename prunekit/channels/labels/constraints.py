@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.labels.code_places import CodePlace, Expression, ModuleCall
+from prunekit.channels.labels.label_union import Labels, LabelUnion
 
 NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
 """The reason of locks on channels that a layer sums over."""

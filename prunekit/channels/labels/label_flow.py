@@ -33,7 +33,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion, MacTerm, WidthMultiple, along, apart, collapse
 from prunekit.channels.labels.code_places import CodePlace, Expression, ModuleCall
 from prunekit.channels.labels.constraints import (
     NOT_ZERO,
@@ -47,6 +46,8 @@ from prunekit.channels.labels.constraints import (
     Positions,
     Repeated,
 )
+from prunekit.channels.labels.fields import Field, MacTerm, WidthMultiple, along, apart, collapse
+from prunekit.channels.labels.label_union import LOCKED, Labels, LabelUnion
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]

@@ -16,9 +16,10 @@ from types import CodeType
 import numpy as np
 from torch import nn
 
-from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import Constraint, EqualParts, FixedPositions, Rectangle
+from prunekit.channels.labels.fields import Field, rows_along
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.source_rewriter import can_state, integers
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.rules.shape import axis_groups

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.labels.constraints import EqualParts, Rectangle
+from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow, Operand
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.meta_shapes import numbers_in
 from prunekit.channels.rules.pointwise import IN_PLACE, aligned, is_zero
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.pointwise import broadcast, keeps_zero, sums
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.labels import Field, Labels
 from prunekit.channels.labels.constraints import LockRecord
+from prunekit.channels.labels.fields import Field
 from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import FIXED_CODE, has_fixed_code
 from prunekit.utils.tensors import gather
 

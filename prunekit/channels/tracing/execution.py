@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.labels.code_places import ModuleCall
+from prunekit.channels.labels.label_union import Labels, LabelUnion
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
 

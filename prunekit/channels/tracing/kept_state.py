@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
 from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on_meta
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun

@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from prunekit.channels.labels import Field
 from prunekit.channels.labels.constraints import FixedPositions
+from prunekit.channels.labels.fields import Field
 from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of

@@ -16,7 +16,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.known_names import SUBSTITUTES

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.labels import LOCKED, Field, Labels, along
 from prunekit.channels.labels.constraints import Interchangeable, LockRecord, TensorAxis, positions_of
+from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_union import LOCKED, Labels
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import (

@@ -24,8 +24,8 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.float64 import NOT_FINITE
-from prunekit.channels.labels import Labels
 from prunekit.channels.labels.constraints import LockRecord, Removal
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun

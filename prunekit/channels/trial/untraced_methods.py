@@ -34,7 +34,7 @@ from prunekit.channels.float64 import (
     relative_difference,
     to_double,
 )
-from prunekit.channels.labels import rows_along
+from prunekit.channels.labels.fields import rows_along
 from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
 from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prunekit.channels.labels import Labels, apart
+from prunekit.channels.labels.fields import apart
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.measure.latency_profile.network_timing import LayerTimes

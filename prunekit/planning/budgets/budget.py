@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from prunekit import known_names
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.cost_model import CostModel, GroupPart, Numbers, Term, cost_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 
 

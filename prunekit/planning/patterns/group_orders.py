@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.channels.labels import Labels
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup
 from prunekit.planning.patterns.pattern import PatternLayer
 from prunekit.planning.plan import Plan
