@@ -37,7 +37,7 @@ import torch
 from common import RESULTS, Rows, as_items, as_markdown, keep, show
 from latency_networks import Case, add_target, built, log, names, numbers, profiled, target_of, where
 
-from prunekit.deploy.subnormals import flush_subnormals
+from prunekit.deploy.deployment_transform import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.measurement_effort import Effort
 from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch

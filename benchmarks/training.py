@@ -49,8 +49,7 @@ from prunekit.settings.train import (
 )
 from prunekit.training.callbacks.callback import Callback, CallbackList, ContextCallback, TrainingRun
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
-from prunekit.training.compilation import CompiledForward
-from prunekit.training.precision import autocast
+from prunekit.training.execution import CompiledForward, autocast
 
 STEPS = 1_000_000
 """Length that schedules of parts are laid out for; growing regularization is at 1e-5 of it and does all its work."""

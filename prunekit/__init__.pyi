@@ -14,8 +14,8 @@ from prunekit.criteria.criterion import Evidence as Evidence
 from prunekit.criteria.criterion import register_criterion as register_criterion
 from prunekit.deploy.batchnorm_folding import fold_batchnorm as fold_batchnorm
 from prunekit.deploy.deployment_transform import channels_last as channels_last
+from prunekit.deploy.deployment_transform import flush_subnormals as flush_subnormals
 from prunekit.deploy.semi_structured import semi_structured as semi_structured
-from prunekit.deploy.subnormals import flush_subnormals as flush_subnormals
 from prunekit.errors import PrunekitError as PrunekitError
 from prunekit.inspection.capture.intervention import intervene as intervene
 from prunekit.inspection.capture.recorder import Capture as Capture

@@ -20,7 +20,7 @@ from prunekit.backends.session import Setting, Source, inputs_like
 from prunekit.cli import cli
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.model_copy import copied
-from prunekit.measure.latency.timed_files import file_source
+from prunekit.measure.latency.timing_job import file_source
 from prunekit.repair.repair_model import repair
 from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather

@@ -24,7 +24,7 @@ from prunekit.jobs.analyses.explain import Explanation
 from prunekit.jobs.analyses.sensitivity import Sensitivity
 from prunekit.masks.thresholds import ActivationThresholds
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow
-from prunekit.measure.causes.cause import Cause
+from prunekit.measure.causes.width_causes import Cause
 from prunekit.measure.latency.timing import Estimate
 from prunekit.measure.verification import Verification
 from prunekit.planning.budgets.latency_table import LayerLatency

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run
-from prunekit.backends.files.file_interface import KEY, arguments, interface_of_json
+from prunekit.backends.files.export_source import KEY, ExportSource, Run, arguments, interface_of_json
 from prunekit.backends.files.program import failure, program_of, tracing
 from prunekit.backends.files.pt2_archive import COMPILED, Archive, archive_file
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage

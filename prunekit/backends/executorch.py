@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run
-from prunekit.backends.files.file_interface import KEY, fed, interface_of_json
+from prunekit.backends.files.export_source import KEY, ExportSource, Run, fed, interface_of_json
 from prunekit.backends.files.program import SAMPLES, Program, failure, largest_sizes, place_of_node, program_of, tracing
 from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
 from prunekit.models.interface import ModelInterface

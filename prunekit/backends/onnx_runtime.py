@@ -14,10 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.backends.backend import FileBackend, register_backend
-from prunekit.backends.files.export_source import ExportOptions, ExportSource, Run
-from prunekit.backends.files.file_interface import KEY, fed, interface_of_json, metadata_of, require_own_data
-from prunekit.backends.files.node_modules import SCOPES, NodeModules
-from prunekit.backends.files.onnx_program import OPSET, export_onnx, renamed_values, translated
+from prunekit.backends.files.export_source import (
+    KEY,
+    ExportOptions,
+    ExportSource,
+    Run,
+    fed,
+    interface_of_json,
+    metadata_of,
+    require_own_data,
+)
+from prunekit.backends.files.onnx_program import OPSET, SCOPES, NodeModules, export_onnx, renamed_values, translated
 from prunekit.backends.files.program import program_of
 from prunekit.backends.int8.onnx_quantizer import OnnxQuantizer
 from prunekit.backends.int8.quantizer import Batch

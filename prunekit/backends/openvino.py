@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import FileBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run
-from prunekit.backends.files.file_interface import KEY, fed, interface_of_json, metadata_of, require_own_file
-from prunekit.backends.files.node_modules import NodeModules
-from prunekit.backends.files.onnx_program import OPSET, renamed_values, translated
+from prunekit.backends.files.export_source import (
+    KEY,
+    ExportSource,
+    Run,
+    fed,
+    interface_of_json,
+    metadata_of,
+    require_own_file,
+)
+from prunekit.backends.files.onnx_program import OPSET, NodeModules, renamed_values, translated
 from prunekit.backends.files.openvino_core import MODULES, openvino_core, sparse_options
 from prunekit.backends.files.program import program_of
 from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run
-from prunekit.backends.files.file_interface import arguments, as_exported, interface_of_json
+from prunekit.backends.files.export_source import ExportSource, Run, arguments, as_exported, interface_of_json
 from prunekit.backends.files.program import program_of, tracing
 from prunekit.backends.files.pt2_archive import PROGRAM, Archive, archive_file
 from prunekit.backends.files.symbolic_sizes import BOUNDED

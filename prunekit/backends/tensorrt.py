@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run
-from prunekit.backends.files.file_interface import fed, interface_of_json
+from prunekit.backends.files.export_source import ExportSource, Run, fed, interface_of_json
 from prunekit.backends.files.onnx_program import OPSET, renamed_values, translated
 from prunekit.backends.files.program import largest_sizes, program_of
 from prunekit.backends.session import Sample, Session, Setting, Source, in_dtype

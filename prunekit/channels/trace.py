@@ -48,7 +48,7 @@ from prunekit.channels.interchangeable_axes import interchangeable_axes
 from prunekit.channels.map_builder import build_map
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import trace_model
-from prunekit.distributed.sharded_tensors import is_sharded
+from prunekit.distributed.process_group import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks.model_copy import with_weights
 from prunekit.hooks.wrappers import unwrapped

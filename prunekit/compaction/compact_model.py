@@ -14,7 +14,7 @@ from prunekit.errors import PlanError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.hugging_face import set_noted_config, unsayable
-from prunekit.models.outputs import is_frozen
+from prunekit.models.interface import is_frozen
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG

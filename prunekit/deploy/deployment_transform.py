@@ -1,17 +1,24 @@
-"""Transforms for a deployment: channels-last weights, and all changes as one function for timing."""
+"""Transforms for a deployment: channels-last weights, no subnormals, and all changes as one function for timing.
+
+Subnormal numbers are too small for full precision, and very slow on many processors. Only those of float32, bfloat16
+and float64 count: float16 is computed in wider formats, in which they are normal.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from prunekit.deploy.batchnorm_folding import FoldablePair, fold_copy, foldable_norms
-from prunekit.errors import UsageError
+from prunekit.errors import UsageError, VerificationError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.memory_format import difference_in_format
+from prunekit.measure.model_size import is_subnormal
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import DeploySettings
@@ -95,3 +102,98 @@ def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySet
         raise UsageError(problem)
     pairs = foldable_norms(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))
+
+
+@dataclass(frozen=True, eq=False)
+class FlushedModel:
+    """Result of `flush_subnormals`.
+
+    Attributes:
+        model: a new one; the given one if it has none.
+        counts: name of each tensor that held subnormal numbers -> how many.
+        max_relative_difference: of the outputs on the example, in float64.
+        stay: why subnormal numbers were left; empty if none were.
+    """
+
+    model: nn.Module
+    counts: dict[str, int]
+    max_relative_difference: float
+    stay: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Messages about the result."""
+        return (str(self),) if self.counts or self.stay else ()
+
+    def __str__(self) -> str:
+        return self.stay or (
+            f"{sum(self.counts.values())} subnormal numbers in {len(self.counts)} tensors set to 0; outputs change by "
+            f"{self.max_relative_difference:.1e}"
+        )
+
+
+@public_call
+def flush_subnormals(model: nn.Module, example: Any) -> FlushedModel:
+    """Return a copy with zeros in place of subnormal weights and buffers, if there are any.
+
+    Args:
+        model: not changed.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name.
+
+    Raises:
+        UsageError: the example is none of these.
+        VerificationError: the copy computes something else.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> model[0].weight.data[0] = 1e-40  # where weight decay ends; many processors compute with it slowly
+        >>> flushed = pk.flush_subnormals(model, torch.randn(1, 4))
+        >>> flushed.counts, flushed.model[0].weight[0].tolist()
+        ({'0.weight': 4}, [0.0, 0.0, 0.0, 0.0])
+    """
+    model = unwrapped(model)
+    given = as_example(model, example)
+    if not count_subnormals(model):
+        return FlushedModel(model, {}, 0.0)
+    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+    flushed = with_tensors(model, own)
+    counts = flush_subnormals_in_place(flushed)
+    return FlushedModel(flushed, counts, compare_outputs(model, flushed, given))
+
+
+def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> FlushedModel:
+    """Return what `flush_subnormals` returns; the model itself if it computes something else without such numbers."""
+    try:
+        return flush_subnormals(model, example)
+    except VerificationError as error:  # the model takes their logarithm, or divides by them
+        count = sum(count_subnormals(model).values())
+        return FlushedModel(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")
+
+
+def count_subnormals(model: nn.Module) -> dict[str, int]:
+    """Return how many subnormal numbers each parameter and buffer holds, for those that hold any."""
+    return {name: int(found.sum()) for name, _, found in _holding(model)}
+
+
+@torch.no_grad()
+def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
+    """Set subnormal weights and buffers to 0, and return how many each tensor held."""
+    counts = {}
+    for name, tensor, found in _holding(model):
+        tensor.masked_fill_(found, 0)
+        counts[name] = int(found.sum())
+    return counts
+
+
+def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield parameters and buffers with subnormal numbers by name, and a mask of them of the same shape.
+
+    Complex tensors are viewed as real ones; sparse tensors are left out.
+    """
+    for name, tensor in named_tensors(model):
+        if tensor.layout != torch.strided:
+            continue
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+        if real.is_floating_point() and bool((found := is_subnormal(real)).any()):
+            yield name, real, found

@@ -1,4 +1,4 @@
-"""The process group of a job: who is in it, what the processes exchange, and how they fail together.
+"""The process group of a job: who is in it, values and sharded tensors it exchanges, and how it fails together.
 
 It is torch's default process group. Every process must make the same calls in the same order. If one fails, all fail,
 and the first says why.
@@ -6,26 +6,100 @@ and the first says why.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import wraps
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from prunekit.distributed.launcher import launched, local_rank
-from prunekit.distributed.shared_values import packed, unpacked
-from prunekit.errors import PeerError, RunError
+from prunekit.errors import PeerError, RunError, reason_of, reraise_shortage
+
+BUILTINS = frozenset({
+    "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice",
+    "str", "tuple",
+})  # fmt: skip
+CLASSES = frozenset({
+    ("collections", "Counter"), ("collections", "OrderedDict"), ("collections", "defaultdict"),
+    ("collections", "deque"), ("datetime", "datetime"), ("datetime", "timedelta"), ("torch", "Size"),
+    ("torch", "device"), ("numpy", "dtype"), ("numpy", "ndarray"),
+})  # fmt: skip
+PATHS = frozenset({"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"})
+ARRAYS = frozenset({"_frombuffer", "_reconstruct", "scalar"})
+"""Functions of NumPy that make arrays and numbers of bytes."""
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as bytes; tensors are copied to the CPU."""
+    buffer = io.BytesIO()
+    _Writer(buffer, protocol=4).dump(value)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the value of bytes."""
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except RunError:
+        raise
+    except Exception as error:  # of the unpickler, or of a class
+        reraise_shortage(error)
+        raise RunError(f"process group: expected data from the main process, but {reason_of(error)}") from error
+
+
+class _Writer(pickle.Pickler):
+    """Writes tensors as bytes, which torch itself would write as a pickle in the pickle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        plain = value.detach().cpu().contiguous()
+        return _tensor, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what `_Writer` writes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _tensor.__name__):
+            return _tensor
+        root = module.partition(".")[0]
+        if module in sys.modules and "." not in name:
+            found = getattr(sys.modules[module], name, None)
+            own = root == "prunekit" and isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            known = (module, name) in CLASSES or (module == "builtins" and name in BUILTINS)
+            path = root == "pathlib" and name in PATHS
+            array = module.startswith(("numpy._core.", "numpy.core.")) and name in ARRAYS
+            dtype = module == "torch" and isinstance(found, torch.dtype)
+            if own or known or path or array or dtype:
+                return found
+        raise RunError(
+            f"process group: expected data from the main process, got {module}.{name}; another program has written to "
+            "the store of this run, or its processes have different versions"
+        )
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -310,3 +384,38 @@ def computed_by_main(function: Callable[P, T]) -> Callable[P, T]:
 def main_has(value: object) -> bool:
     """Return whether the main process has a value, such as a cached result, that is not None."""
     return value is not None
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing its module, which takes most of a second."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "placements")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether each process has only a part of the model's parameters."""
+    return any(is_shard(parameter) for parameter in model.parameters())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor, in the same memory; the tensor itself if it is not sharded."""
+    if not is_shard(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast("Tensor", tensor.to_local())  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor, from all processes, which must all call this; itself if it is not sharded."""
+    return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor sharded like another one; itself if that is not sharded or has another shape."""
+    if not is_shard(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

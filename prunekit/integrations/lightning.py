@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.errors import UsageError, nearest
-from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
+from prunekit.utils.availability import require_library
 
 OLD_NAME = find_spec("lightning") is None if "pytorch_lightning" not in sys.modules else "lightning" not in sys.modules
 """True if Lightning is used as `pytorch_lightning`, its package of before."""

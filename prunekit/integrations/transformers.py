@@ -15,12 +15,12 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.model_folder import FILES, MANIFEST, ModelWithPlan, load, read_manifest, save
 from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_shortage
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.integrations.missing_extra import require_library
 from prunekit.integrations.prune_callback import PrunesInTrainer
 from prunekit.models.hugging_face import changed_config
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
+from prunekit.utils.availability import require_library
 from prunekit.utils.files import StrPath, atomic_file, atomic_folder, folder_at, require_replaceable
 
 require_library("transformers", "hf")

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.integrations.missing_extra import require_library
 from prunekit.modes.public_call import public_call
+from prunekit.utils.availability import require_library
 
 require_library("ultralytics", "ultralytics")
 
@@ -25,13 +25,21 @@ from ultralytics import RTDETR, YOLO  # noqa: E402  # after the check, whose mes
 from ultralytics.engine.model import Model  # noqa: E402
 
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
-from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples  # noqa: E402
 from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
 )
 from prunekit.integrations.yolo.pruned_trainer import keep_structure  # noqa: E402
-from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked  # noqa: E402
-from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left  # noqa: E402
+from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402  # noqa: E402  # noqa: E402
+    Left,
+    PrunedYOLO,
+    configuration,
+    forget_image_size,
+    is_marked,
+    marked,
+    predictions,
+    training_examples,
+    what_is_left,
+)
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
 from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
 from prunekit.pruning.prune import prune  # noqa: E402

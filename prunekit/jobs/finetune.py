@@ -20,7 +20,7 @@ from prunekit.compaction.compact_model import compact, remarks
 from prunekit.compaction.model_folder import load
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import batches
-from prunekit.deploy.subnormals import without_subnormals
+from prunekit.deploy.deployment_transform import without_subnormals
 from prunekit.distributed.process_group import (
     computed_by_main,
     from_main,

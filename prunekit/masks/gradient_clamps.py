@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.distributed.process_group import total_of
-from prunekit.distributed.sharded_tensors import is_shard, local_part
+from prunekit.distributed.process_group import is_shard, local_part, total_of
 from prunekit.errors import UsageError
 from prunekit.hooks.gradient_hooks import GradientChange
 from prunekit.hooks.hook import OwnedHook, refuse_compiled

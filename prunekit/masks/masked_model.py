@@ -20,8 +20,8 @@ from prunekit.hooks.wrappers import unwrapped_for_hooks
 from prunekit.masks.gradient_masks import GradientMasks
 from prunekit.masks.straight_through import StraightThrough
 from prunekit.masks.weight_masks import PrunedValues, WeightMasks
-from prunekit.models.outputs import is_frozen
-from prunekit.modes.process_state import GradientState, ModuleState, finished
+from prunekit.models.interface import is_frozen
+from prunekit.modes.public_call import GradientState, ModuleState, finished
 from prunekit.planning.plan import Plan, require_plan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.cut.slicing import is_variance
-from prunekit.distributed.sharded_tensors import is_shard, local_part, shard_like
+from prunekit.distributed.process_group import is_shard, local_part, shard_like
 from prunekit.errors import ModelError
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.planning.plan import Plan, require_plan

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
-from prunekit.distributed.sharded_tensors import is_sharded
+from prunekit.distributed.process_group import is_sharded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
 from prunekit.hooks.owner import HookOwner

@@ -10,8 +10,7 @@ from torch import nn
 
 from prunekit.errors import DataError
 from prunekit.tasks.batches import ModelBatches
-from prunekit.tasks.measurement import Measurement
-from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.task import Measurement, Task, get_task
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import call, described, to_device
 

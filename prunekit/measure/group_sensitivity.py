@@ -29,8 +29,7 @@ from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.resumable_forward import DivergedError, PassState, ResumableRun
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.measurement import Measurement
-from prunekit.tasks.task import Loss, Task, get_task
+from prunekit.tasks.task import Loss, Measurement, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.utils.context import same_draws, training_mode
 from prunekit.utils.inputs import blank_padding, call, counted_positions, sample_count, select_samples, to_device

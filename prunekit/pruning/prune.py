@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.channels.cut.narrow_norms import keep_narrow_norms
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact, remarks
-from prunekit.deploy.subnormals import FlushedModel, without_subnormals
+from prunekit.deploy.deployment_transform import FlushedModel, without_subnormals
 from prunekit.errors import DataError, require_kind
 from prunekit.hooks.model_copy import named_tensors, with_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped

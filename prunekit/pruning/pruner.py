@@ -17,8 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.optimizer_transfer import transfer, transfer_average
-from prunekit.distributed.process_group import is_main, main_process_only
-from prunekit.distributed.sharded_tensors import is_sharded
+from prunekit.distributed.process_group import is_main, is_sharded, main_process_only
 from prunekit.errors import ArtifactError, ModelError, PlanError, UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.step_hooks import optimizer_of

@@ -42,9 +42,8 @@ from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands,
 from prunekit.statistics.observers import watch
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows
 from prunekit.utils.context import training_mode
-from prunekit.utils.file_memory import FileMemory
 from prunekit.utils.inputs import counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
-from prunekit.utils.tensors import first_not_finite, in_parts, is_finite
+from prunekit.utils.tensors import FileMemory, first_not_finite, in_parts, is_finite
 
 RAISED = 10
 """Factor on the ridge of a Gram matrix of fewer positions than columns: its inverse is arbitrary along directions that

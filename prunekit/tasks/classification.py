@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prunekit.errors import DataError
-from prunekit.models.outputs import auxiliary, logits
+from prunekit.models.interface import auxiliary, logits
 from prunekit.tasks.task import Loss, Score, Task, register_task
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
 from prunekit.utils.tensors import occurrences

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.models.outputs import logits
+from prunekit.models.interface import logits
 from prunekit.tasks.classification import most_frequent, top1
 from prunekit.tasks.task import Loss, Score, Task, register_task
 from prunekit.tasks.texts import IGNORED, PaddedTexts, counted_tokens, named_inputs, token_labels

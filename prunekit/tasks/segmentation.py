@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError
-from prunekit.models.outputs import logits
+from prunekit.models.interface import logits
 from prunekit.tasks.task import Loss, Score, Task, register_task
 from prunekit.utils.tensors import occurrences
 

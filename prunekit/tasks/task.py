@@ -1,4 +1,4 @@
-"""Tasks by name: how batches come apart, the loss, and the scores that training and measurements report."""
+"""Tasks by name: how batches come apart, the loss, and the scores over all batches of a measurement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import default_collate
 
+from prunekit.distributed.process_group import gather_values, size
 from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.known_names import TASKS as _TASKS
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import described, sample_count
+from prunekit.utils.inputs import described, sample_count, to_device
 from prunekit.utils.registry import Registry
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import accumulation_dtype, gather
 from prunekit.utils.user_code import call_factory
 
 Loss = Callable[[Any, Any], Tensor]
@@ -334,3 +335,89 @@ def _task(name: str, found: Any) -> Task:
         text = "expected a prunekit.tasks.task.Task, or a function that returns one"
         raise UsageError(f"task {name}: {text}, got {type(found).__name__}")
     return found
+
+
+def added(counts: list[float], more: list[float]) -> list[float]:
+    """Return sums of counts, (K,) each; either may be empty, as before the first batch."""
+    return [a + b for a, b in zip(counts, more, strict=True)] if counts and more else counts or more
+
+
+class DeviceSum:
+    """A sum of vectors, kept where they are until it is taken: reading a number waits for the device.
+
+    It is in float64, or float32 on MPS. On the CPU nothing waits, and each vector is read at once.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[float] = []
+        self._sum: torch.Tensor | None = None
+
+    def add(self, values: torch.Tensor, weight: float = 1) -> None:
+        """Add a vector (K,) times its weight."""
+        wide = values.detach().to(accumulation_dtype(values.device)) * weight
+        if values.device.type == "cpu":
+            self._read = added(self._read, wide.tolist())
+        else:
+            self._sum = wide if self._sum is None else self._sum + wide
+
+    def take(self) -> list[float]:
+        """Return the sum, (K,), or nothing if nothing was added, and begin again."""
+        found = added(self._read, [] if self._sum is None else self._sum.tolist())
+        self._read, self._sum = [], None
+        return found
+
+
+class Measurement:
+    """The samples of a task that were measured so far.
+
+    A metric of several processes is computed in each of them from the outputs of all: any metric can be, and what
+    detectors return is small.
+
+    Args:
+        task: whose scores are measured.
+        together: whether each process of a group measures its share, see `of_all`.
+
+    Attributes:
+        samples: number of samples.
+    """
+
+    def __init__(self, task: Task, *, together: bool = False) -> None:
+        self.samples, self._counted, self._device, self._task = 0, list[float](), DeviceSum(), task
+        self._metric = None if task.metric is None else task.metric()
+        self._kept: list[tuple[Any, Any]] | None = [] if together and size() > 1 else None
+
+    @property
+    def counts(self) -> list[float]:
+        """The sums of the task's counts, (K,); empty where a metric measures."""
+        self._counted = added(self._counted, self._device.take())
+        return self._counted
+
+    def add(self, output: Any, targets: Any) -> None:
+        """Add a batch: what `Task.scored` returned, and the targets."""
+        self.samples += len(targets)
+        if self._metric is None:
+            assert self._task.counts is not None
+            self._device.add(self._task.counts(output, targets))
+        elif self._kept is None:
+            self._metric.update(output, targets)
+        else:
+            self._kept.append(to_device((output, targets), torch.device("cpu")))
+
+    def of_all(self) -> Measurement:
+        """Return the measurement of all processes, some of which may have had no batch; all call this together."""
+        if self._metric is not None and self._kept is None:
+            return self
+        found = Measurement(self._task)
+        for samples, counts, kept in gather_values((self.samples, self.counts, self._kept)):
+            found.samples += samples
+            found._counted = added(found._counted, counts)
+            for output, targets in kept or ():
+                assert found._metric is not None
+                found._metric.update(output, targets)
+        return found
+
+    def result(self) -> Any:
+        """Return what the scores are read from: counts (K,) float64, or what the metric computes."""
+        if self._metric is None:
+            return torch.tensor(self.counts, dtype=torch.float64)
+        return self._metric.compute()

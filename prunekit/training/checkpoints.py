@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import is_main, share_tensors
-from prunekit.distributed.sharded_tensors import full_tensor, is_sharded
+from prunekit.distributed.process_group import full_tensor, is_main, is_sharded, share_tensors
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.settings.train import CheckpointSettings
 from prunekit.utils.files import StrPath, atomic_file, remove_leftovers

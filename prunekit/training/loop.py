@@ -25,19 +25,31 @@ from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import is_main, rank, size, total, wait_for_all
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
-from prunekit.models.outputs import require_trainable
+from prunekit.models.interface import require_trainable
 from prunekit.settings.data_and_model import Workers
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.measurement import Measurement
-from prunekit.tasks.task import Loss, Score, Task
-from prunekit.training.callbacks.callback import Callback, CallbackList, TrainingRun
-from prunekit.training.callbacks.history import Compilation, EpochRow, History, PausedRun
+from prunekit.tasks.task import Loss, Measurement, Score, Task
+from prunekit.training.callbacks.callback import (
+    Callback,
+    CallbackList,
+    Compilation,
+    EpochRow,
+    History,
+    PausedRun,
+    TrainingRun,
+)
 from prunekit.training.callbacks.selection import require_callbacks, task_loss
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
-from prunekit.training.clamps import GradientClamps
 from prunekit.training.compatibility import check_fits
-from prunekit.training.compilation import SEVERAL, CompiledForward
-from prunekit.training.memory_shortage import gradient_checkpointing, naming_batch
+from prunekit.training.execution import (
+    SEVERAL,
+    CompiledForward,
+    LongStrides,
+    autocast,
+    gradient_checkpointing,
+    loss_scaler,
+    naming_batch,
+)
 from prunekit.training.nonfinite import (
     finite_step,
     first_non_finite,
@@ -45,7 +57,7 @@ from prunekit.training.nonfinite import (
     infinite_buffers,
     non_finite_gradient,
 )
-from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
+from prunekit.training.optimizers import GradientClamps, MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parallel import (
     give_back_buffers,
     in_shards,
@@ -59,7 +71,6 @@ from prunekit.training.parallel import (
     share_corrupt,
     shares,
 )
-from prunekit.training.precision import LongStrides, autocast, loss_scaler
 from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath

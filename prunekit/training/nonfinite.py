@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import everyone, gather_values
-from prunekit.distributed.sharded_tensors import is_sharded, local_part
+from prunekit.distributed.process_group import everyone, gather_values, is_sharded, local_part
 from prunekit.hooks.owner import HookOwner, after_forward
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import first_not_finite, gather, is_finite

@@ -27,13 +27,13 @@ from prunekit.distributed.process_group import (
     from_main,
     gather_values,
     is_main,
+    is_sharded,
     rank,
     require_equal,
     share_tensors,
     size,
     total,
 )
-from prunekit.distributed.sharded_tensors import is_sharded
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.owner import HookOwner

@@ -14,18 +14,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.data.splits import Splits
-from prunekit.distributed.process_group import from_main, gather_values, is_main, main_says, rank, size
-from prunekit.distributed.sharded_tensors import full_tensor, is_shard, is_sharded, shard_like
+from prunekit.distributed.process_group import (
+    from_main,
+    full_tensor,
+    gather_values,
+    is_main,
+    is_shard,
+    is_sharded,
+    main_says,
+    rank,
+    shard_like,
+    size,
+)
 from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
-from prunekit.tasks.measurement import DeviceSum, added
-from prunekit.training.callbacks.callback import CallbackList
-from prunekit.training.callbacks.history import EpochRow, PausedRun
+from prunekit.tasks.task import DeviceSum, added
+from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun
 from prunekit.training.checkpoints import BestWeights, Checkpoints
-from prunekit.training.clamps import GradientClamps
 from prunekit.training.nonfinite import non_finite_tensor
+from prunekit.training.optimizers import GradientClamps
 from prunekit.training.parallel import share_state
 from prunekit.utils.context import random_state, set_random_state
 from prunekit.utils.tensors import map_tensors, require_same_kind

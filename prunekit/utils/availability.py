@@ -1,4 +1,4 @@
-"""Availability on this machine: packages, devices, a compiler, instructions for int8; told without importing torch."""
+"""Availability on this machine: packages, devices, a compiler, int8 instructions; told without importing torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from prunekit.errors import UsageError
 
 COMPILERS = {"darwin": "clang++", "win32": "cl"}
 """C++ compilers that torch takes where `$CXX` names none; on other platforms g++."""
@@ -110,3 +112,24 @@ def int8_note(cpuinfo: Path = CPUINFO) -> str:
     if not found:
         return "this CPU has no instructions for int8 (VNNI or AMX on x86): it may well be slower than fp32 here"
     return f"this CPU has instructions for int8: {' and '.join(found)}"
+
+
+class MissingExtraError(UsageError, ModuleNotFoundError):
+    """A library that an integration is for is not installed; the message says how to install it."""
+
+
+def require_library(library: str, extra: str) -> None:
+    """Raise if a library is not installed.
+
+    Args:
+        library: name of its package, as it is imported.
+        extra: of prunekit, that installs it.
+
+    Raises:
+        MissingExtraError: it is not installed; an `ImportError`, so that a program may do without.
+    """
+    if find_spec(library) is None:
+        raise MissingExtraError(
+            f"prunekit.integrations.{library} needs {library}, not installed here: pip install 'prunekit[{extra}]'",
+            name=library,
+        )

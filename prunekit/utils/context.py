@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from prunekit.distributed.launcher import local_rank
 from prunekit.distributed.process_group import size
 from prunekit.errors import ModelError, UsageError
-from prunekit.modes.process_state import ModuleState
+from prunekit.modes.public_call import ModuleState
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)

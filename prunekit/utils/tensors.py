@@ -1,4 +1,4 @@
-"""Tensors nested in the inputs and outputs of models, and lists of samples among them.
+"""Tensors nested in the inputs and outputs of models, lists of samples among them, and tensors in temporary files.
 
 Samples are on the first axis of a tensor, or the entries of a list, as images of different sizes are. Which lists hold
 one sample in each entry, and which hold tensors that each have all samples on their first axis, as feature maps of
@@ -8,6 +8,9 @@ several levels do, is told by one rule, `holds_samples`. A tuple holds several a
 from __future__ import annotations
 
 import copy
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -255,3 +258,78 @@ def map_samples(inputs: Any, tensors: Callable[[Tensor], Any], lists: Callable[[
         return lists(part) if isinstance(part, list) else tensors(part)
 
     return map_parts(inputs, changed, partial(holds_samples, samples=count_samples(inputs)))
+
+
+BLOCK = 2**28
+"""Bytes of a file, unless a tensor is larger."""
+ALIGNED = 64
+
+
+class FileMemory:
+    """Keeps tensors: the first in memory, those beyond a limit in temporary files.
+
+    The system reads a file where a tensor is used, and writes it where memory is short. Files go with their tensors.
+
+    Args:
+        limit: bytes in memory.
+
+    Example:
+        >>> import torch
+        >>> from prunekit.utils.tensors import FileMemory
+        >>> memory = FileMemory(limit=0)
+        >>> matrix = memory.keep(torch.ones(2, 2, dtype=torch.float64))
+        >>> memory.release()
+        >>> matrix.sum()
+        tensor(4., dtype=torch.float64)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._maps: list[mmap.mmap] = []
+        self._used = 0
+
+    def keep(self, tensor: Tensor, *, shared: bool = False) -> Tensor:
+        """Return a strided tensor itself while there is memory, then a copy.
+
+        On other devices than the CPU, and where there is no room for a file, it is the tensor itself.
+        """
+        found = None
+        if tensor.device.type == "cpu" and not tensor.requires_grad and not self._fits(tensor.nbytes):
+            found = self._mapped(tensor)
+        if found is None:
+            return tensor.clone() if shared else tensor
+        return found.copy_(tensor)
+
+    def release(self) -> None:
+        """Give the memory of tensors in files back until they are used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for one in self._maps:
+                one.madvise(mmap.MADV_DONTNEED)
+
+    def _fits(self, size: int) -> bool:
+        fits = size <= self._left or size == 0
+        self._left -= size if fits else 0
+        return fits
+
+    def _mapped(self, like: Tensor) -> Tensor | None:
+        """Return a tensor of zeros in a file; None if there is no room for it."""
+        size, start = like.nbytes, -(-self._used // ALIGNED) * ALIGNED
+        if not self._maps or start + size > len(self._maps[-1]):
+            try:
+                self._maps.append(mapped_file(max(size, BLOCK)))
+            except OSError:
+                return None
+            start = 0
+        self._used = start + size
+        memory = torch.frombuffer(self._maps[-1], dtype=like.dtype, count=like.numel(), offset=start)
+        return memory.view(like.shape)
+
+
+def mapped_file(size: int) -> mmap.mmap:
+    """Return a mapped file of zeros, whose room on the disk is reserved where the system can do that."""
+    with tempfile.TemporaryFile() as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return mmap.mmap(file.fileno(), size)

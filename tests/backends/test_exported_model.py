@@ -18,7 +18,7 @@ from prunekit.backends.backend import FORMATS
 from prunekit.backends.files.exported_model import formats_of, is_exported, open_exported
 from prunekit.backends.session import Setting
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.measure.latency.timed_files import open_file
+from prunekit.measure.latency.timing_job import open_file
 from prunekit.models.interface import TensorSpec
 from prunekit.utils.inputs import Keywords
 

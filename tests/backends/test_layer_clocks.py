@@ -15,11 +15,11 @@ from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
 from prunekit.backends.backend import RUNTIMES, Backend
-from prunekit.backends.files.node_modules import NodeModules
+from prunekit.backends.files.onnx_program import NodeModules
 from prunekit.backends.onnx_runtime import times_by_module
 from prunekit.backends.openvino import undisturbed_means
 from prunekit.backends.session import Inputs, LayerClock, Setting, Source, inputs_of
-from prunekit.measure.latency.timed_files import file_source
+from prunekit.measure.latency.timing_job import file_source
 from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.network_timing import LayerTimes, Network, time_networks
 from prunekit.measure.measurement_effort import Effort, effort_of

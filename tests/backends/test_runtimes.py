@@ -22,8 +22,14 @@ from prunekit.backends.session import Inputs, Setting, Source, inputs_like, inpu
 from prunekit.known_names import DtypeName
 from prunekit.measure.latency import comparison
 from prunekit.measure.latency.comparison import measure_latency
-from prunekit.measure.latency.timed_files import file_source
-from prunekit.measure.latency.timing_job import SettingFailure, SettingTimes, TimingJob, output_tensors, run_job
+from prunekit.measure.latency.timing_job import (
+    SettingFailure,
+    SettingTimes,
+    TimingJob,
+    file_source,
+    output_tensors,
+    run_job,
+)
 from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.settings.deployment import LatencySettings
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.channels.trial.masked_vs_compact import RecordedValues
-from prunekit.utils import file_memory
+from prunekit.utils import tensors as tensor_files
 
 TENSORS = [
     torch.randn(3, 4, dtype=torch.float64),
@@ -42,7 +42,7 @@ def test_a_file_that_cannot_be_written_leaves_tensors_in_memory(monkeypatch: pyt
     def full(size: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(file_memory, "mapped_file", full)
+    monkeypatch.setattr(tensor_files, "mapped_file", full)
     values = RecordedValues(0)
     values.add("a", "op", [TENSORS[0]])
     assert values.get("a") == ("op", [TENSORS[0]])
@@ -53,14 +53,14 @@ def test_a_trial_that_keeps_values_in_a_file_finds_the_same(monkeypatch: pytest.
     x = torch.randn(2, 3, 8, 8)
     in_memory = pk.prune(model, x, macs=0.5)
     written = list[int]()
-    plain = file_memory.mapped_file
+    plain = tensor_files.mapped_file
 
     def written_to(size: int) -> mmap.mmap:
         written.append(size)
         return plain(size)
 
-    monkeypatch.setattr(file_memory, "mapped_file", written_to)
-    monkeypatch.setattr(file_memory, "BLOCK", 1)
+    monkeypatch.setattr(tensor_files, "mapped_file", written_to)
+    monkeypatch.setattr(tensor_files, "BLOCK", 1)
     monkeypatch.setattr(RecordedValues.__init__, "__defaults__", (0,))
     in_file = pk.prune(model, x, macs=0.5)
     assert len(written) > 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
+from prunekit.data.sources import is_labeled_images, labeled_images
 from prunekit.errors import DataError
 from prunekit.models.preprocessing import Preprocessing
 

@@ -20,8 +20,7 @@ from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.deploy.batchnorm_folding import fold_batchnorm
-from prunekit.deploy.deployment_transform import transform_of
-from prunekit.deploy.subnormals import count_subnormals
+from prunekit.deploy.deployment_transform import count_subnormals, transform_of
 from prunekit.errors import ArtifactError, VerificationError
 from prunekit.measure.latency_profile.network_timing import structure_hash
 from prunekit.models.zoo import build_model

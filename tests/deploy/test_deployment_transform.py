@@ -10,7 +10,7 @@ from equivalence import Net, assert_unchanged, difference, image, randomized, sn
 from torch import nn
 
 import prunekit
-from prunekit.deploy.subnormals import count_subnormals, flush_subnormals_in_place, without_subnormals
+from prunekit.deploy.deployment_transform import count_subnormals, flush_subnormals_in_place, without_subnormals
 from prunekit.errors import VerificationError
 
 

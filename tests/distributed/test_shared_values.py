@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import prunekit as pk
-from prunekit.distributed.shared_values import packed, unpacked
+from prunekit.distributed.process_group import packed, unpacked
 from prunekit.errors import RunError
 from prunekit.settings.pruning import PruneSettings
 

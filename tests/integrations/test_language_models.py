@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import prunekit as pk
 from prunekit.errors import UsageError
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
-from prunekit.training.memory_shortage import gradient_checkpointing
+from prunekit.training.execution import gradient_checkpointing
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from prunekit.errors import UsageError
-from prunekit.integrations.missing_extra import require_library
+from prunekit.utils.availability import require_library
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ import prunekit as pk
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.integrations.ultralytics import PruneWhileTraining, load_yolo
-from prunekit.integrations.yolo.head_outputs import predictions
 from prunekit.integrations.yolo.prune_while_training import steps_after
+from prunekit.integrations.yolo.pruned_yolo import predictions
 
 
 def settings(folder: Path, data: Path, **more: Any) -> dict[str, Any]:

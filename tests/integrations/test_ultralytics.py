@@ -31,8 +31,8 @@ from prunekit.errors import ArtifactError, DataError, ModelError, PlanError, Usa
 from prunekit.integrations.ultralytics import PruneWhileTraining, load_yolo, prune_yolo
 from prunekit.integrations.yolo import suppression_time
 from prunekit.integrations.yolo.calibration_images import calibration_images
-from prunekit.integrations.yolo.head_outputs import predictions
 from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
+from prunekit.integrations.yolo.pruned_yolo import predictions
 
 WITHOUT_PRUNEKIT = """
 import sys

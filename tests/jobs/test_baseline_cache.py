@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from prunekit.jobs.run.baseline_cache import _read_baseline, _save_baseline
-from prunekit.training.callbacks.history import ClampRow, EpochRow, History
+from prunekit.training.callbacks.callback import ClampRow, EpochRow, History
 from prunekit.utils.state_folders import TENSORS, TEXT, read_state, write_state
 
 ROW = EpochRow(1, 0.1, 2.0, None, 1.5, 50.0, 100.0, 1.0, 0)

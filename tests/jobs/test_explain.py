@@ -87,10 +87,9 @@ def test_planted_subnormal_numbers_are_looked_at(monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_that_wait_for_cores_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prunekit.measure.causes import cause as cause_module
-    from prunekit.measure.causes import overhead_causes
+    from prunekit.measure.causes import overhead_causes, width_causes
 
-    cause = cause_module.Cause("threads oversubscribed", 1.0, "", "")
+    cause = width_causes.Cause("threads oversubscribed", 1.0, "", "")
     monkeypatch.setattr(overhead_causes, "too_many_threads", lambda *figures: cause)
     monkeypatch.setattr(Contention, "oversubscribed", property(lambda self: True))
     tiny = nn.Linear(3, 3)  # no work that threads would share: they need not wait for cores here

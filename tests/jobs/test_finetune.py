@@ -50,7 +50,7 @@ from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSet
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings, WatchSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, wilson_interval
-from prunekit.training.callbacks.history import EpochRow
+from prunekit.training.callbacks.callback import EpochRow
 
 CPU = torch.device("cpu")
 

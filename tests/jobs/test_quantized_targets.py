@@ -14,8 +14,7 @@ from prunekit.backends.backend import RUNTIMES
 from prunekit.backends.session import INT8, Setting, Source, inputs_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure.latency.comparison import choose_settings, measure_latency
-from prunekit.measure.latency.timed_files import file_source
-from prunekit.measure.latency.timing_job import TimingJob, run_job
+from prunekit.measure.latency.timing_job import TimingJob, file_source, run_job
 from prunekit.measure.latency_profile.network_timing import conditions
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target, prune_contradictions

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from prunekit.measure.causes import operator_causes, overhead_causes, width_causes
+from prunekit.measure.causes import overhead_causes, width_causes
 from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, operator_rows
 from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, rounded
 from prunekit.measure.latency.timing import Contention, Estimate, PairedTiming
@@ -52,30 +52,30 @@ def test_rows_say_what_was_reached_of_the_ideal() -> None:
 
 
 def test_norms_copies_and_operators_without_macs() -> None:
-    norms = operator_causes.unfused_norms(NET, PRUNED_MS, None)
+    norms = overhead_causes.unfused_norms(NET, PRUNED_MS, None)
     assert norms is not None
     assert (norms.ms, norms.modules) == (3, ("bn",))
-    copies = operator_causes.layout_conversions(NET, PRUNED_MS)
+    copies = overhead_causes.layout_conversions(NET, PRUNED_MS)
     assert copies is not None
     assert copies.ms == 2
     assert "1 operator (clone) only copy: 2 ms for 2 MB, at (root)" in copies.evidence
-    assert operator_causes.without_macs(NET, 2.0, PRUNED_MS) is None  # norms and copies are named already
+    assert overhead_causes.without_macs(NET, 2.0, PRUNED_MS) is None  # norms and copies are named already
     pools = rows({("pool", "max_pool2d"): side(3)}, {("pool", "max_pool2d"): side(3)})
-    found = operator_causes.without_macs(pools, 2.0, PRUNED_MS)
+    found = overhead_causes.without_macs(pools, 2.0, PRUNED_MS)
     assert found is not None
     assert found.ms == 1.5
     assert "1.00× faster where multiply-accumulates say 2.00×" in found.evidence
     for nothing, ms in ((NET, 1000), ((), PRUNED_MS)):
-        assert operator_causes.unfused_norms(nothing, ms, None) is None
-        assert operator_causes.layout_conversions(nothing, ms) is None
+        assert overhead_causes.unfused_norms(nothing, ms, None) is None
+        assert overhead_causes.layout_conversions(nothing, ms) is None
 
 
 def test_norms_that_were_folded_count_by_what_it_saved() -> None:
-    found = operator_causes.unfused_norms(NET, PRUNED_MS, paired(10, 8))
+    found = overhead_causes.unfused_norms(NET, PRUNED_MS, paired(10, 8))
     assert found is not None
     assert found.ms == 2
     assert "folded, the model runs in 8 ms in place of 10 ms: 1.25× [" in found.evidence
-    assert operator_causes.unfused_norms(NET, PRUNED_MS, paired(10, 10)) is None
+    assert overhead_causes.unfused_norms(NET, PRUNED_MS, paired(10, 10)) is None
 
 
 def test_memory_bound_is_near_a_copy_and_far_from_the_best_layer() -> None:
@@ -84,15 +84,15 @@ def test_memory_bound_is_near_a_copy_and_far_from_the_best_layer() -> None:
 
     fast, slow = ("conv", "convolution"), ("fc", "addmm")
     both = {fast: side(2, 100e6, 100_000), slow: side(4, 10e6, 3_000_000)}
-    found = operator_causes.memory_bound(rows(both, {slow: side(6, 30e6)}), copy_ms, 0.001, PRUNED_MS, 1)
+    found = overhead_causes.memory_bound(rows(both, {slow: side(6, 30e6)}), copy_ms, 0.001, PRUNED_MS, 1)
     assert found is not None
     assert found.modules == ("fc",)
     assert found.ms == 2  # 4 ms where the ideal leaves 6 / 3
     for moved, macs in ((1_000_000, 10e6), (3_000_000, 60e6)):  # far below the speed of a copy; near that of the best
         other = {fast: both[fast], slow: side(4, macs, moved)}
-        assert operator_causes.memory_bound(rows(other, {}), copy_ms, 0.001, PRUNED_MS, 1) is None
+        assert overhead_causes.memory_bound(rows(other, {}), copy_ms, 0.001, PRUNED_MS, 1) is None
     # an empty operator takes as long
-    assert operator_causes.memory_bound(rows(both, {}), copy_ms, 2.0, PRUNED_MS, 1) is None
+    assert overhead_causes.memory_bound(rows(both, {}), copy_ms, 2.0, PRUNED_MS, 1) is None
 
 
 def broken_down(outside: float, calls: int) -> Breakdown:
@@ -188,11 +188,11 @@ def test_a_batch_is_too_small_where_a_larger_one_is_surely_better() -> None:
 
 
 def test_another_memory_format() -> None:
-    found = operator_causes.memory_format(paired(10, 5))
+    found = overhead_causes.memory_format(paired(10, 5))
     assert found is not None
     assert found.ms == 5
     for none in (None, paired(10, 5, spread=0.6), paired(10, 9.95, spread=0.0), paired(10, 12)):
-        assert operator_causes.memory_format(none) is None
+        assert overhead_causes.memory_format(none) is None
 
 
 def test_subnormal_numbers_need_a_count_and_an_effect() -> None:

@@ -7,13 +7,19 @@ import torch
 from torch import nn
 
 import prunekit
-from prunekit.compaction.zero_patterns import ModelZeros, ZeroPattern, zero_patterns
+from prunekit.compaction.zero_patterns import (
+    ModelZeros,
+    ZeroPattern,
+    exported_zeros_notes,
+    unused_zeros_notes,
+    users,
+    zero_patterns,
+)
 from prunekit.jobs.analyses.explain import CauseSearch, find_causes
 from prunekit.measure.causes import experiments
 from prunekit.measure.causes.breakdown import break_down
 from prunekit.measure.causes.overhead_causes import unused_zeros
 from prunekit.measure.latency.timing import Estimate, PairedTiming
-from prunekit.measure.zero_support import exported_zeros_notes, unused_zeros_notes, users
 
 
 def net(kept: float = 0.2) -> nn.Sequential:

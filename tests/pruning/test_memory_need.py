@@ -16,7 +16,7 @@ from prunekit.pruning.sample_statistics import MemoryNeed, require_memory
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics import gram_matrices
 from prunekit.utils import context
-from prunekit.utils.file_memory import FileMemory
+from prunekit.utils.tensors import FileMemory
 
 GIGABYTE = 10**9
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from prunekit.errors import DataError, UsageError
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.train import DistillSettings, TrainSettings
-from prunekit.tasks import measurement
+from prunekit.tasks import task as task_module
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.task import get_task, training_loss
@@ -90,10 +90,10 @@ def test_mean_iou_is_that_of_all_pixels_however_batches_fall(
     ]
     # The same in two processes, of which the second has had the last batch.
     shares = [batches[:-1], batches[-1:]]
-    monkeypatch.setattr(measurement, "gather_values", lambda mine: [mine])
+    monkeypatch.setattr(task_module, "gather_values", lambda mine: [mine])
     parts = [evaluate(nn.Identity(), share, SEGMENTATION, CPU, together=True) for share in shares if share]
     both = [(part.n_test, list(part.counts), None) for part in parts] + [(0, [], None)]
-    monkeypatch.setattr(measurement, "gather_values", lambda mine: both)
+    monkeypatch.setattr(task_module, "gather_values", lambda mine: both)
     assert evaluate(nn.Identity(), batches, SEGMENTATION, CPU, together=True) == found
 
 

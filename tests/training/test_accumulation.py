@@ -12,7 +12,7 @@ from training_models import CPU, images, splits
 
 from prunekit.data.loader import batches
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.history import EpochRow
+from prunekit.training.callbacks.callback import EpochRow
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import build_optimizer, build_schedule
 

@@ -12,7 +12,7 @@ from training_models import CPU, net, splits
 from prunekit.data.datasets import TensorImages
 from prunekit.data.splits import Splits
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import History
 from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=2, lr=0.05)

@@ -21,8 +21,7 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.settings.train import AverageSettings, TrainSettings
 from prunekit.training.callbacks.averaging import Average
-from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
-from prunekit.training.callbacks.history import EpochRow
+from prunekit.training.callbacks.callback import Callback, ContextCallback, EpochRow, TrainingRun
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
 

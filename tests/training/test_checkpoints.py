@@ -20,8 +20,7 @@ from training_models import CPU, net, splits
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.settings.train import CheckpointSettings, TrainSettings
 from prunekit.training import checkpoints
-from prunekit.training.callbacks.callback import Callback, TrainingRun
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import Callback, History, TrainingRun
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.loop import TrainingLoop, fit
 from prunekit.utils import files as artifacts

@@ -21,8 +21,7 @@ from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
-from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import Callback, History
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints

@@ -30,7 +30,7 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.training import loop
 from prunekit.training.callbacks.callback import ContextCallback
-from prunekit.training.compilation import CompiledForward
+from prunekit.training.execution import CompiledForward
 from prunekit.training.loop import fit
 
 WANTED = "PRUNEKIT_TEST_INDUCTOR"

@@ -22,9 +22,8 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.callbacks.callback import Callback, ContextCallback
+from prunekit.training.callbacks.callback import Callback, ContextCallback, History
 from prunekit.training.callbacks.distillation import Distillation
-from prunekit.training.callbacks.history import History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit

@@ -11,8 +11,8 @@ from training_models import CPU, splits
 
 from prunekit.hooks.hook import count_hooks
 from prunekit.settings.train import TrainSettings
+from prunekit.training.execution import LongStrides
 from prunekit.training.loop import fit
-from prunekit.training.precision import LongStrides
 
 
 @pytest.mark.parametrize(("size", "stride", "kernel", "dtype"), [

@@ -26,8 +26,7 @@ from prunekit.measure.accuracy import evaluate
 from prunekit.models.zoo import build_model
 from prunekit.settings.data_and_model import ModelSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
-from prunekit.training.callbacks.history import EpochRow, History
+from prunekit.training.callbacks.callback import Callback, ContextCallback, EpochRow, History, TrainingRun
 from prunekit.training.loop import fit
 
 SETTINGS = TrainSettings(epochs=3, lr=0.1)

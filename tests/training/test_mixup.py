@@ -14,7 +14,7 @@ from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import batches
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import History
 from prunekit.training.loop import fit
 from prunekit.training.run_state import EpochSums
 

@@ -21,8 +21,7 @@ from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.training import loop
-from prunekit.training.callbacks.callback import ContextCallback
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import ContextCallback, History
 from prunekit.training.loop import fit
 
 HALF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

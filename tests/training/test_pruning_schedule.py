@@ -29,8 +29,7 @@ from prunekit.planning.schedules import ScheduleStep, settings_at_step, share_ke
 from prunekit.planning.solver import make_plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import Callback, ContextCallback, History, TrainingRun
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding, PruningSchedule, steps_per_epoch
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import build_schedule

@@ -31,8 +31,7 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import Callback, ContextCallback, History, TrainingRun
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.loop import fit
 

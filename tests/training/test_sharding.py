@@ -16,8 +16,7 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, Ends, EndsAfter, splits
 
-from prunekit.distributed.process_group import rank, size
-from prunekit.distributed.sharded_tensors import is_shard, is_sharded, local_part
+from prunekit.distributed.process_group import is_shard, is_sharded, local_part, rank, size
 from prunekit.errors import PrunekitError
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan

@@ -18,8 +18,7 @@ from training_models import CPU, net, splits
 import prunekit
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings, CheckpointSettings, ClampSettings, TrainSettings, WatchSettings
-from prunekit.training.callbacks.callback import Callback, ContextCallback
-from prunekit.training.callbacks.history import History
+from prunekit.training.callbacks.callback import Callback, ContextCallback, History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.callbacks.tensorboard import TensorBoardLogger, histogram
 from prunekit.training.checkpoints import Checkpoints

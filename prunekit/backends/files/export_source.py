@@ -1,15 +1,26 @@
-"""A model to export, with its options: what every writer of files is given."""
+"""A model to export with its options, which every writer is given, and the interface that its files carry.
+
+The interface is written as text, read again, and inputs are fed by its names. Weights that a file names in other files
+have to be its own, in its folder. A path in a stranger's file may lead anywhere, also by links, and to what is no file:
+devices, pipes, and addresses of memory that ONNX Runtime and OpenVINO take in place of a path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from prunekit.errors import ArtifactError, UsageError
 from prunekit.models.interface import ModelInterface
+from prunekit.reading.text_files import parse_json
+from prunekit.utils.inputs import Keywords, split
+from prunekit.utils.tensors import gather
 
 Run = Callable[[tuple[Any, ...]], list[Tensor]]
 """From an example (float32, on the CPU) to the tensors of the output on the CPU, in the order of the interface."""
@@ -51,3 +62,104 @@ class ExportSource:
     options: ExportOptions = field(default_factory=ExportOptions)
     folder: Path | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+KEY = "prunekit"
+"""Key of the interface in the metadata of a file."""
+
+
+def metadata_of(interface: ModelInterface) -> dict[str, str]:
+    """Return the metadata of a file: the interface as JSON, and its parts that other programs may read on their own."""
+    plain = interface.as_dict()
+    found = {KEY: json.dumps(plain)}
+    if interface.classes:
+        found["classes"] = json.dumps(plain["classes"])
+    if interface.preprocessing is not None:
+        found["preprocessing"] = json.dumps(plain["preprocessing"])
+    if interface.task is not None:
+        found["task"] = interface.task
+    return found
+
+
+def interface_of_json(text: str, where: str) -> ModelInterface:
+    """Return an interface from the JSON of a file's metadata."""
+    return ModelInterface.from_dict(parse_json(text, where, "the interface as JSON in its metadata"), where)
+
+
+def arguments(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional arguments of an example, and those by name as a plain dictionary."""
+    positional, named = split(example)
+    return positional, dict(named)
+
+
+def as_exported(
+    example: tuple[Any, ...], interface: ModelInterface, positional: int, named: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return an example with its tensors by position or by name, as a program was exported with them."""
+    given, keywords = split(example)
+    if len(given) == positional and set(keywords) == set(named):
+        return example
+    if positional + len(named) != len(interface.inputs):
+        return example
+    tensors = fed(example, interface)
+    names = [spec.name for spec in interface.inputs if spec.name not in named]
+    found = tuple(tensors[name] for name in names)
+    return (*found, Keywords((name, tensors[name]) for name in named)) if named else found
+
+
+def fed(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:
+    """Return the tensors of an example by the names of a model's inputs."""
+    kinds = {spec.name: getattr(torch, spec.dtype, None) for spec in interface.inputs}
+    found = _by_name(example, interface)
+    return {
+        name: tensor.to(kinds[name]) if isinstance(kinds[name], torch.dtype) else tensor
+        for name, tensor in found.items()
+    }
+
+
+def _by_name(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:
+    positional, named = split(example)
+    names = [spec.name for spec in interface.inputs]
+    if named and all(isinstance(value, Tensor) and name in names for name, value in named.items()):
+        rest = [name for name in names if name not in named]
+        tensors = gather(positional)
+        if len(rest) == len(tensors):
+            return {**dict(zip(rest, tensors, strict=True)), **named}
+    tensors = gather(example)
+    if len(tensors) != len(names):
+        wanted = ", ".join(map(str, interface.inputs)) or "none"
+        raise UsageError(f"inputs: expected {wanted}; got {len(tensors)} tensors")
+    return dict(zip(names, tensors, strict=True))
+
+
+def require_own_data(model: Any, path: Path) -> None:
+    """Raise if an ONNX model has external data anywhere but in files of its own folder."""
+    for tensor in _tensors(model):
+        if tensor.data_location == tensor.EXTERNAL:
+            location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+            require_own_file(path, location, f"external data of {tensor.name!r}")
+
+
+def require_own_file(path: Path, location: str, what: str) -> None:
+    """Raise unless a location is that of a file in the folder of another one."""
+    problem = "the model's own folder, and it leads elsewhere"
+    if location and "\0" not in location and not Path(location).is_absolute() and ".." not in Path(location).parts:
+        found = (path.parent / location).resolve()
+        if any(found.is_relative_to(folder) for folder in (path.parent.resolve(), path.resolve().parent)):
+            if found.is_file():
+                return
+            problem = "a file, and there is none"
+    raise ArtifactError(f"{path}: {what} is at {location!r}: expected {problem}")
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    """Yield every tensor of an ONNX model: of graphs, their attributes and nested graphs, and of functions."""
+    stack = [message]
+    while stack:
+        one = stack.pop()
+        if one.DESCRIPTOR.name == "TensorProto":
+            yield one
+            continue
+        for part, value in one.ListFields():
+            if part.message_type is not None:
+                stack += [value] if hasattr(value, "DESCRIPTOR") else list(value)

@@ -1,8 +1,10 @@
-"""ONNX programs of a model, which files of ONNX, OpenVINO and TensorRT are made from."""
+"""ONNX programs of a model, from which ONNX, OpenVINO and TensorRT files are made, and the modules of their nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,80 @@ def _graph_values(graph: Any) -> Iterator[Any]:
     yield from graph.inputs
     for node in graph:
         yield from node.outputs
+
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""Metadata of torch's exporter: the paths of the modules around a node, from the root on, and its own name."""
+RULES = "pkg.onnxscript.rewriter.rule_name"
+"""Metadata of the exporter's optimizer: the rules by which it fused nodes."""
+NORM_FUSED = "FuseBatchNormInto"
+"""Prefix of the rules whose result has the name of the norm, and the weight of the layer before it."""
+RENAMED = re.compile(r"(?:fused )?(?P<name>.+?)(?:_nchwc)?(?:_token_\d+)?(?:_(?:Q|Deq)uantizeLinear(?:_\d+)?)?(?:/.*)?")
+"""Names that runtimes give to their operators: the name of a node, or of its result, and what was done with it."""
+
+CASTS = ("QuantizeLinear", "DequantizeLinear")
+"""Operators of quantized files, which belong to what made their input."""
+
+
+class ModuleNames:
+    """The modules that operators were made from, by the names of nodes and of what they return.
+
+    Attributes:
+        of_names: path of the innermost module by name; "" is the model's own code.
+    """
+
+    def __init__(self, of_names: Mapping[str, str]) -> None:
+        self.of_names = of_names
+
+    def of(self, name: str) -> str | None:
+        """Return the module of an operator by its name in a runtime; None for one that the runtime has added."""
+        match = RENAMED.fullmatch(name)
+        assert match is not None
+        return self.of_names.get(match["name"])
+
+
+class NodeModules:
+    """The modules that the nodes of an ONNX file of torch's exporter were made from.
+
+    Attributes:
+        of_nodes: path of the innermost module by the name of the node; "" is the model's own code.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import onnx
+
+        graph = onnx.load(file, load_external_data=False).graph
+        self._made_by = {output: node for node in graph.node for output in node.output}
+        self._nodes = {node.name: node for node in graph.node}
+        found = {node.name: _module_of(node) for node in graph.node}
+        self.of_nodes: Mapping[str, str] = {name: path for name, path in found.items() if path is not None}
+
+    @property
+    def of_names(self) -> dict[str, str]:
+        """Paths of modules by the names of nodes and of what they return."""
+        made = {
+            output: self.of_nodes[node.name] for output, node in self._made_by.items() if node.name in self.of_nodes
+        }
+        return made | dict(self.of_nodes)
+
+    def of(self, name: str, *, convolution: bool = False) -> str | None:
+        """Return the module of an operator by its name in a runtime; None for one that the runtime has added."""
+        match = RENAMED.fullmatch(name)
+        assert match is not None
+        node = self._nodes.get(match["name"]) or self._made_by.get(match["name"])
+        while node is not None and node.op_type in CASTS:
+            node = self._made_by.get(node.input[0])
+        if convolution and node is not None and node.op_type != "Conv" and node.input:
+            before = self._made_by.get(node.input[0])
+            node = before if before is not None and before.op_type == "Conv" else node
+        return None if node is None else self.of_nodes.get(node.name)
+
+
+def _module_of(node: Any) -> str | None:
+    known = {entry.key: entry.value for entry in node.metadata_props}
+    if NORM_FUSED in known.get(RULES, ""):
+        return str(node.input[1]).rpartition(".")[0]
+    if SCOPES not in known:
+        return None
+    *modules, _ = ast.literal_eval(known[SCOPES])
+    return str(modules[-1]) if modules else ""

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from prunekit.backends.files.export_source import ExportOptions, ExportSource
-from prunekit.backends.files.file_interface import arguments
+from prunekit.backends.files.export_source import ExportOptions, ExportSource, arguments
 from prunekit.errors import RunError, UsageError, nearest, reraise_shortage
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
 from prunekit.utils.inputs import call

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.backends.files.node_modules import NodeModules
+from prunekit.backends.files.onnx_program import NodeModules
 from prunekit.backends.int8.quantizer import (
     Array,
     Batch,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.backends.files.node_modules import ModuleNames, NodeModules
+from prunekit.backends.files.onnx_program import ModuleNames, NodeModules
 from prunekit.backends.files.openvino_core import MODULES, openvino_core
 from prunekit.backends.int8.quantizer import (
     Array,

@@ -66,8 +66,7 @@ from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_c
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws
-from prunekit.utils.file_memory import FileMemory
-from prunekit.utils.tensors import gather, leaves, map_tensors
+from prunekit.utils.tensors import FileMemory, gather, leaves, map_tensors
 
 MEMORY = 2**27
 """Bytes that are kept in memory: float64 results of all operators of a language model are gigabytes."""

@@ -28,7 +28,7 @@ from prunekit.inspection.diagnosis.recorders import (
     NonlinearityRecorder,
     failure_of,
 )
-from prunekit.models.outputs import logits
+from prunekit.models.interface import logits
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.channel_stats_collector import StatsCollector
 from prunekit.tasks.batches import LabeledBatch

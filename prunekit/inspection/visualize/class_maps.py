@@ -13,7 +13,7 @@ from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.inspection.visualize.spatial_outputs import LinearCall, SpatialActivations, SpatialCall
-from prunekit.models.outputs import logits
+from prunekit.models.interface import logits
 from prunekit.modes.public_call import public_call
 from prunekit.utils.context import frozen, training_mode
 from prunekit.utils.display import Displayed, Table, plural, share

@@ -16,7 +16,7 @@ from ultralytics.engine.model import Model
 from ultralytics.utils.patches import imread
 
 from prunekit.errors import DataError, reraise_shortage
-from prunekit.integrations.yolo.rebuild_guard import configuration
+from prunekit.integrations.yolo.pruned_yolo import configuration
 
 GRAY, COLOR = 0, 1
 """Flags of OpenCV."""

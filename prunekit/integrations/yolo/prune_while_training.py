@@ -19,10 +19,18 @@ from ultralytics.utils.torch_utils import unwrap_model
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import HOOK_TABLES, OwnedHook, count_hooks
-from prunekit.integrations.yolo.head_outputs import forget_image_size, predictions, training_examples
 from prunekit.integrations.yolo.pruned_trainer import STATE
-from prunekit.integrations.yolo.pruned_yolo import PrunedYOLO, marked
-from prunekit.integrations.yolo.rebuild_guard import Left, configuration, is_marked, what_is_left
+from prunekit.integrations.yolo.pruned_yolo import (
+    Left,
+    PrunedYOLO,
+    configuration,
+    forget_image_size,
+    is_marked,
+    marked,
+    predictions,
+    training_examples,
+    what_is_left,
+)
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pruner import Pruner

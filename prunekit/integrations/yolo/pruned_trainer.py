@@ -23,8 +23,7 @@ from ultralytics.models.yolo.world import WorldTrainer
 from ultralytics.models.yolo.world.train import on_pretrain_routine_end
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.integrations.yolo.head_outputs import forget_image_size
-from prunekit.integrations.yolo.rebuild_guard import KEY, is_marked
+from prunekit.integrations.yolo.pruned_yolo import KEY, forget_image_size, is_marked
 
 
 class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no types

@@ -1,18 +1,127 @@
-"""A model object of ultralytics around a pruned model."""
+"""Pruned models of ultralytics: what their heads return, the mark that keeps them from being rebuilt, their object.
+
+ultralytics' trainers build a model from its `yaml`, and copy weights whose shapes fit into it. Of a pruned model hardly
+any do, so that the pruned one is thrown away without a word. Nothing else builds from `yaml`: loading, validation,
+prediction, export and fusing read single entries of it. So the first layer of a pruned model's `yaml` is named by a
+sentence, which the builder repeats as the name that it does not know, also where prunekit is not installed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from ultralytics.engine.model import Model
 
-from prunekit.integrations.yolo.head_outputs import forget_image_size
-from prunekit.integrations.yolo.rebuild_guard import Left, mark, what_is_left
+from prunekit.errors import ModelError
 from prunekit.planning.plan import Plan
 from prunekit.pruning.pruned import Pruned
 from prunekit.utils.display import count, share
+
+KEY = "pruned"
+ADVICE = "from prunekit.integrations.ultralytics import load_yolo; load_yolo('file.pt').train(...)"
+SENTENCE = (
+    "This model is pruned, and train() would rebuild it in its dense size. Add `import "
+    f"prunekit.integrations.ultralytics` before, or train it by: {ADVICE}"
+)
+
+
+Left = dict[str, tuple[float, float]]
+"""By figure, such as MACs, that of the dense and that of the pruned model."""
+
+
+def mark(model: Any, left: Left) -> None:
+    """Mark a pruned model, in place.
+
+    Args:
+        model: of ultralytics, with a `yaml`; it gets one of its own.
+        left: of it.
+    """
+    config: dict[str, Any] = deepcopy(configuration(model))
+    config["backbone"][0][2] = SENTENCE
+    config[KEY] = {name: list(both) for name, both in left.items()}
+    if hasattr(model, "set_classes"):  # open vocabularies are built from the file that the configuration names
+        stem = Path(config.get("yaml_file", "")).stem
+        config["yaml_file"] = f"{stem} (this model is pruned, and train would rebuild it, see {ADVICE}).yaml"
+    model.yaml = config
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Return whether a model was marked as pruned."""
+    return KEY in configuration(model)
+
+
+def what_is_left(model: nn.Module) -> Left:
+    """Return the figures that `mark` noted."""
+    return {name: (both[0], both[1]) for name, both in configuration(model)[KEY].items()}
+
+
+def configuration(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration that a model was built from.
+
+    Raises:
+        ModelError: it has none, so it is no model of ultralytics.
+    """
+    config = getattr(model, "yaml", None)
+    if not isinstance(config, dict) or not config.get("backbone"):
+        raise ModelError(
+            "expected a model of ultralytics, with the configuration that it was built from; got "
+            f"{type(model).__name__}"
+        )
+    return config
+
+
+FEATURES = "feats"
+KEPT = ("shape", "shapes", "anchors", "strides", "valid_mask")
+"""Attributes of heads that follow from the image size, and are computed again where it changes."""
+
+
+def predictions(output: Any) -> Any:
+    """Return what is read of a model's output: all but the feature maps that its head passes on.
+
+    Users read the decoded predictions, and losses the raw ones, in the train mode alone or beside the decoded ones. Of
+    the feature maps, losses read the heights and widths only, so their channels may be pruned.
+    """
+    if isinstance(output, Mapping):
+        return {key: predictions(value) for key, value in output.items() if key != FEATURES}
+    return [predictions(value) for value in output] if isinstance(output, (tuple, list)) else output
+
+
+def training_examples(model: Any, images: Tensor) -> tuple[dict[str, Any], ...]:
+    """Return examples of what training calls a model with, where it runs parts that no prediction does.
+
+    Decoders of RT-DETR learn to denoise true boxes, whose classes they embed.
+
+    Args:
+        model: of ultralytics.
+        images: (B, C, H, W), at least two.
+    """
+    if not hasattr(model.model[-1], "denoising_class_embed"):
+        return ()
+    targets = {
+        "cls": torch.tensor([0, min(1, model.model[-1].nc - 1)], device=images.device),
+        "bboxes": torch.tensor([[0.5, 0.5, 0.4, 0.4], [0.3, 0.3, 0.2, 0.2]], device=images.device),
+        "batch_idx": torch.tensor([0, 1], device=images.device),
+        "gt_groups": [1, 1],
+    }
+    return ({"x": images[:2], "batch": targets},)
+
+
+def forget_image_size(model: nn.Module) -> None:
+    """Make the heads of a model compute their anchors and strides for the next image again.
+
+    The shape of the feature maps that they were computed for has the channels of the dense model.
+    """
+    for module in model.modules():
+        if any(hasattr(type(module), name) for name in ("anchors", "valid_mask")):
+            for name in KEPT:
+                module.__dict__.pop(name, None)
+
 
 OF_A_RUN = ("model", "ema", "optimizer", "best_fitness", "stopper", "updates", "scaler", "modelopt", "train_results")
 """Entries of a checkpoint that belong to the model or the run that it was saved in."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.backends.files.exported_model import ExportedModel
-from prunekit.compaction.zero_patterns import zero_patterns
+from prunekit.compaction.zero_patterns import unused_zeros_notes, zero_patterns
 from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
@@ -25,7 +25,6 @@ from prunekit.measure.latency.row_text import (
     unstable_lines,
     unstable_mark,
 )
-from prunekit.measure.zero_support import unused_zeros_notes
 from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import device_of

@@ -18,9 +18,9 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.causes import experiments, operator_causes, overhead_causes, width_causes
+from prunekit.measure.causes import experiments, overhead_causes, width_causes
 from prunekit.measure.causes.breakdown import Breakdown, IsolatedLayer, OperatorFigures, OperatorRow, break_down
-from prunekit.measure.causes.cause import Cause
+from prunekit.measure.causes.width_causes import Cause
 from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paired
 from prunekit.measure.model_size import subnormals
 from prunekit.modes.public_call import public_call
@@ -375,14 +375,14 @@ def _overheads(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
     copies = experiments.copy_times(search.device)
     yield overhead_causes.launch_bound(found, cuda=not search.on_cpu)
-    yield operator_causes.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
-    yield operator_causes.layout_conversions(found.rows, found.pruned_ms)
-    yield operator_causes.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
+    yield overhead_causes.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
+    yield overhead_causes.layout_conversions(found.rows, found.pruned_ms)
+    yield overhead_causes.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
 
 
 def _norms(search: CauseSearch) -> Iterator[Cause | None]:
     found = search.found
-    shown = operator_causes.unfused_norms(found.rows, found.pruned_ms, None)
+    shown = overhead_causes.unfused_norms(found.rows, found.pruned_ms, None)
     if shown is None or not search.on_cpu:
         yield shown
         return
@@ -392,7 +392,7 @@ def _norms(search: CauseSearch) -> Iterator[Cause | None]:
         yield shown
         return
     gain = time_paired(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
-    yield operator_causes.unfused_norms(found.rows, found.pruned_ms, gain)
+    yield overhead_causes.unfused_norms(found.rows, found.pruned_ms, gain)
 
 
 def _widths(search: CauseSearch) -> Iterator[Cause | None]:
@@ -458,7 +458,7 @@ def _single_zeros(search: CauseSearch) -> Iterator[Cause | None]:
 
 
 def _memory_format(search: CauseSearch) -> Iterator[Cause | None]:
-    yield operator_causes.memory_format(experiments.with_channels_last(search.pruned, search.inputs, search.device))
+    yield overhead_causes.memory_format(experiments.with_channels_last(search.pruned, search.inputs, search.device))
 
 
 def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:

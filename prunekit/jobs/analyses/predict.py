@@ -306,7 +306,7 @@ def _classified(
     top: int,
     device: torch.device,
 ) -> Prediction:
-    from prunekit.models.outputs import logits
+    from prunekit.models.interface import logits
 
     scores = []
     for part, output in _run(target, parts, device):

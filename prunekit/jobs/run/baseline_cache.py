@@ -29,8 +29,7 @@ from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.records import as_record
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.history import ClampRow, Compilation, EpochRow, History
+from prunekit.training.callbacks.callback import Callback, ClampRow, Compilation, EpochRow, History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit

@@ -20,8 +20,7 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.backends.session import Inputs, inputs_like, inputs_of
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
-from prunekit.data.preprocessed_images import is_labeled_images, labeled_images
-from prunekit.data.sources import load_splits
+from prunekit.data.sources import is_labeled_images, labeled_images, load_splits
 from prunekit.data.splits import Splits
 from prunekit.data.user_data import TaskSamples, load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, reason_of, reraise_shortage

@@ -39,8 +39,7 @@ from prunekit.jobs.run.command_subject import (
     own_structure,
 )
 from prunekit.masks.thresholds import chosen_paths
-from prunekit.models.interface import ModelInterface
-from prunekit.models.outputs import require_trainable
+from prunekit.models.interface import ModelInterface, require_trainable
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import (
     as_build,
@@ -60,9 +59,8 @@ from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.selection import needs_plan, task_loss
-from prunekit.training.clamps import check_clamps
 from prunekit.training.compatibility import check_fits
-from prunekit.training.optimizers import MakeOptimizer
+from prunekit.training.optimizers import MakeOptimizer, check_clamps
 from prunekit.utils.context import resolve_device, seeded
 from prunekit.utils.inputs import to_device
 from prunekit.utils.registry import Registry, registered_names

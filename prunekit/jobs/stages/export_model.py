@@ -17,7 +17,7 @@ from prunekit.backends.files.export_source import ExportOptions, ExportSource, R
 from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.backends.folders.model_card import RUN, run_facts
 from prunekit.backends.standalone import BUILD
-from prunekit.compaction.zero_patterns import zero_patterns
+from prunekit.compaction.zero_patterns import exported_zeros_notes, zero_patterns
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
 from prunekit.data.splits import Splits
@@ -28,7 +28,6 @@ from prunekit.jobs.run.command_subject import Subject
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired
-from prunekit.measure.zero_support import exported_zeros_notes
 from prunekit.models.interface import ModelInterface, TensorSpec, interface_of, with_batch
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode

@@ -15,8 +15,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
-from prunekit.training.callbacks.callback import Callback, CurrentPlan
-from prunekit.training.callbacks.history import EpochRow
+from prunekit.training.callbacks.callback import Callback, CurrentPlan, EpochRow
 from prunekit.training.callbacks.tensorboard import TensorBoardLogger, filters, sparsity_figure
 from prunekit.utils.files import flattened
 

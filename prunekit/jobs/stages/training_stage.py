@@ -14,8 +14,7 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact, spread_
 from prunekit.data.loader import batches
-from prunekit.distributed.process_group import computed_by_main, is_main
-from prunekit.distributed.sharded_tensors import is_sharded
+from prunekit.distributed.process_group import computed_by_main, is_main, is_sharded
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.baseline_cache import Baseline
 from prunekit.jobs.run.job_subject import JobSubject
@@ -30,10 +29,19 @@ from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
-from prunekit.training.callbacks.callback import Callback, ContextCallback, CurrentPlan, TrainingRun
+from prunekit.training.callbacks.callback import (
+    Callback,
+    ClampRow,
+    Compilation,
+    ContextCallback,
+    CurrentPlan,
+    EpochRow,
+    PausedRun,
+    TrainingRun,
+    columns,
+)
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
-from prunekit.training.callbacks.history import ClampRow, Compilation, EpochRow, PausedRun, columns
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints

@@ -23,15 +23,18 @@ from prunekit.errors import RunError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
-from prunekit.measure.latency.timed_files import exported_source, file_source, require_timable, runtime_of
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
 from prunekit.measure.latency.timing_job import (
     Outcome,
     SettingFailure,
     SettingTimes,
     TimingJob,
+    exported_source,
+    file_source,
     output_tensors,
+    require_timable,
     run_job_apart,
+    runtime_of,
 )
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.availability import int8_note

@@ -34,13 +34,13 @@ from prunekit.errors import ArtifactError, RunError, UsageError, reraise_shortag
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load, cpu_name
-from prunekit.measure.latency.timed_files import file_source
 from prunekit.measure.latency.timing import Contention, Times, alternate, doubts, warm_up, warm_up_briefly
 from prunekit.measure.latency.timing_job import (
     SettingFailure,
     check_float_file,
     check_outputs,
     error_line,
+    file_source,
     output_tensors,
     weight_moves,
 )

@@ -21,7 +21,7 @@ from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing
 from prunekit.hooks.owner import HookOwner
 from prunekit.masks.module_values import paths_matching
-from prunekit.models.outputs import logits
+from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION

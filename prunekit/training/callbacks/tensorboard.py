@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.process_group import is_main, total
-from prunekit.distributed.sharded_tensors import is_sharded, local_part
+from prunekit.distributed.process_group import is_main, is_sharded, local_part, total
 from prunekit.masks.module_values import count_zeros
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import WatchSettings
-from prunekit.training.callbacks.callback import Callback, ClampCounts, CurrentPlan, TrainingRun
-from prunekit.training.callbacks.history import EpochRow
+from prunekit.training.callbacks.callback import Callback, ClampCounts, CurrentPlan, EpochRow, TrainingRun
 from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:
