@@ -234,7 +234,6 @@ DOORS = {
     "backends/hub.py: _loaded": "--model, typed; a manifest's build is of a zoo, see `build_of`",
     "backends/standalone.py: imported": "the file that was just written",
     "jobs/run/job_subject.py: job_model": "--model, typed",
-    "jobs/run/job_subject.py: dense_of": "--model, typed",
     "jobs/run/job_subject.py: job_optimizer": "--optimizer, typed",
     "jobs/run/model_pair.py: build_dense": "--model, typed",
     "jobs/run/model_pair.py: _load_dense": "--model, typed",

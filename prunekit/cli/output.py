@@ -63,9 +63,7 @@ class Console:
             folder: where it is written.
             texts: `before` and `after` the text of the analysis; `most` and `all_in` as for `text_of`.
         """
-        if folder is not None:
-            write_json(folder / f"{name}.json", plain(payload))
-            self.log(f"wrote {folder / f'{name}.json'}")
+        save(payload, folder, f"{name}.json", self)
         before, after = texts.pop("before", ""), texts.pop("after", "")
         self.result(payload, "" if self.as_json else f"{before}{text_of(found, **texts)}{after}")
 

@@ -51,7 +51,7 @@ def evaluate_command(
     check_folder(job.output if job and whole else None)
     from prunekit.jobs.analyses.evaluate import evaluate as measure
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.job_subject import dense_of
+    from prunekit.jobs.run.job_subject import job_model
     from prunekit.utils.context import resolve_device
 
     images = job.known_data if job else None
@@ -59,6 +59,6 @@ def evaluate_command(
         target = model_or_trained(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
         own = Own(data=given.data)
-        dense = None if job is None else partial(dense_of, job, Own(given.factory))
+        dense = None if job is None else partial(job_model, job, Own(given.factory))
         found = measure(target, images, where, own, job.task if job else given.task, dense)
     console.show(found, found.figures(), "evaluate", output if leads() else None)

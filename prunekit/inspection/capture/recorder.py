@@ -237,14 +237,10 @@ class Capture(Displayed, LayerHooks):
     def _too_much(self, what: str, size: CaptureSize) -> UsageError:
         least = 4 * size.channels
         where = "memory" if self._store.folder is None else "disk"
-        advice = f"every=, to=FOLDER or limit_mib={_enough(size.bytes)}"
+        advice = f"every=, to=FOLDER or limit_mib={-(-size.bytes // MIB)}"
         if least < size.bytes:
             advice = f"reduce='mean' ({mib(least)} instead of {mib(size.bytes)}), {advice}"
         return UsageError(f"capture: {what}, and the limit of {where} is {mib(self._store.limit)}; use {advice}")
-
-
-def _enough(count: int) -> int:
-    return -(-count // 2**20)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

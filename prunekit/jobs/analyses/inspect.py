@@ -102,16 +102,7 @@ class Inspection(Displayed):
         if staying := [(row["block"] or "(root)", row["reason"]) for row in found["block_locks"]]:
             title = f"{plural(len(staying), 'block')} that stay{'s'[: len(staying) == 1]}, and why"
             yield Table(("block", "reason"), staying, ("reason",), title, widest=WHOLE)
-        rows = [
-            (
-                row["module"] or "(root)",
-                row["kind"],
-                count(row["macs"]),
-                share(row["macs"] / total),
-                count(row["params"]),
-            )
-            for row in found["layers"]
-        ]
+        rows = [(row["module"] or "(root)", row["kind"], *_costs(row, total)) for row in found["layers"]]
         yield Table(("module", "kind", "MACs", "share", "parameters"), rows, ("kind",), "MACs by layer")
 
 

@@ -233,27 +233,19 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
         )
 
 
-def job_model(job: JobSettings, own: Own, splits: Splits) -> nn.Module:
-    """Return the dense model for the data, with the weights of the settings, or random ones from the job's seed."""
+def job_model(job: JobSettings, own: Own, splits: Splits | None = None) -> nn.Module:
+    """Return the dense model for the data, with the weights of the settings, or random ones from the job's seed.
+
+    Without data it has as many classes as its constructor gives it.
+    """
+    classes, side = (None, None) if splits is None else (len(splits.classes) or None, _image_size(splits))
     with seeded(job.seed):
         if own.model is None:
-            settings = with_head(job.model, job.task)
-            return build_model(settings, num_classes=len(splits.classes) or None, image_size=_image_size(splits))
+            return build_model(with_head(job.model, job.task), num_classes=classes, image_size=side)
         model = load_factory(own.model)
     if job.model.weights is not None:
         load_weights(model, Path(job.model.weights))
     return model
-
-
-def dense_of(job: JobSettings, own: Own) -> nn.Module:
-    """Return the dense model of a job whose data has no classes, with its weights."""
-    with seeded(job.seed):
-        found = build_model(with_head(job.model, job.task), num_classes=None) if own.model is None else None
-    if found is None:
-        found = load_factory(str(own.model))
-        if job.model.weights is not None:
-            load_weights(found, Path(job.model.weights))
-    return found
 
 
 def job_optimizer(own: Own) -> MakeOptimizer | None:

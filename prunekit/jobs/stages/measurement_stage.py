@@ -299,15 +299,11 @@ def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[st
                 "out_after": getattr(small[path], names[1]) if there else 0,
                 "macs_before": before.get(path, 0),
                 "macs_after": after.get(path, 0),
-                "params_before": _size(module),
-                "params_after": _size(small[path]) if path in small else 0,
+                "params_before": count_parameters(module),
+                "params_after": count_parameters(small[path]) if path in small else 0,
             }
         )
     return rows
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def score_rows(plan: Plan, scores: ImportanceScores) -> list[dict[str, Any]]:

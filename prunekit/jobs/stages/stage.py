@@ -10,10 +10,6 @@ from prunekit.errors import RunError
 from prunekit.jobs.run.job_subject import JobSubject
 
 
-def _requires_nothing(subject: JobSubject) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Stage:
     """A stage of a job.
@@ -32,7 +28,7 @@ class Stage:
     needs: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     counted: bool = True
-    require: Callable[[JobSubject], object] = _requires_nothing
+    require: Callable[[JobSubject], object] = lambda subject: None
 
 
 def require_stages(stages: Sequence[Stage], subject: JobSubject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -108,16 +109,9 @@ def _pruned_shares(plan: Plan) -> dict[str, float]:
     """Return the share of each weight with two axes or more that was removed."""
     shapes = {name: shape for name, shape in plan.channel_map.shapes.items() if len(shape) >= 2}
     sizes = {
-        name: (plan.channel_map.parameters_kept(plan.keep, [name]), _size(shape)) for name, shape in shapes.items()
+        name: (plan.channel_map.parameters_kept(plan.keep, [name]), math.prod(shape)) for name, shape in shapes.items()
     }
     return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - kept / size for name, (kept, size) in sizes.items()}
-
-
-def _size(shape: Iterable[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:

@@ -16,7 +16,6 @@ from prunekit.report.figures.pareto import (
     TEST_KEYS,
     ComparedRun,
     Panel,
-    Point,
     by_latency,
     by_macs,
     compared_runs,
@@ -155,7 +154,11 @@ def _latency(side: ComparedRun) -> Iterator[dict[str, Any]]:
 
 
 def _panels(found: Sequence[ComparedRun]) -> Iterator[Panel]:
-    yield "multiply-accumulates", "millions of MACs, one sample", [_in_millions(point) for point in by_macs(found)]
+    yield (
+        "multiply-accumulates",
+        "millions of MACs, one sample",
+        [replace(point, cost=point.cost / 1e6) for point in by_macs(found)],
+    )
     for setting in settings(found):
         yield setting, "median latency, ms", by_latency(found, setting)
 
@@ -163,10 +166,6 @@ def _panels(found: Sequence[ComparedRun]) -> Iterator[Panel]:
 def _fronts(panel: Panel) -> list[str]:
     """Return the labels of the Pareto fronts of a panel, the cheapest first."""
     return [", ".join(point.label for point in best) for best in fronts(panel[2]) if best]
-
-
-def _in_millions(point: Point) -> Point:
-    return replace(point, cost=point.cost / 1e6)
 
 
 def _notes(found: Sequence[ComparedRun]) -> Iterator[str]:
