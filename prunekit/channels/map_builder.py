@@ -32,6 +32,7 @@ from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms
 from prunekit.channels.tracing.execution import is_layer_of_torch
+from prunekit.channels.tracing.kept_state import NO_STATE
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.utils.display import listed
@@ -126,8 +127,8 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             if not is_inside(term.module, trace.fused_away)
         ),
         source=replace(source, final=final, stated=bool(sizes)),
-        norms=renumbered_norms(trace.norms.norms, final),
-        blocks=renumbered_blocks(trace.norms.blocks, final),
+        norms=renumbered_norms(trace.norms.norms, final) if trace.norms.norms else {},
+        blocks=renumbered_blocks(trace.norms.blocks, final) if trace.norms.blocks else {},
         sizes=tuple(
             one.renumbered(final)
             for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)
@@ -138,7 +139,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         stored=stored,
         inputs=trace.inputs,
         read=trace.read,
-        state=trace.state.renumbered(final),
+        state=trace.state.renumbered(final) if trace.state else NO_STATE,
         divided=frozenset(
             (name, index)
             for name, axes in trace.labels.items()
@@ -184,7 +185,7 @@ def _unused(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
         read[np.concatenate(inputs)] = True
     unread = np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)).tolist() if axes.axes else []
     records = [LockRecord(NOT_USED, axes.modules[index], "", axes.axes[index]) for index in unread]
-    return records + _beside_unused(trace, axes, unread)
+    return records + _beside_unused(trace, axes, unread) if unread else records
 
 
 def _beside_unused(trace: Trace, axes: LabeledAxes, unread: list[int]) -> list[LockRecord]:

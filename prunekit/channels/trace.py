@@ -46,6 +46,7 @@ from torch import nn
 
 from prunekit.channels.interchangeable_axes import interchangeable_axes
 from prunekit.channels.map_builder import build_map
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.distributed.process_group import is_sharded
@@ -96,5 +97,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs 
     examples = [as_example(model, one) for one in (example, *more_examples)]
     read = ReadOutputs.given(outputs)
     chart = build_map(model, trace_model(model, examples, read=read))
+    if not any(lock.operator in Trait.PICKS_FROM_STACK for lock in chart.traced.trace.flow.locks):
+        return chart
     found = interchangeable_axes(model, chart, examples)
     return build_map(model, trace_model(model, examples, read=read, interchangeable=found)) if found else chart

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 from torch import nn
@@ -12,9 +14,8 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.errors import PlanError
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.hooks.wrappers import unwrapped
+from prunekit.hooks.wrappers import is_frozen, unwrapped
 from prunekit.models.hugging_face import set_noted_config, unsayable
-from prunekit.models.interface import is_frozen
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
@@ -72,7 +73,7 @@ def remarks(small: nn.Module) -> tuple[str, ...]:
             f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
             "plain_classes=True keeps all classes as they are, and prunes less"
         )
-    if (kind := unsayable(small)) is not None:
+    if "transformers" in sys.modules and (kind := unsayable(small)) is not None:
         found.append(
             f"no configuration of transformers says the widths of this {kind}: what its own save_pretrained writes, "
             "from_pretrained refuses. Save it by prunekit.save, or by save_pretrained of "

@@ -20,13 +20,12 @@ from prunekit.channels.tracing.execution import plain_attention
 from prunekit.compaction.folded_norms import FoldedNorm, set_folds
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.model_size import is_subnormal
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import as_example, call
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, is_subnormal
 
 
 @dataclass(frozen=True, eq=False)

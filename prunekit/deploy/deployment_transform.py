@@ -18,12 +18,11 @@ from prunekit.errors import UsageError, VerificationError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.memory_format import difference_in_format
-from prunekit.measure.model_size import is_subnormal
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import DeploySettings
 from prunekit.utils.inputs import as_example
-from prunekit.utils.tensors import with_channels_last
+from prunekit.utils.tensors import is_subnormal, with_channels_last
 
 
 @public_call

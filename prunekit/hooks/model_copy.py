@@ -8,6 +8,7 @@ stored thus reads that of its own encoder, while an observer's list is filled by
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -450,7 +451,7 @@ def with_weights(model: nn.Module) -> nn.Module:
 
     Weights on the disk are mapped into memory where Accelerate's files allow it, so that only those in use take any.
     """
-    found = dict(_offloaded(model))
+    found = dict(_offloaded(model)) if "accelerate" in sys.modules else {}
     if not found:
         return model
     clone = with_tensors(model, found)

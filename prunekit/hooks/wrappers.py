@@ -40,7 +40,7 @@ def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> 
         if is_lazy(tensor):
             raise ModelError(f"{name}: {path} is not initialized yet; run the model once on an example first: model(x)")
     _refuse_flattened(found)
-    if not offloaded:
+    if not offloaded and "accelerate" in sys.modules:
         _refuse_offloaded(found)
     return found
 
@@ -78,6 +78,11 @@ def require_trainable(model: nn.Module, what: str) -> None:
                 f"{type(model).__name__}: {name} was made in torch.inference_mode, so that it can be neither trained "
                 f"nor changed, as {what} needs it; give copy.deepcopy(model), made outside of that mode"
             )
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """Return whether a model has no parameter that training could change (none at all counts as frozen)."""
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _inside(model: nn.Module) -> nn.Module | None:

@@ -26,7 +26,7 @@ from prunekit.known_names import DtypeName
 from prunekit.utils.context import seeded, training_mode, without_gradients
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, running, sample_count
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, is_subnormal
 
 aten = torch.ops.aten
 
@@ -136,19 +136,6 @@ def subnormals(value: Any) -> int:
         if tensor.dtype in (torch.float32, torch.float64) and tensor.layout == torch.strided and not tensor.is_nested:
             found += int(is_subnormal(tensor).sum())
     return found
-
-
-def is_subnormal(tensor: Tensor) -> Tensor:
-    """Return bool, of the shape of a floating-point tensor: with which numbers processors compute slowly.
-
-    None of float16 and smaller types: they are computed in float32, in which their smallest numbers are normal, or by
-    units that are as fast with them. bfloat16 has the range of float32.
-    """
-    tiny = torch.finfo(tensor.dtype).tiny
-    if tiny > torch.finfo(torch.float32).tiny:
-        return torch.zeros_like(tensor, dtype=torch.bool)
-    size = tensor.detach().abs()
-    return (size > 0) & (size < tiny)
 
 
 def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:

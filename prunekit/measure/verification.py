@@ -331,7 +331,7 @@ class _Rounding(OperatorMode):
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision, calls: ModelCalls = ONE_CALL) -> Any:
     with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
-        found: list[Any] = without_gradients(lambda: calls.read_outputs(model, inputs))
+        found: list[Any] = without_gradients(lambda: [calls.read.of(output) for output in calls.outputs(model, inputs)])
     return found[0] if len(found) == 1 else found
 
 

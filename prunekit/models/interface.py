@@ -13,6 +13,7 @@ from torchvision.models.inception import InceptionOutputs
 
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.model_copy import with_tensors
+from prunekit.hooks.wrappers import is_frozen
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import arguments_by_name, call, is_batched, sample_count
@@ -245,11 +246,6 @@ def auxiliary(output: Any) -> tuple[tuple[float, Tensor], ...]:
     elif isinstance(output, InceptionOutputs):
         heads = ((0.4, output.aux_logits),)
     return tuple((weight, head) for weight, head in heads if head is not None)
-
-
-def is_frozen(model: nn.Module) -> bool:
-    """Return whether a model has no parameter that training could change (none at all counts as frozen)."""
-    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def require_trainable(model: nn.Module) -> None:

@@ -159,7 +159,11 @@ class ModuleState:
 
     def __init__(self, model: nn.Module, without: Container[str] = ()) -> None:
         self._without = without
-        self._modules = [_ModuleParts.of(module, without) for module in model.modules()]
+        self._modules: list[_ModuleParts] = []
+        for module in model.modules():
+            own = {name: value for name, value in vars(module).items() if name not in without}
+            held = [(value, copy(value)) for value in own.values() if isinstance(value, _CONTAINERS)]
+            self._modules.append(_ModuleParts(module, type(module), own, held))
 
     def restore(self) -> None:
         """Go back to this state."""
@@ -182,12 +186,6 @@ class _ModuleParts(NamedTuple):
     kind: type[nn.Module]
     own: dict[str, Any]
     held: list[tuple[Any, Any]]
-
-    @classmethod
-    def of(cls, module: nn.Module, without: Container[str]) -> _ModuleParts:
-        own = {name: value for name, value in vars(module).items() if name not in without}
-        held = [(value, copy(value)) for value in own.values() if isinstance(value, _CONTAINERS)]
-        return cls(module, type(module), own, held)
 
 
 class GradientState:

@@ -164,6 +164,8 @@ def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
 def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) -> NDArray[np.bool_]:
     """Return which labels are output channels of modules whose path matches one of the globs: bool (n_labels,)."""
     result = np.zeros(channel_map.n_labels, dtype=bool)
+    if not patterns:
+        return result
     paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
     paths.discard("")
     outputs = _outputs(channel_map)

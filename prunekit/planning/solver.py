@@ -83,10 +83,13 @@ def make_plan(
         return Plan(channel_map, keep, _origin(settings, seed, {"budgets": {}, "binding": None}))
     parts = require_free_parts(channel_map, scores, settings, bounds)
     budgets = budgets_of(channel_map, parts, settings, latency)
-    blocks = blocks_of(channel_map, parts, scores, settings, bounds)
-    least = without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets))
+    blocks = blocks_of(channel_map, parts, scores, settings, bounds) if channel_map.branches.found else []
+    least = without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets)) if blocks else parts
     require_met(channel_map, scores, least, budgets, settings, latency)
-    counts = _with_blocks(channel_map, parts, blocks, scores, budgets, settings)
+    if blocks:
+        counts = _with_blocks(channel_map, parts, blocks, scores, budgets, settings)
+    else:
+        counts = _chosen(channel_map, parts, scores, budgets, settings.scope)
     counts = counts if counts is not None else fastest(least, budgets)
     keep = keep_of(channel_map, parts, counts)
     if keep.all() and bounds.most is None:

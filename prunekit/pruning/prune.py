@@ -319,5 +319,6 @@ def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
 
 
 def _said(request: Request, planned: Planned, flushed: FlushedModel) -> tuple[str, ...]:
-    state = planned.plan.channel_map.state.in_words(request.model)
-    return (*flushed.notes, *filter(None, [state]), *remarks(flushed.model))
+    state = planned.plan.channel_map.state
+    words = state.in_words(request.model) if state else ""
+    return (*flushed.notes, *filter(None, [words]), *remarks(flushed.model))

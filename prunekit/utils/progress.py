@@ -47,23 +47,19 @@ class _ProgressReport:
         return found
 
     def say(self, text: str) -> None:
-        """Show the stage in a line of its own."""
+        """Show the stage in a line of its own; of a long call without bars, which nobody asked for, now and then."""
         if not self.shown:
-            self._tell(text)
+            now = perf_counter()
+            if self._told and sys.stderr is not None and now - self._last >= QUIET_S:
+                self._last = now
+                sys.stderr.write(f"{self.title} [{now - self._start:.0f} s]: {text}\n")
+                sys.stderr.flush()
             return
         shown = f"{self.title}: {shorten(text, WIDTH, placeholder='...')}"
         if self._line is None:
             self._line = make_bar(True, bar_format="{desc} [{elapsed}]", desc=shown, leave=False)
             self._bars.insert(0, self._line)
         self._line.set_description_str(shown)
-
-    def _tell(self, text: str) -> None:
-        """Write the stage of a long call as a plain line, where no bars are shown because nobody asked for them."""
-        now = perf_counter()
-        if self._told and sys.stderr is not None and now - self._last >= QUIET_S:
-            self._last = now
-            sys.stderr.write(f"{self.title} [{now - self._start:.0f} s]: {text}\n")
-            sys.stderr.flush()
 
     def close(self) -> None:
         """Remove all bars, also after an error or an interrupt."""

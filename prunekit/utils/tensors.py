@@ -44,28 +44,24 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def gather(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested tuples, lists, dicts, and attributes of dataclasses and other plain objects."""
-    return gather_parts(value, None)
+    return gather_parts(value, None, [])
 
 
-def gather_parts(value: Any, whole: Whole | None) -> list[Any]:
-    """Return every tensor that `gather` finds, and in their place the nestings of them that count as one thing."""
-    return _gather(value, [], whole)
-
-
-def _gather(value: Any, found: list[Any], whole: Whole | None) -> list[Any]:
+def gather_parts(value: Any, whole: Whole | None, found: list[Any]) -> list[Any]:
+    """Add to a list every tensor that `gather` finds, and in their place the nestings of them that are one thing."""
     if isinstance(value, torch.Tensor) or (whole is not None and whole(value)):
         found.append(value)
     elif value is None or isinstance(value, (int, float, str, type, nn.Module)):
         pass
     elif isinstance(value, Mapping):
         for item in value.values():
-            _gather(item, found, whole)
+            gather_parts(item, whole, found)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _gather(item, found, whole)
+            gather_parts(item, whole, found)
     else:
         for item in _attributes(value).values():
-            _gather(item, found, whole)
+            gather_parts(item, whole, found)
     return found
 
 
@@ -130,6 +126,19 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield value
+
+
+def is_subnormal(tensor: Tensor) -> Tensor:
+    """Return bool, of the shape of a floating-point tensor: with which numbers processors compute slowly.
+
+    None of float16 and smaller types: they are computed in float32, in which their smallest numbers are normal, or by
+    units that are as fast with them. bfloat16 has the range of float32.
+    """
+    tiny = torch.finfo(tensor.dtype).tiny
+    if tiny > torch.finfo(torch.float32).tiny:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    size = tensor.detach().abs()
+    return (size > 0) & (size < tiny)
 
 
 def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
@@ -237,12 +246,12 @@ def holds_samples(values: Any, samples: int | None = None) -> bool:
 
 def sample_parts(inputs: Any) -> list[Any]:
     """Return all lists of samples, and all tensors that are in none, in their order."""
-    return gather_parts(inputs, partial(holds_samples, samples=count_samples(inputs)))
+    return gather_parts(inputs, partial(holds_samples, samples=count_samples(inputs)), [])
 
 
 def count_samples(inputs: Any) -> int | None:
     """Return the number of samples, by the first list of them or the first tensor with an axis; None without either."""
-    parts = gather_parts(inputs, holds_samples)
+    parts = gather_parts(inputs, holds_samples, [])
     return next((len(part) for part in parts if isinstance(part, list) or part.dim()), None)
 
 
@@ -293,9 +302,12 @@ class FileMemory:
 
         On other devices than the CPU, and where there is no room for a file, it is the tensor itself.
         """
-        found = None
-        if tensor.device.type == "cpu" and not tensor.requires_grad and not self._fits(tensor.nbytes):
-            found = self._mapped(tensor)
+        found, size = None, tensor.nbytes
+        if tensor.device.type == "cpu" and not tensor.requires_grad:
+            if 0 < size <= self._left:
+                self._left -= size
+            elif size:
+                found = self._mapped(tensor)
         if found is None:
             return tensor.clone() if shared else tensor
         return found.copy_(tensor)
@@ -305,11 +317,6 @@ class FileMemory:
         if hasattr(mmap, "MADV_DONTNEED"):
             for one in self._maps:
                 one.madvise(mmap.MADV_DONTNEED)
-
-    def _fits(self, size: int) -> bool:
-        fits = size <= self._left or size == 0
-        self._left -= size if fits else 0
-        return fits
 
     def _mapped(self, like: Tensor) -> Tensor | None:
         """Return a tensor of zeros in a file; None if there is no room for it."""

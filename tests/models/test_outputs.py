@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from prunekit.errors import ModelError
-from prunekit.models.interface import auxiliary, is_frozen, logits, require_trainable
+from prunekit.hooks.wrappers import is_frozen
+from prunekit.models.interface import auxiliary, logits, require_trainable
 from prunekit.models.zoo import build_model
 from prunekit.settings.data_and_model import ModelSettings
 

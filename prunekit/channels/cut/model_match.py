@@ -61,16 +61,16 @@ def _inside(channel_map: ChannelMap, model: nn.Module, shapes: Shapes) -> str:
 
 def own_buffers(model: nn.Module) -> set[str]:
     """Return the names of all buffers except those of torch's own layers, whose shapes are fixed."""
-    return {
-        name for path, module in _modules(model) if not _is_torchs(module) for name, _ in _named(path, module._buffers)
-    }
+    own = [pair for pair in model.named_modules(remove_duplicate=False) if not _is_torchs(pair[1])]
+    return {name for path, module in own for name, _ in _named(path, module._buffers)}
 
 
 def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str) -> str:
     """Return the first tensor or module of a model that does not fit, in words; empty if all fit."""
     remade = {name for name in own_buffers(model) if not _is_free(channel_map, name)}
     first = {id(tensor): name for name, tensor in named_tensors(model)}
-    found = {name: tensor for path, module in _modules(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {name: tensor for path, module in modules.items()
              for table in (module._parameters, module._buffers) for name, tensor in _named(path, table)}  # fmt: skip
     for name, tensor in found.items():
         wanted, own = shapes.get(name), first[id(tensor)]
@@ -82,7 +82,6 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
             return f"{here} does not fit {what}, which has {'none of that name' if wanted is None else wanted}"
         if name != own and not _lose_the_same(channel_map, name, own):
             return f"{name!r} and {own!r} are one tensor in the model, and two that lose different channels in {what}"
-    modules = dict(_modules(model))
     for name, shape in shapes.items():
         owner = modules.get(name.rpartition(".")[0])
         may_lack = owner is not None and not _is_torchs(owner) and _is_fixed_buffer(channel_map, name)
@@ -94,11 +93,6 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
         if path not in modules and not is_inside(path, parts):
             return f"{what} knows a module {path!r}, which this model does not have; {nearest(path, modules)}"
     return ""
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with its path, and again for each further path."""
-    yield from model.named_modules(remove_duplicate=False)
 
 
 def _named(path: str, table: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -163,20 +163,24 @@ def narrow(
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
     compact = with_tensors(model, everything)
-    shorten_(compact, shorter)
-    heads = heads_left(model, kept)
-    set_heads(compact, {path: left for path, left in heads.items() if not is_inside(path, shorter.modules)})
+    if shorter:
+        shorten_(compact, shorter)
+    if heads := heads_left(model, kept):
+        set_heads(compact, {path: left for path, left in heads.items() if not is_inside(path, shorter.modules)})
     resize(compact)
     set_bare_widths(compact, widths or {})
-    set_attributes(compact, attributes or {})
+    if attributes:
+        set_attributes(compact, attributes)
     return compact
 
 
 def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices) -> nn.Module:
     """Return the narrow copy of a model under a plan, with the sizes that its trial found; `kept` as for `narrow`."""
-    widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
-    compact = narrow(model, kept, widths, attributes, channel_map.branches.shortening(keep))
-    cut_state_(compact, channel_map.state, keep)
+    attributes = attribute_values(model, channel_map, keep) if channel_map.sizes else None
+    shorter = channel_map.branches.shortening(keep) if channel_map.branches.found else WHOLE
+    compact = narrow(model, kept, bare_widths(model, channel_map, keep), attributes, shorter)
+    if channel_map.state:
+        cut_state_(compact, channel_map.state, keep)
     return compact
 
 

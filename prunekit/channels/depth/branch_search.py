@@ -55,7 +55,11 @@ def find_branches(channel_map: ChannelMap) -> Branches:
     """
     source = channel_map.traced
     run, staying = source.trace.runs[0], {lock.name: lock for lock in source.branches_stay}
-    if run.gradients or not run.module_calls:
+    meets = any(
+        len(operator.reads) > 1 and (operator.name in Trait.ADDS or operator.name in Trait.JOINS)
+        for operator in run.operators
+    )
+    if run.gradients or not run.module_calls or not meets:  # without a sum or a concatenation there is no branch
         return Branches()
     search = RunSearch(channel_map, run)
     found, bodies, locks = list[Branch](), dict[str, ModuleBody](), dict[int, BranchLock]()

@@ -161,7 +161,9 @@ class LabelFlow:
 
     def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or not (self._made(labels) | (labels == LOCKED)).all():
+        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
+            return False
+        if not (self._made(labels) | (labels == LOCKED)).all():
             return False
         roots = self.union.find(labels)
         return bool((self._made(roots) | (roots == LOCKED)).all())
@@ -409,7 +411,10 @@ class LabelFlow:
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
     ) -> list[Field]:
         """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`."""
-        return self.summed([(left, left_axes), (right, right_axes)], out_axes)
+        operands = [
+            ((tuple(one.shape), self.fields(one)), axes) for one, axes in ((left, left_axes), (right, right_axes))
+        ]
+        return self.summed_fields(operands, out_axes)
 
     def summed(
         self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True

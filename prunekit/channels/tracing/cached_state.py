@@ -47,26 +47,17 @@ class ModelCalls:
         """Yield what a model returns in each call."""
         output = call(model, example)
         yield output
-        second = self._second(model, example, output)
-        if second is not None:
-            yield call(model, second)
-
-    def read_outputs(self, model: nn.Module, example: tuple[Any, ...]) -> list[Any]:
-        """Return what is read of each call's output."""
-        return [self.read.of(output) for output in self.outputs(model, example)]
+        if self.following is not None:
+            parts = named_parts(output)
+            state = {name: parts[name] for name in self.read.state if parts.get(name) is not None}
+            if state:
+                yield call(model, _with(self.following(arguments_by_name(model, example)), state))
 
     def advice_on(self, name: str) -> str:
         """Return what can be done about an output that need not be read, to be added to its name; empty for others."""
         if name.partition(".")[0] in self.refused_state:
             return f", cached state: {self.refused}; if nothing but the model reads it, name the others in outputs="
         return "" if self.read.names or self.read.function else "; if nothing reads it, name the others in outputs="
-
-    def _second(self, model: nn.Module, example: tuple[Any, ...], output: Any) -> tuple[Any, ...] | None:
-        parts = named_parts(output)
-        state = {name: parts[name] for name in self.read.state if parts.get(name) is not None}
-        if self.following is None or not state:
-            return None
-        return _with(self.following(arguments_by_name(model, example)), state)
 
 
 ONE_CALL = ModelCalls()

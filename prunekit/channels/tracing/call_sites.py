@@ -14,7 +14,7 @@ import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -27,13 +27,6 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels.code_places import CodePlace
-from prunekit.channels.rules.rule import Trait
-
-
-def takes_sizes(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a call of an operator may state a size; attention multiplies by a scale made of one."""
-    return name in Trait.SIZED or (name == "aten.mul" and isinstance(args[1], float))
-
 
 _TORCH = f"{Path(torch.__file__).parent}/"  # torchvision stands beside it
 _MODULES = f"{_TORCH}nn/modules/"

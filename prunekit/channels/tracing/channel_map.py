@@ -225,6 +225,8 @@ class ChannelMap(Displayed):
 
     def without_gone(self, keep: Keep, by_path: Mapping[str, T]) -> dict[str, T]:
         """Return entries by module path without those of modules that go, or whose code does, under a plan."""
+        if not self.branches.found:
+            return dict(by_path)
         left = self.branches.shortening(keep)
         replaced = {body.module for body in left.bodies}
         stay = [path for path in by_path if path not in replaced and not is_inside(path, left.modules)]

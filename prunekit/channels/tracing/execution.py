@@ -367,11 +367,11 @@ _OPERATORS = ("quantize", "_obs_fq_helper", "quantized.")
 
 def quantized_parts(model: nn.Module) -> frozenset[str]:
     """Return the paths of modules that observe or quantize, by the classes of `torch.ao` that they are made from."""
-    return frozenset(path for path, module in model.named_modules() if _quantizes(type(module)))
-
-
-def _quantizes(cls: type) -> bool:
-    return any(base.__module__.startswith(_QUANTIZING) for base in cls.__mro__)
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if any(base.__module__.startswith(_QUANTIZING) for base in type(module).__mro__)
+    )
 
 
 def is_quantizing(operator: str, tensors: Iterable[torch.Tensor]) -> bool:

@@ -53,6 +53,9 @@ class KeptState:
     labels: Mapping[Place, tuple[Labels | None, ...]] = field(default_factory=dict)
     remade: frozenset[Attribute] = frozenset()
 
+    def __bool__(self) -> bool:
+        return bool(self.labels or self.remade)
+
     def renumbered(self, final: Labels) -> KeptState:
         """Return the same with a map's labels in place of a trace's, given the map's label of each of these."""
         numbered = {
@@ -307,6 +310,8 @@ def label_state(
     meta: bool,
 ) -> KeptState:
     """Give what earlier passes left for the next one labels that are coupled with what it meets, and drop caches."""
+    if not kept_tensors(clone):
+        return NO_STATE
     moved, remade = search_state(clone, lambda model: call(model, example), meta=meta)
     labels: dict[Place, tuple[Labels | None, ...]] = {}
 

@@ -38,7 +38,7 @@ from prunekit.channels.labels.fields import Field
 from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of
-from prunekit.channels.tracing.call_sites import RunningExpression, Site, caller_here, site_here, takes_sizes
+from prunekit.channels.tracing.call_sites import RunningExpression, Site, caller_here, site_here
 from prunekit.channels.tracing.execution import (
     PRUNE_FIRST,
     ModuleStack,
@@ -127,11 +127,13 @@ class LabelMode(OperatorMode):
             for tensor in outs:
                 flow.set(tensor, ())
         else:
-            if not self._repeats(name, before, arguments, outs):
+            if not (self.earlier and self._repeats(name, before, arguments, outs)):
                 self.run.repeats = False
                 self._flow(call, target, inputs, before)
             self._make_axes(call, inputs, before)
 
+        # attention multiplies by a scale that is made of a size
+        sized = name in Trait.SIZED or (name == "aten.mul" and isinstance(args[1], float))
         operator = TracedOperator(
             name,
             flow.module,
@@ -139,7 +141,7 @@ class LabelMode(OperatorMode):
             before,
             counted and flow.module not in flow.substituted,
             arguments,
-            *self._place((before and takes_sizes(name, args)) or name in Trait.MAKES),
+            *(self._place() if (before and sized) or name in Trait.MAKES else (None, "", None, None)),
             tuple(flow.constraints[earlier:]),
             self.stack.call,
             tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by])),
@@ -162,16 +164,24 @@ class LabelMode(OperatorMode):
             self.given.update(map(id, outs))
 
     def _flow(self, call: OperatorCall, target: Any, inputs: list[torch.Tensor], before: tuple[Field, ...]) -> None:
-        """Apply the rule of an operator, and say more in its locks than the rule knows."""
+        """Apply the rule of an operator, or lock all that it reads; say more in its locks than the rule knows."""
         flow, outs = self.flow, tuple(gather(call.out))
         known, locks, earlier = flow.fields(target), len(flow.locks), len(flow.constraints)
-        self._apply(call, before)
+        if before or call.name in Trait.COUNTED or call.name in Trait.MAKES:
+            rule = rule_of(call.name)
+            tensors = gather((call.args, call.kwargs, call.out))
+            if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
+                flow.lock(before, _without_rule(call.name, tensors))
+                for tensor in outs:  # in place: what is known of its shape may be wrong now
+                    flow.set(tensor, ())
+            else:
+                rule(flow, call)
         if flow.expression and not any(isinstance(one, FixedPositions) for one in flow.constraints[earlier:]):
             self.run.whole.add(flow.expression)
         self._name_given(inputs, outs, locks)
         if flow.module in self.quantized:
             self._advise(locks, {record.reason for record in flow.locks[locks:]}, f"; {PRUNE_FIRST}")
-        if call.name not in Trait.RESHAPES_IN_PLACE:
+        if target is not None and call.name not in Trait.RESHAPES_IN_PLACE:
             self._written(target, known)
 
     def _expression(self, name: str, inputs: Sequence[torch.Tensor]) -> RunningExpression | None:
@@ -195,25 +205,13 @@ class LabelMode(OperatorMode):
             self.made_axes.module, self.made_axes.operator = self.flow.module, call.name
             rule(self.made_axes, call)
 
-    def _place(self, sized: object) -> tuple[Site | None, str, Site | None, CodeType | None]:
+    def _place(self) -> tuple[Site | None, str, Site | None, CodeType | None]:
         """Return where a method stands, and the path of its module; or where it called the function that runs."""
-        here = site_here(4) if sized else None
-        call = caller_here(4) if sized and here is None else None
+        here = site_here(4)
+        call = caller_here(4) if here is None else None
         site, owner = here or (None, None)
         caller, owner, function = call or (None, owner, None)
         return site, self.stack.path_of(owner), caller, function
-
-    def _apply(self, call: OperatorCall, before: tuple[Field, ...]) -> None:
-        """Apply the rule; without one, lock all that the operator reads."""
-        if before or call.name in Trait.COUNTED or call.name in Trait.MAKES:
-            rule = rule_of(call.name)
-            tensors = gather((call.args, call.kwargs, call.out))
-            if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
-                self.flow.lock(before, _without_rule(call.name, tensors))
-                for tensor in gather(call.out):  # in place: what is known of its shape may be wrong now
-                    self.flow.set(tensor, ())
-            else:
-                rule(self.flow, call)
 
     def _name_given(self, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...], earlier: int) -> None:
         """Say in new locks that further inputs of the model fixed a size, and what to do if they are its states."""

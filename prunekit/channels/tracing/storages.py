@@ -98,16 +98,12 @@ def from_parts(layout: str, shape: Sequence[int], parts: Sequence[torch.Tensor])
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is values in memory: not sparse, nested, oneDNN's, or a wrapper of others."""
-    return tensor.layout == torch.strided and not tensor.is_nested and not _wraps(tensor)
+    return tensor.layout == torch.strided and not tensor.is_nested and not dispatches(tensor)
 
 
 def inner_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors inside a wrapper, which no operator reads to make it."""
-    return [item for item in vars(tensor).values() if isinstance(item, torch.Tensor)] if _wraps(tensor) else []
-
-
-def _wraps(tensor: torch.Tensor) -> bool:
-    return dispatches(tensor)
+    return [item for item in vars(tensor).values() if isinstance(item, torch.Tensor)] if dispatches(tensor) else []
 
 
 def plain_in(value: Any) -> list[torch.Tensor]:

@@ -127,7 +127,13 @@ def trace_model(
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
         UsageError: the model has no output of a name that is read.
     """
-    trace = _traced(model, examples, _Attempt(both_modes, read, tuple(interchangeable)))
+    how = _Attempt(both_modes, read, tuple(interchangeable))
+    with seeded(0):
+        trace = None
+        with suppress(Exception):  # any failure on meta tensors: the model reads values, or its device
+            trace = _trace(model, examples, replace(how, meta=True))
+        if trace is None:
+            trace = _traced_on_values(model, examples, how)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
             f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
@@ -172,35 +178,26 @@ class _Attempt:
         return (self.aside or {}).get(len(trace.runs), frozenset())
 
 
-def _traced(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
-    """Return the trace of the first attempt that runs: on meta tensors, on values, with gradients, in float32."""
-
-    def traced(**changes: Any) -> Trace:
-        return _trace(model, examples, replace(how, **changes))
-
-    with seeded(0):
+def _traced_on_values(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
+    """Return the trace of the first attempt on values that runs: as it is, with gradients, in float32."""
+    try:
         try:
-            return traced(meta=True)
-        except Exception:  # any failure on meta tensors: the model reads values, or its device
-            pass
-        try:
-            try:
-                return traced(meta=False)
-            except Exception as error:
-                if not takes_gradients(error):
-                    raise
-            return traced(meta=False, gradients=True)
-        except PrunekitError:
-            raise
+            return _trace(model, examples, how)
         except Exception as error:
-            reraise_shortage(error)
-            if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
-                with suppress(Exception):  # the error in the own precision says more
-                    return traced(meta=False, wide=True)
-            raise ModelError(
-                f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
-                f"{example_advice(model, examples)}"
-            ) from error
+            if not takes_gradients(error):
+                raise
+        return _trace(model, examples, replace(how, gradients=True))
+    except PrunekitError:
+        raise
+    except Exception as error:
+        reraise_shortage(error)
+        if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
+            with suppress(Exception):  # the error in the own precision says more
+                return _trace(model, examples, replace(how, wide=True))
+        raise ModelError(
+            f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
+            f"{example_advice(model, examples)}"
+        ) from error
 
 
 def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
@@ -277,11 +274,11 @@ def _again(
     stand_ins: Mapping[str, torch.Tensor],
 ) -> Trace | None:
     """Trace a model once more with what its trace shows of it; return None if that is all known by now."""
-    if how.aside is None:
+    if how.aside is None and any(run.aside for run in trace.runs):
         inputs = [map_tensors(example, how.stand_in) for example in examples]
         if unread := results_aside(trace.runs, clone, inputs):
             return _trace(model, examples, replace(how, aside=unread))
-    divisors = _divisors(trace, stand_ins)
+    divisors = _divisors(trace, stand_ins) if trace.flow.divisors else frozenset()
     if not divisors <= how.divided:  # they keep their values under masks, so that what is added to them is not zero
         return _trace(model, examples, replace(how, divided=how.divided | divisors))
     if how.alternatives is None and (found := alternatives_of(clone, trace.ran, trace.activations, trace.flow.union)):
@@ -366,10 +363,10 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
             run.returned.update(mode.makers([tensor for _, tensor in run.calls.read.tensors(output)]))
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
-        trace.state = with_left(trace.state, flow, clone)
-        kept = kept_tensors(clone, numbers=True).values()
-        numbers, others = ([one for one in kept if (one.numel() == 1) is single] for single in (True, False))
-        run.aside = run.aside or operators_aside(run, mode.makers(numbers), mode.makers(others))
+        if kept := kept_tensors(clone, numbers=True).values():
+            trace.state = with_left(trace.state, flow, clone)
+            numbers, others = ([one for one in kept if (one.numel() == 1) is single] for single in (True, False))
+            run.aside = run.aside or operators_aside(run, mode.makers(numbers), mode.makers(others))
     flow.end_run()  # the trace is kept, and all tensors of the run with it
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from math import isfinite
@@ -66,6 +66,7 @@ from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_c
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws
+from prunekit.utils.private_torch import without_torch_dispatch
 from prunekit.utils.tensors import FileMemory, gather, leaves, map_tensors
 
 MEMORY = 2**27
@@ -147,7 +148,8 @@ class _OperatorWatch(OperatorMode):
                 module = self.stack.current
                 number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
                 if all(map(is_plain, gather((args, kwargs, outs)))):
-                    self.see((module, name, number), name, (args, kwargs), outs)
+                    with without_torch_dispatch():  # what `see` computes is no part of the run
+                        self.see((module, name, number), name, (args, kwargs), outs)
         except Exception as error:
             self.raised, self.failed = error, name
             raise
@@ -261,17 +263,17 @@ class RecordedValues:
         """Record the results of an operator, tensors or None, and its name; those in `shared` may be written to."""
         self._found[key] = name, self.kept(values, shared)
 
-    def kept(self, values: list[Any], shared: Collection[torch.Tensor] = ()) -> list[Any]:
+    def kept(self, values: list[Any], written: Collection[torch.Tensor] = ()) -> list[Any]:
         """Return values as they are stored: as tensors, and beyond the limit of memory as parts of a file."""
-        owned = [any(one is other for other in shared) for one in values]
-        found = [self._kept(one, shared=other) for one, other in zip(values, owned, strict=True)]
+        owned = [any(one is other for other in written) for one in values]
+        found = []
+        for value, shared in zip(values, owned, strict=True):
+            if isinstance(value, torch.Tensor) and is_plain(value):
+                found.append(self._memory.keep(value, shared=shared))
+            else:
+                found.append(value.clone() if shared else value)
         self._memory.release()
         return found
-
-    def _kept(self, value: Any, *, shared: bool) -> Any:
-        if isinstance(value, torch.Tensor) and is_plain(value):
-            return self._memory.keep(value, shared=shared)
-        return value.clone() if shared else value
 
     def get(self, key: Hashable) -> tuple[str, list[Any]] | None:
         """Return name and results of an operator; None if there is none of this key."""
@@ -347,9 +349,10 @@ def record_reference(
             if found is not None:
                 decisions[key] = found
 
-    drop_remade_(masked, channel_map.state)
+    if channel_map.state:
+        drop_remade_(masked, channel_map.state)
     try:
-        with NarrowNorms(masked, channel_map, keep):
+        with NarrowNorms(masked, channel_map, keep) if narrow else nullcontext():
             outputs = _forward(masked, example, run, see, precision)
         return Reference(values, values.kept(outputs), decisions, precision, numbers=numbers)
     except _Diverged as parted:
@@ -450,7 +453,7 @@ def _forward(
     ):  # fmt: skip
         try:
             with watch:
-                read = run.calls.read_outputs(model, example)
+                read = [run.calls.read.of(output) for output in run.calls.outputs(model, example)]
         except Exception as error:
             reraise_shortage(error)
             cause = watch.raised if is_of_torchscript(error) and watch.raised is not None else error
@@ -512,7 +515,7 @@ class Comparison:
         for run in self.channel_map.traced.trace.runs:
             if run.repeats:
                 continue
-            difference, divergence = self.with_copies(compact, run) if copies else self._without_copies(compact, run)
+            difference, divergence = (self.with_copies if copies else self.without_copies)(compact, run)
             worst = max(worst, difference)
             if divergence is not None:
                 return worst, (divergence, run)
@@ -532,7 +535,7 @@ class Comparison:
         with Float64WhileRunning(self.model, as_it_is, borrowed=run.borrowed) as dense:
             return (found, run) if failure_of(dense.model, example, run) is None else None
 
-    def _without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
+    def without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 without copies, if that is possible."""
         example = float64_inputs(run.inputs(self.examples))
         try:

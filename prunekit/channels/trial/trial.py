@@ -48,6 +48,7 @@ from prunekit.channels.map_builder import (
 )
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
+from prunekit.channels.tracing.tracer import Trace
 from prunekit.channels.trial.locks import (
     KEEPS_CLASS,
     LockSearch,
@@ -97,7 +98,8 @@ def run_trial(
             another class, are locked.
     """
     while True:
-        settled = _with_blocks(model, channel_map, choose, examples, plain)
+        settle = _with_blocks if channel_map.blocks else _settled
+        settled = settle(model, channel_map, choose, examples, plain)
         channel_map, keep = settled.channel_map, settled.keep
         failure = _comparison(model, channel_map, keep, examples).failure_as_it_is(settled.compact)
         if failure is None:
@@ -136,7 +138,7 @@ def _settled(
     plain: bool,
 ) -> TrialResult:
     """Take turns until a plan passes."""
-    trial = _Trial(model, choose, examples, plain, BatchAxes(model, channel_map.traced.trace, examples))
+    trial = _Trial(model, choose, examples, plain, channel_map.traced.trace)
     if plain:
         channel_map = without_expressions(channel_map)
     before: tuple[int, ...] = ()
@@ -144,7 +146,10 @@ def _settled(
         before = known
         if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
             channel_map = with_all_constraints(channel_map)
-        answer = _take_turn(trial, channel_map)
+        turn = _Turn(trial, channel_map)
+        answers = (tactic.act(turn) for tactic in TACTICS if tactic.applies(turn))
+        answer = next(one for one in answers if one is not None)  # the last tactic locks or raises
+        del turn, answers  # with its models and their results, before the next turn makes its own
         if isinstance(answer, TrialResult):
             return answer
         channel_map = answer
@@ -168,7 +173,7 @@ class _Trial:
         model: the dense model; never changed.
         choose: makes the plan for a channel map.
         plain: whether all modules keep their classes.
-        batches: the axes that grow with the batch.
+        trace: of the model.
         failed: (class, operator, call) -> paths of the modules that differed or failed there, in all turns so far.
         last_locked: the last difference that nothing but locks explained.
     """
@@ -177,9 +182,14 @@ class _Trial:
     choose: Callable[[ChannelMap], Keep]
     examples: list[tuple[Any, ...]]
     plain: bool
-    batches: BatchAxes
+    trace: Trace
     failed: dict[tuple[Any, ...], list[str]] = field(default_factory=lambda: defaultdict(list))
     last_locked: Divergence | None = None
+
+    @cached_property
+    def batches(self) -> BatchAxes:
+        """The axes that grow with the batch."""
+        return BatchAxes(self.model, self.trace, self.examples)
 
 
 Answer = TrialResult | ChannelMap
@@ -249,18 +259,6 @@ class Tactic(NamedTuple):
     act: Callable[[_Turn], Answer | None]
 
 
-def _take_turn(trial: _Trial, channel_map: ChannelMap) -> Answer:
-    """Return the answer of the first tactic that has one.
-
-    The turn, with its models and their results, is dropped before the next one makes its own.
-    """
-    turn = _Turn(trial, channel_map)
-    for tactic in TACTICS:
-        if tactic.applies(turn) and (answer := tactic.act(turn)) is not None:
-            return answer
-    raise AssertionError("the last tactic locks or raises")
-
-
 def _lock_uneven_widths(turn: _Turn) -> Answer | None:
     """Lock widths that are no multiple of what an operator takes: it would fail without naming the reason."""
     locks = of_uneven_widths(turn.channel_map, turn.keep)
@@ -285,7 +283,7 @@ def _put_branches_back(turn: _Turn) -> Answer | None:
     tactics look for it with the branches back, where the code around them still runs as it is written.
     """
     turn.put_branches_back()
-    return _accept(turn) if _agrees(turn) else None
+    return _accept(turn) if turn.outcome[1] is None else None
 
 
 def _set_sizes(turn: _Turn) -> Answer | None:
@@ -318,7 +316,7 @@ def _compare_copies(turn: _Turn) -> Answer | None:
     A weight that another module than its owner uses was compared in its own precision, and may differ by that alone.
     """
     turn.outcome = turn.comparison.compare(turn.compact, copies=True)
-    return _accept(turn) if _agrees(turn) else None
+    return _accept(turn) if turn.outcome[1] is None else None
 
 
 def _allow_another_path(turn: _Turn) -> Answer | None:
@@ -351,23 +349,19 @@ def _lock(turn: _Turn) -> Answer:
     return with_extra(turn.channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
 
 
-def _agrees(turn: _Turn) -> bool:
-    return turn.outcome[1] is None
-
-
-def _always(turn: _Turn) -> bool:
-    return True
-
-
 TACTICS = (
-    Tactic("lock widths that are no multiple", _always, _lock_uneven_widths),
+    Tactic(
+        "lock widths that are no multiple",
+        lambda turn: bool(turn.channel_map.traced.trace.flow.multiples),
+        _lock_uneven_widths,
+    ),
     Tactic("lock modules that would change class", lambda turn: turn.trial.plain, _lock_changed_classes),
-    Tactic("accept what agrees", _agrees, _accept),
+    Tactic("accept what agrees", lambda turn: turn.outcome[1] is None, _accept),
     Tactic("put branches back", lambda turn: bool(turn.gone), _put_branches_back),
-    Tactic("set sizes in Python", _always, _set_sizes),
-    Tactic("compare whole copies", _always, _compare_copies),
-    Tactic("allow another path inside a class", _always, _allow_another_path),
-    Tactic("lock what was pruned where they part", _always, _lock),
+    Tactic("set sizes in Python", lambda turn: True, _set_sizes),
+    Tactic("compare whole copies", lambda turn: True, _compare_copies),
+    Tactic("allow another path inside a class", lambda turn: True, _allow_another_path),
+    Tactic("lock what was pruned where they part", lambda turn: True, _lock),
 )
 """Tried in this order in every turn; from the fourth on, the models are known to part."""
 
