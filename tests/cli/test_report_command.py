@@ -71,6 +71,7 @@ def test_wrong_usage_says_what_was_expected(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_figures_that_are_gone_are_missed_and_the_rest_is_shown(tmp_path: Path) -> None:
     folder, whole = (write_run(tmp_path / name / "now", only=("history",)) for name in ("resnet", "whole"))
     (folder / "report.html").write_text("with figures")

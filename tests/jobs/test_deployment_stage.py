@@ -25,6 +25,7 @@ from prunekit.settings.train import TrainSettings
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_a_deployed_model_is_the_compact_one_folded_and_laid_out(tmp_path: Path) -> None:
     log: list[str] = []
     job = JobSettings(

@@ -240,6 +240,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_a_plan_by_elimination_leaves_its_curves_where_the_report_finds_them(tmp_path: Path) -> None:
     settings = PruneSettings(BudgetSettings(macs=0.7), criterion="elimination", scope="per_mac")
     latency = LatencySettings(batches=(1,), repeats=5, explain=False)
