@@ -1,4 +1,4 @@
-"""Wrappers of models: the model inside them, and a check that it can be worked on."""
+"""Wrappers of models: the model inside them, and checks that it can be worked on and trained."""
 
 from __future__ import annotations
 
@@ -83,6 +83,16 @@ def require_trainable(model: nn.Module, what: str) -> None:
 def is_frozen(model: nn.Module) -> bool:
     """Return whether a model has no parameter that training could change (none at all counts as frozen)."""
     return not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def require_unfrozen(model: nn.Module) -> None:
+    """Raise `ModelError` if every parameter of a model is frozen, or if there is none."""
+    if is_frozen(model):
+        count = sum(1 for _ in model.parameters())
+        raise ModelError(
+            f"{type(model).__name__}: expected parameters to train, but all {count} have requires_grad=False; "
+            "unfreeze some with parameter.requires_grad_(True)"
+        )
 
 
 def _inside(model: nn.Module) -> nn.Module | None:

@@ -82,9 +82,9 @@ from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.headline import comparison, models, tiles
-from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
+from prunekit.utils.availability import require_report
 from prunekit.utils.context import threads
 from prunekit.utils.display import Displayed, Table, listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json

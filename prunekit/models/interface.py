@@ -13,7 +13,6 @@ from torchvision.models.inception import InceptionOutputs
 
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.model_copy import with_tensors
-from prunekit.hooks.wrappers import is_frozen
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import arguments_by_name, call, is_batched, sample_count
@@ -246,13 +245,3 @@ def auxiliary(output: Any) -> tuple[tuple[float, Tensor], ...]:
     elif isinstance(output, InceptionOutputs):
         heads = ((0.4, output.aux_logits),)
     return tuple((weight, head) for weight, head in heads if head is not None)
-
-
-def require_trainable(model: nn.Module) -> None:
-    """Raise `ModelError` if every parameter of a model is frozen, or if there is none."""
-    if is_frozen(model):
-        count = sum(1 for _ in model.parameters())
-        raise ModelError(
-            f"{type(model).__name__}: expected parameters to train, but all {count} have requires_grad=False; "
-            "unfreeze some with parameter.requires_grad_(True)"
-        )

@@ -8,7 +8,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -25,19 +24,6 @@ if TYPE_CHECKING:
 MOST_MEMBERS = 10_000
 """Arrays that an archive may have."""
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """Header of a tensor in a safetensors file, known before any of its values is read.
-
-    Attributes:
-        dtype: as the format writes it, such as `F32`, `BF16`, `I64`, `BOOL`.
-        shape: of the tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def read_arrays(
@@ -115,20 +101,6 @@ def _array(file: IO[bytes], size: int, free: int) -> np.ndarray[Any, Any]:
         flat[done : done + len(part)] = np.frombuffer(part, np.uint8)
         done += len(part)
     return values.reshape(shape[::-1]).transpose() if fortran_order else values.reshape(shape)
-
-
-def tensor_headers(
-    path: Path, expected: str = "tensors (.safetensors)", raises: type[PrunekitError] = ArtifactError
-) -> dict[str, TensorHeader]:
-    """Return dtype and shape of each tensor of a safetensors file; no values are read."""
-
-    def read() -> dict[str, TensorHeader]:
-        with openable(path) as name, safe_open(name, framework="numpy") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-
-    require_file(path, expected, raises)
-    return _reading(read, path, expected, raises)
 
 
 def read_tensors(

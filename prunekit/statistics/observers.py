@@ -388,13 +388,6 @@ def watch(
     return count
 
 
-def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
-    """Return the layers that read channels through a weight, by their path, in the order in which they first run."""
-    finder = ConsumerHooks(model)
-    watch(model, [(inputs,)], finder)
-    return finder.consumers
-
-
 @contextmanager
 def _substituted(model: nn.Module) -> Iterator[None]:
     """Replace attention modules whose projections torch's functions do not show by equivalents."""

@@ -25,7 +25,7 @@ from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import is_main, rank, size, total, wait_for_all
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
-from prunekit.models.interface import require_trainable
+from prunekit.hooks.wrappers import require_unfrozen
 from prunekit.settings.data_and_model import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
@@ -152,7 +152,7 @@ def fit(
     if sharding := in_shards(settings):
         require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     loss = task_loss(splits.task, settings)
-    require_trainable(model)
+    require_unfrozen(model)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)

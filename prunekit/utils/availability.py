@@ -39,6 +39,13 @@ def missing_packages(packages: Sequence[str], install: str = "") -> str:
     return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
 
 
+def require_report() -> None:
+    """Raise, before any work, if packages for pictures or TensorBoard's events are not installed."""
+    missing = [package for package in ("matplotlib", "tensorboard") if find_spec(package) is None]
+    if missing:
+        raise UsageError(f'pictures and reports need {" and ".join(missing)}: pip install "prunekit[report]"')
+
+
 def has_device(kind: str) -> bool:
     """Return whether torch has a device of a type; torch is imported only where there may be one."""
     if kind == "cuda" and ("torch" in sys.modules or _has_gpu_driver()):

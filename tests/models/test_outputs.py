@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from prunekit.errors import ModelError
-from prunekit.hooks.wrappers import is_frozen
-from prunekit.models.interface import auxiliary, logits, require_trainable
+from prunekit.hooks.wrappers import is_frozen, require_unfrozen
+from prunekit.models.interface import auxiliary, logits
 from prunekit.models.zoo import build_model
 from prunekit.settings.data_and_model import ModelSettings
 
@@ -46,9 +46,9 @@ def test_frozen() -> None:
     assert not is_frozen(model)
     model[0].requires_grad_(False)
     assert not is_frozen(model)
-    require_trainable(model)
+    require_unfrozen(model)
     model.requires_grad_(False)
     assert is_frozen(model)
     with pytest.raises(ModelError, match="Sequential: expected parameters to train, but all 4 have"):
-        require_trainable(model)
+        require_unfrozen(model)
     assert is_frozen(nn.ReLU())

@@ -14,7 +14,7 @@ from mutants import damaged_bytes, unclean
 from safetensors.torch import save_file
 
 from prunekit.errors import ArtifactError, DataError
-from prunekit.reading.array_files import TensorHeader, read_arrays, read_tensors, tensor_headers
+from prunekit.reading.array_files import read_arrays, read_tensors
 
 SOUND = {
     "images": np.arange(24, dtype=np.uint8).reshape(2, 3, 4),
@@ -85,21 +85,16 @@ def test_names_are_there_once(tmp_path: Path) -> None:
         read_arrays(tmp_path / "x.npz")
 
 
-def test_tensors_and_their_headers(tmp_path: Path) -> None:
+def test_tensors_and_their_metadata(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bool)}
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
-    assert tensor_headers(tmp_path / "x.safetensors") == {
-        "a": TensorHeader("F32", (2, 3)),
-        "b": TensorHeader("BOOL", (3,)),
-    }
     found, metadata = read_tensors(tmp_path / "x.safetensors")
     assert metadata == {"format": "pt"}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    for read in (read_tensors, tensor_headers):
-        with pytest.raises(DataError, match="no such file"):
-            read(tmp_path / "missing", raises=DataError)
-        with pytest.raises(DataError, match="it is a folder"):
-            read(tmp_path, raises=DataError)
+    with pytest.raises(DataError, match="no such file"):
+        read_tensors(tmp_path / "missing", raises=DataError)
+    with pytest.raises(DataError, match="it is a folder"):
+        read_tensors(tmp_path, raises=DataError)
 
 
 @pytest.mark.slow
@@ -114,7 +109,6 @@ def test_damaged_arrays_are_read_or_refused(tmp_path: Path) -> None:
         def read(mutant: bytes, path: Path = path) -> None:
             path.write_bytes(mutant)
             if path.suffix == ".safetensors":
-                tensor_headers(path)
                 read_tensors(path)
             else:
                 read_arrays(path, most=10**8)

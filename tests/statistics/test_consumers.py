@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,14 @@ from torchvision import models
 
 from prunekit.hooks.hook import count_hooks
 from prunekit.statistics.channel_stats_collector import StatsCollector, calibrate
-from prunekit.statistics.observers import Consumer, ConsumerHooks, find_consumers
+from prunekit.statistics.observers import Consumer, ConsumerHooks, watch
+
+
+def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
+    """Return the layers that read channels through a weight, by their path, in the order in which they first run."""
+    finder = ConsumerHooks(model)
+    watch(model, [(inputs,)], finder)
+    return finder.consumers
 
 
 class Conv1D(nn.Module):

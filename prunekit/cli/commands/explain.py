@@ -13,7 +13,7 @@ from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
-from prunekit.report.requirements import require_report
+from prunekit.utils.availability import require_report
 
 if TYPE_CHECKING:
     from torch import nn

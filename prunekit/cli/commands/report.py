@@ -12,7 +12,7 @@ from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
 from prunekit.known_names import SECTIONS
-from prunekit.report.requirements import require_report
+from prunekit.utils.availability import require_report
 from prunekit.utils.display import table
 
 COMPARISON = "comparison.html"

@@ -36,7 +36,7 @@ from prunekit.cli.options import (
     task_option,
 )
 from prunekit.cli.output import Console, check_folder, plain, save
-from prunekit.report.requirements import require_report
+from prunekit.utils.availability import require_report
 from prunekit.utils.display import table
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_f
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.measurement_effort import Effort
 from prunekit.pruning.profiling import Profile, layer_setting, profile
-from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
+from prunekit.utils.availability import require_report
 from prunekit.utils.files import write_csv, write_json
 from prunekit.utils.progress import Log, stage
 

@@ -37,9 +37,9 @@ from prunekit.planning.sensitivity_curves import (
     rank_correlation,
 )
 from prunekit.pruning.sample_statistics import joined_samples, patch_statistics
-from prunekit.report.requirements import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.task import Loss, Task, described_task, pair
+from prunekit.utils.availability import require_report
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import write_csv, write_json

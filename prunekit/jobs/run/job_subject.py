@@ -27,6 +27,7 @@ from prunekit.distributed.process_group import (
 )
 from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import named_tensors
+from prunekit.hooks.wrappers import require_unfrozen
 from prunekit.jobs.run.command_subject import (
     RECIPE_ONLY,
     Own,
@@ -39,7 +40,7 @@ from prunekit.jobs.run.command_subject import (
     own_structure,
 )
 from prunekit.masks.thresholds import chosen_paths
-from prunekit.models.interface import ModelInterface, require_trainable
+from prunekit.models.interface import ModelInterface
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import (
     as_build,
@@ -177,7 +178,7 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
     found = job_subject(job, own)
     model, splits = found.model, found.splits
     assert splits is not None
-    require_trainable(model)
+    require_unfrozen(model)
     _require_targets(job, splits.task)
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
