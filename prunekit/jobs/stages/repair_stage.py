@@ -56,11 +56,7 @@ def _repaired(
 ) -> tuple[nn.Module, RepairReport | None]:
     settings = prepared.job.repair
     if settings is None:
-        model = copied(dense, prepared.device)
-        with masked(model, plan, restore=False):
-            if training:
-                recalibrate_batchnorm(model, prepared.calibration_batches(), device=prepared.device, progress=False)
-        return model.cpu(), None
+        return _masked(prepared, dense, plan, training), None
     images = prepared.calibration_images()
     run.log(
         f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
@@ -70,6 +66,15 @@ def _repaired(
     dense.cpu()
     _write_report(run, report)
     return model.cpu(), report
+
+
+def _masked(prepared: JobSubject, dense: nn.Module, plan: Plan, training: bool) -> nn.Module:
+    """Return a masked copy on the CPU, with BatchNorm statistics collected again if training follows."""
+    model = copied(dense, prepared.device)
+    with masked(model, plan, restore=False):
+        if training:
+            recalibrate_batchnorm(model, prepared.calibration_batches(), device=prepared.device, progress=False)
+    return model.cpu()
 
 
 def zero_weights(
@@ -110,11 +115,7 @@ def _with_zeros(
         made, layers = zeros_by_size(ordered, plan, prepared.example_inputs, pattern)
         for line in layers.notes():
             run.log(line)
-        model = copied(ordered, prepared.device)
-        with masked(model, made, restore=False):
-            if training:
-                recalibrate_batchnorm(model, prepared.calibration_batches(), device=prepared.device, progress=False)
-        return model.cpu(), None, made
+        return _masked(prepared, ordered, made, training), None, made
     images = prepared.calibration_images()
     how = "" if repairing is None else ", kept weights fitted to the dense model"
     run.log(

@@ -92,11 +92,6 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
     return opening + Markup(f" {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(_body(text))
 
 
-def svg_body(figure: Figure) -> str:
-    """Return what is inside the element of a figure, in the colors of the page."""
-    return _body(_text(figure)).removesuffix("</svg>\n")
-
-
 def _text(figure: Figure) -> str:
     stream = io.StringIO()
     # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
@@ -110,7 +105,7 @@ def _body(text: str) -> str:
 
 def stacked(figure: Figure, label: str, used: int, *, size: str = "", lit: bool = False) -> Markup:
     """Return the panels of a figure, whose grid has one size of panel, and its legend before them."""
-    groups, rest = _split(svg_body(figure))
+    groups, rest = _split(_body(_text(figure)).removesuffix("</svg>\n"))
     panels: list[Any] = figure.axes[:used]
     legends: list[Any] = figure.legends
     boxes = [(axes.get_position().transformed(figure.transFigure), axes.get_tightbbox()) for axes in panels]
