@@ -18,6 +18,7 @@ from prunekit.channels.labels.constraints import (
     Contracted,
     Crossed,
     EqualParts,
+    EqualWidths,
     FixedPositions,
     Grouped,
     LockRecord,
@@ -25,7 +26,6 @@ from prunekit.channels.labels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.labels.equal_widths import EqualWidths
 from prunekit.channels.labels.fields import MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.size_expressions import avoidable

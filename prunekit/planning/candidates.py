@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.labels.constraints import Removal
-from prunekit.channels.labels.equal_widths import NO_EQUAL_WIDTHS
+from prunekit.channels.labels.constraints import NO_EQUAL_WIDTHS, Removal
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.errors import PlanError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.backends.folders.included_parts import without_values
-from prunekit.channels.labels.equal_widths import EqualWidths, Family, family_name
+from prunekit.channels.labels.constraints import EqualWidths, Family, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.compaction.compact_model import compact

@@ -17,7 +17,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.labels.branch import is_inside
-from prunekit.channels.labels.equal_widths import EqualWidths
+from prunekit.channels.labels.constraints import EqualWidths
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep

@@ -17,7 +17,7 @@ from tiny_language import llama
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.labels.equal_widths import EqualWidths
+from prunekit.channels.labels.constraints import EqualWidths
 from prunekit.errors import SettingsError, UsageError
 from prunekit.models.hugging_face import ConfigSearch, shapes_of
 from prunekit.planning.candidates import free_parts

@@ -13,8 +13,15 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels.branch import NO_BRANCHES, Branches, BranchLock, is_inside
 from prunekit.channels.labels.constraint_solver import NOT_JOINT, deciders
-from prunekit.channels.labels.constraints import EqualParts, LockRecord, Removal
-from prunekit.channels.labels.equal_widths import NO_EQUAL_WIDTHS, EqualWidths, Family, family_of
+from prunekit.channels.labels.constraints import (
+    NO_EQUAL_WIDTHS,
+    EqualParts,
+    EqualWidths,
+    Family,
+    LockRecord,
+    Removal,
+    family_of,
+)
 from prunekit.channels.labels.fields import Field, MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
