@@ -40,7 +40,8 @@ from prunekit.measure.measurement_effort import Effort
 from prunekit.models.cifar import DEPTHS
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
+from prunekit.pruning.latency_budget_search import TimedPlanSearch
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
@@ -109,7 +110,7 @@ def by_greed(bench: Bench) -> list[Branch]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SearchByMethod(PlanSearch):
+class SearchByMethod(TimedPlanSearch):
     """Makes plans by one of the methods."""
 
     bench: Bench

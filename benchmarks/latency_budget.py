@@ -40,7 +40,8 @@ from latency_networks import Case, add_target, built, log, names, numbers, profi
 from prunekit.deploy.deployment_transform import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.measurement_effort import Effort
-from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
+from prunekit.pruning.latency_budget_search import TimedPlanSearch
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 MODELS = "resnet34,resnet50,mobilenet_v2,efficientnet_b0,vit_b_16"
@@ -52,7 +53,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Clocked(PlanSearch):
+class Clocked(TimedPlanSearch):
     """Notes the seconds that each plan takes to make."""
 
     took: list[float] = field(default_factory=list)

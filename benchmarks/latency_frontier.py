@@ -46,7 +46,8 @@ from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.plan import Plan
-from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch, importance
+from prunekit.pruning.latency_budget_search import TimedPlanSearch
+from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, importance
 from prunekit.pruning.sample_statistics import patch_statistics
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
@@ -85,7 +86,7 @@ def settings_of(runtime: str, options: argparse.Namespace, asked: float) -> Prun
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SearchByMethod(PlanSearch):
+class SearchByMethod(TimedPlanSearch):
     """Makes plans by one of the methods."""
 
     bench: Bench

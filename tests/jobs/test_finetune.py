@@ -191,6 +191,7 @@ def test_tensorboard_itself_shows_a_run(finished: tuple[Path, dict[str, Any], li
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn")
 def test_the_report_says_why_the_pruned_model_is_not_faster(
     finished: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
 ) -> None:
