@@ -34,7 +34,7 @@ from prunekit.masks.threshold_search import MaskedActivations
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 KEEP = "write benchmarks/results/activations_resnet<depth>.json, with `_without_<path>` where one is ignored"
 

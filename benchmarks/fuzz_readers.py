@@ -71,7 +71,7 @@ def whole(splits: Any) -> None:
 def splits_of(source: str, root: Path, task: str = "image_classification", **more: Any) -> Any:
     """The splits of a data set, as a recipe has them."""
     from prunekit.data.sources import load_splits
-    from prunekit.settings.data_and_model import DataSettings
+    from prunekit.settings.inputs import DataSettings
 
     size = {} if source == "text" else {"image_size": 16}
     return load_splits(DataSettings(source, root=root, **size, **more), task)

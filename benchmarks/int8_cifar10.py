@@ -47,8 +47,8 @@ from prunekit.measure.latency.timing import alternate, warm_up
 from prunekit.measure.model_size import count_macs
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
 from prunekit.settings.deployment import QuantizeSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.availability import int8_note
 from prunekit.utils.context import threads
 

@@ -51,7 +51,7 @@ from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned
 from prunekit.pruning.sample_statistics import patch_statistics
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "images", "seed", "asked", "method")

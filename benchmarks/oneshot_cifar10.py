@@ -35,7 +35,7 @@ from prunekit.measure.memory_format import images_channels_last
 from prunekit.measure.model_size import count_macs
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 CPU = torch.device("cpu")
 KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where other rows (method, reduction, seed) stay"

@@ -31,7 +31,7 @@ from prunekit.data.local_files import read_npz
 from prunekit.errors import PrunekitError
 from prunekit.models.cifar import DEPTHS
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 CASES: dict[str, dict[str, Any]] = {
     "50 %": {"kind": "unstructured", "sparsity": 0.5},

@@ -76,24 +76,24 @@ from prunekit.report.pages.model_summary import summary as summary
 from prunekit.report.sections.section import register_section as register_section
 from prunekit.settings.calibration import CalibrationSettings as CalibrationSettings
 from prunekit.settings.calibration import RepairSettings as RepairSettings
-from prunekit.settings.data_and_model import (
-    AugmentSettings as AugmentSettings,
-)
-from prunekit.settings.data_and_model import (
-    ColorJitterSettings as ColorJitterSettings,
-)
-from prunekit.settings.data_and_model import (
-    DataSettings as DataSettings,
-)
-from prunekit.settings.data_and_model import (
-    ModelSettings as ModelSettings,
-)
-from prunekit.settings.data_and_model import (
-    RandAugmentSettings as RandAugmentSettings,
-)
 from prunekit.settings.deployment import DeploySettings as DeploySettings
 from prunekit.settings.deployment import LatencySettings as LatencySettings
 from prunekit.settings.deployment import QuantizeSettings as QuantizeSettings
+from prunekit.settings.inputs import (
+    AugmentSettings as AugmentSettings,
+)
+from prunekit.settings.inputs import (
+    ColorJitterSettings as ColorJitterSettings,
+)
+from prunekit.settings.inputs import (
+    DataSettings as DataSettings,
+)
+from prunekit.settings.inputs import (
+    ModelSettings as ModelSettings,
+)
+from prunekit.settings.inputs import (
+    RandAugmentSettings as RandAugmentSettings,
+)
 from prunekit.settings.job import JobSettings as JobSettings
 from prunekit.settings.pruning import (
     BudgetSettings as BudgetSettings,

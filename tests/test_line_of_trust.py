@@ -29,7 +29,7 @@ from prunekit.compaction.model_folder import folder_interface
 from prunekit.errors import UsageError
 from prunekit.known_names import CRITERIA, TASKS
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.tasks.task import get_task
 from prunekit.utils.files import with_checksum
 from prunekit.utils.user_code import from_file

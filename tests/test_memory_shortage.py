@@ -26,7 +26,7 @@ from prunekit.data.splits import image_transform_of
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import MemoryShortageError, ModelError, is_shortage
 from prunekit.models.preprocessing import opened
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import get_task
 from prunekit.training.compatibility import check_fits
 

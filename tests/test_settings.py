@@ -16,8 +16,8 @@ import pytest
 from prunekit.errors import RecipeError, UsageError
 from prunekit.recipe.loading import load
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
-from prunekit.settings.data_and_model import AugmentSettings, DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
 from prunekit.settings.train import ClampSettings, TrainSettings

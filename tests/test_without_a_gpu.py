@@ -26,7 +26,7 @@ from prunekit.measure.accuracy import evaluate
 from prunekit.planning.solver import make_plan
 from prunekit.pruning.sample_statistics import share_check
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ClampSettings, TrainSettings

@@ -27,7 +27,7 @@ from prunekit.errors import UsageError
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Subject
     from prunekit.jobs.run.model_pair import ModelPair
-    from prunekit.settings.data_and_model import ModelSettings
+    from prunekit.settings.inputs import ModelSettings
     from prunekit.settings.job import JobSettings
 
 
@@ -158,7 +158,7 @@ def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
         return name
     if name is None or Path(name).exists():
         raise UsageError(f"--zoo {zoo} goes with the name of a model, got {name or 'none'}")
-    from prunekit.settings.data_and_model import ModelSettings
+    from prunekit.settings.inputs import ModelSettings
 
     return ModelSettings(name, zoo)
 

@@ -41,7 +41,7 @@ from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.reading.text_files import read_json
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.files import (
     StrPath,

@@ -23,7 +23,7 @@ from prunekit.data.augmentation import NAMED, Draw, drawn_from
 from prunekit.data.datasets import CorruptImages
 from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing, decoding_reason
-from prunekit.settings.data_and_model import Augment, AugmentSettings
+from prunekit.settings.inputs import Augment, AugmentSettings
 
 GRAY = 114 / 255
 """Gray value of the padding, as by ultralytics."""

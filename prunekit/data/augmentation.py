@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from prunekit.settings.data_and_model import Augment, AugmentSettings
+from prunekit.settings.inputs import Augment, AugmentSettings
 from prunekit.utils.context import same_random_state
 
 Draw = tuple[int, int]

@@ -21,7 +21,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from prunekit.data.augmentation import Augmentation, Draw, augmentation, augmented, drawing
 from prunekit.errors import DataError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing, decoding_reason, in_rgb
-from prunekit.settings.data_and_model import Augment
+from prunekit.settings.inputs import Augment
 
 ERASING = 1
 """Number that separates draws for erasing from earlier draws for the same image."""

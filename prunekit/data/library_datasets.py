@@ -24,7 +24,7 @@ from prunekit.data.datasets import (
     pixels,
 )
 from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 LABELS = ("targets", "labels", "_labels")
 """Attributes of torchvision's data sets that may hold their labels."""

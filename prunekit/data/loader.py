@@ -16,7 +16,7 @@ from prunekit.data.augmentation import Mixing
 from prunekit.data.datasets import SampleDataset
 from prunekit.distributed.process_group import everyone
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data_and_model import Workers
+from prunekit.settings.inputs import Workers
 from prunekit.utils.context import seed_all, seeded
 
 Task = TypeVar("Task")

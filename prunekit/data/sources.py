@@ -36,7 +36,7 @@ from prunekit.data.texts import text_splits
 from prunekit.data.yolo import GET_YOLO
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.data_and_model import BOXED, DataSettings
+from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.detection import DETECTION
 from prunekit.tasks.task import get_task

@@ -24,7 +24,7 @@ from prunekit.data.datasets import (
 from prunekit.data.library_datasets import classes_of, mapped, sample_bytes
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task
 

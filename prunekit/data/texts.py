@@ -22,7 +22,7 @@ from prunekit.data.splits import Splits
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import DataError, PrunekitError, UsageError, cut_short, first_line, reraise_shortage
 from prunekit.reading.text_files import read_json, read_json_lines, read_text, shown
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import Task
 from prunekit.tasks.texts import IGNORED, PaddedTexts
 

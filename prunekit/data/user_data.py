@@ -15,7 +15,7 @@ from prunekit.data.datasets import CorruptImages, MapStyle, SampleDataset
 from prunekit.data.splits import Splits, fingerprint, source_of_parts, splits_of
 from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import BatchUnpacker, Task, get_task
 from prunekit.utils.tensors import gather

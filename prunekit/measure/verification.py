@@ -36,7 +36,7 @@ from prunekit.channels.tracing.kept_state import (
 )
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
-from prunekit.channels.trial.masked_vs_compact import compare, output_with_decisions, record_reference
+from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
 from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, has_gradients, named_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped

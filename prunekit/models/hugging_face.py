@@ -25,7 +25,7 @@ from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError, nearest, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.reading.text_files import read_json
-from prunekit.settings.data_and_model import Head, ModelSettings
+from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
 

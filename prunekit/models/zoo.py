@@ -37,7 +37,7 @@ from prunekit.models.detectors import (
 )
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import SUFFIXES, load_weights
-from prunekit.settings.data_and_model import Head, ModelSettings
+from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.context import device_of, seeded, training_mode
 from prunekit.utils.inputs import InputSpec, as_example, call, to_device, zeros_of
 from prunekit.utils.tensors import gather

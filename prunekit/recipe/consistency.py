@@ -11,7 +11,7 @@ from prunekit.known_names import CRITERIA, FORMATS, RUNTIMES, TASKS
 from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
-from prunekit.settings.data_and_model import BOXED, TEXTUAL, DataSettings, ModelSettings
+from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
 from prunekit.settings.weight_pattern import pattern_problems

@@ -31,7 +31,7 @@ from prunekit.recipe.loading import apply_override, load
 from prunekit.recipe.reference import find, flow
 from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import TEXTUAL, DataSettings, Head, ModelSettings
+from prunekit.settings.inputs import TEXTUAL, DataSettings, Head, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import require_writable, write_text
 from prunekit.utils.user_code import is_reference, require_object

@@ -17,8 +17,8 @@ from ruamel.yaml import YAML
 from prunekit.errors import UsageError
 from prunekit.known_names import TASKS, FormatName
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings, QuantizeSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.pruning import PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, TrainSettings, WatchSettings
 from prunekit.settings.validation import Checked

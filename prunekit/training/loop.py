@@ -26,7 +26,7 @@ from prunekit.distributed.process_group import is_main, rank, size, total, wait_
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.hooks.wrappers import require_unfrozen
-from prunekit.settings.data_and_model import Workers
+from prunekit.settings.inputs import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
 from prunekit.training.callbacks.callback import (

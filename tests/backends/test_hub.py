@@ -22,7 +22,7 @@ from prunekit.errors import ArtifactError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.inputs import as_example
 from tests.synthetic_run import write_run
 

@@ -26,7 +26,7 @@ from prunekit.errors import ArtifactError, ModelError, RunError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import interface_of
 from prunekit.models.zoo import build_model, load_factory
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.inputs import as_example, call
 from prunekit.utils.tensors import gather
 

@@ -10,7 +10,7 @@ from equivalence import Net, image, random_keep, randomized
 from torch import Tensor, nn
 
 from prunekit.channels.trace import trace
-from prunekit.channels.trial.masked_vs_compact import Decision, decision
+from prunekit.channels.trial.comparison import Decision, decision
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import VerificationError

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.channels.float64 import Float64WhileRunning, float64_inputs, to_double
-from prunekit.channels.trial.masked_vs_compact import Comparison
+from prunekit.channels.trial.comparison import Comparison
 
 
 class Borrows(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import prunekit as pk
-from prunekit.channels.trial.masked_vs_compact import RecordedValues
+from prunekit.channels.trial.comparison import RecordedValues
 from prunekit.utils import tensors as tensor_files
 
 TENSORS = [

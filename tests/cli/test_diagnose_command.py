@@ -21,7 +21,7 @@ threads: 1
 CODE = """
 import torch
 from prunekit.data.sources import load_splits
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from torch import nn
 
 

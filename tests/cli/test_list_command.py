@@ -11,7 +11,7 @@ from prunekit.cli import cli
 from prunekit.cli.commands.list import AUGMENTATIONS, KINDS, SCOPES
 from prunekit.criteria.criterion import get_criterion
 from prunekit.known_names import CRITERIA, FORMATS, RUNTIMES
-from prunekit.settings.data_and_model import NamedAugment
+from prunekit.settings.inputs import NamedAugment
 from prunekit.settings.pruning import Scope
 
 

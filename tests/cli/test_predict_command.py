@@ -22,7 +22,7 @@ from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data.sources import load_splits
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECIPE = """

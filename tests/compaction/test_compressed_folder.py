@@ -28,7 +28,7 @@ from prunekit.models.interface import interface_of
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.files import sha256, with_checksum
 
 PAGE = (Path(pk.__file__).parent / "guide" / "reference" / "model_folder.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models.cifar import CifarResNet
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.tensors import gather
 
 

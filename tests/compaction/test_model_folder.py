@@ -24,7 +24,7 @@ from prunekit.compaction.model_folder import load, read_manifest, save
 from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.files import sha256, with_checksum
 
 FAMILIES = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import prunekit as pk
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.files import sha256, with_checksum
 
 PIXELS = np.full((8, 8, 3), 128, np.uint8)

@@ -19,7 +19,7 @@ from prunekit.data.datasets import CorruptImages, FolderImages, ImageDataset, Im
 from prunekit.data.library_datasets import mapped
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import load_splits
-from prunekit.settings.data_and_model import (
+from prunekit.settings.inputs import (
     Augment,
     AugmentSettings,
     ColorJitterSettings,

@@ -16,7 +16,7 @@ from prunekit.data.loader import batches
 from prunekit.data.local_files import image_files, scan_folder
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 
 def write(folder: Path, count: int, size: tuple[int, int] = (20, 20)) -> None:

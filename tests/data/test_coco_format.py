@@ -17,7 +17,7 @@ from prunekit.data.coco import masks_of, run_lengths
 from prunekit.data.drawn_shapes import CLASSES, DrawnShapes
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 
 def settings(root: Path, **more: Any) -> DataSettings:

@@ -14,7 +14,7 @@ from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.errors import DataError
 from prunekit.measure.accuracy import evaluate
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 
 def files(folder: Path, count: int, broken: set[int], limit: int) -> FolderImages:

@@ -13,7 +13,7 @@ from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
-from prunekit.settings.data_and_model import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
+from prunekit.settings.inputs import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
 
 ALL = ("masks", "keypoints")
 

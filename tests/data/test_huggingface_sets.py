@@ -14,7 +14,7 @@ from PIL import Image
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 
 def settings(root: Path | None, **changed: Any) -> DataSettings:

@@ -13,7 +13,7 @@ from mutants import changed_arrays, damaged_bytes, unclean
 from prunekit.data.local_files import read_npz
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 
 def images(count: int, *shape: int) -> np.ndarray[Any, Any]:

@@ -11,7 +11,7 @@ import torch
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.errors import UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own, sample_splits
 from prunekit.errors import DataError, ModelError, UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.task import Task

@@ -18,7 +18,7 @@ from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.data.texts import PIECE, _pieces
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.texts import IGNORED
 
 MASK, BEGIN, END, PAD = (SPECIAL.index(name) for name in ("[MASK]", "[CLS]", "[SEP]", "[PAD]"))

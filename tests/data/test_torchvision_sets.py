@@ -16,7 +16,7 @@ from prunekit.data.library_datasets import SETS
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 Array = np.ndarray[Any, Any]
 COUNTS = {"train": 60, "t10k": 20}

@@ -16,7 +16,7 @@ from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.data.user_data import load_own
 from prunekit.errors import DataError, UsageError
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 
 CODE = """
@@ -29,7 +29,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 
 

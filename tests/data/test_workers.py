@@ -17,7 +17,7 @@ from torch import Tensor
 from prunekit.data.augmentation import Draw
 from prunekit.data.datasets import ImageTransform, TensorImages
 from prunekit.data.loader import Batches, batches
-from prunekit.settings.data_and_model import Workers
+from prunekit.settings.inputs import Workers
 
 STAYING, LEAVING = Workers(1), Workers(1, persistent=False)
 

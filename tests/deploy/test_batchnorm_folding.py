@@ -25,8 +25,8 @@ from prunekit.errors import ArtifactError, VerificationError
 from prunekit.measure.latency_profile.network_timing import structure_hash
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
-from prunekit.settings.data_and_model import ModelSettings
 from prunekit.settings.deployment import DeploySettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.files import sha256, with_checksum
 from prunekit.utils.tensors import lies_channels_last
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from prunekit.jobs.finetune import finetune
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, ClampSettings, TrainSettings

@@ -12,8 +12,8 @@ from prunekit.jobs.finetune import finetune
 from prunekit.jobs.run.command_subject import Own
 from prunekit.measure.measurement_effort import effort_of
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

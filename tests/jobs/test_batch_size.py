@@ -18,7 +18,7 @@ from prunekit.jobs.batch_size import CLOSE, ROUNDS, BatchSizeSearch, Rehearsal, 
 from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.measure.latency.machine import PeakMemory
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (

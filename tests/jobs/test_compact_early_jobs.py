@@ -18,7 +18,7 @@ from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.training_stage import Finetuning, Trainings
 from prunekit.pruning.plan_search import PlanSearch
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import (

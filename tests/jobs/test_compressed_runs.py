@@ -20,7 +20,7 @@ from prunekit.cli import cli
 from prunekit.models.bitmask import is_compressed, write_tensors
 from prunekit.models.zoo import build_model
 from prunekit.report.headline import compared
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 SIZES = ("plain_bytes", "bitmask_bytes", "plain_compressed_bytes", "bitmask_compressed_bytes")
 RECIPE = """

@@ -19,8 +19,8 @@ from prunekit.jobs.dry_run import dry_run
 from prunekit.known_names import CRITERIA
 from prunekit.pruning.plan_search import WEIGHTS_ALONE, importance
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

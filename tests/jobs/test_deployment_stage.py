@@ -17,8 +17,8 @@ from prunekit.errors import UsageError
 from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.report.pages.run_page import write_report
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

@@ -16,8 +16,8 @@ from prunekit.jobs.dry_run import dry_run
 from prunekit.jobs.finetune import finetune, prune_job
 from prunekit.report.pages.run_page import lines, write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ActivationSettings, TrainSettings

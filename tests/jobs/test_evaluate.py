@@ -10,7 +10,7 @@ from prunekit.data.sources import load_splits
 from prunekit.errors import ModelError, UsageError
 from prunekit.jobs.analyses.evaluate import evaluate
 from prunekit.jobs.run.command_subject import Subject
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 CPU = torch.device("cpu")
 DATA = DataSettings(image_size=8, batch=100)

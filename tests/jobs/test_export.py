@@ -16,7 +16,7 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.errors import ModelError, RunError, UsageError
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
 

@@ -22,8 +22,8 @@ from prunekit.jobs.finetune import prune_job
 from prunekit.recipe_jobs import job_of
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings, QuantizeSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

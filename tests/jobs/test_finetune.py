@@ -43,8 +43,8 @@ from prunekit.measure.latency.comparison import LatencyReport
 from prunekit.measure.model_size import count_macs
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings, WatchSettings

@@ -24,7 +24,7 @@ from prunekit.jobs.run.job_subject import build_of, prepare
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.measure.accuracy import evaluate as measured
 from prunekit.recipe.loading import load
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 

@@ -21,8 +21,8 @@ from prunekit.jobs.finetune import prune_job
 from prunekit.measure.model_size import count_memory
 from prunekit.pruning.plan_search import ATTEMPTS, Planned, PlanSearch
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.settings.train import TrainSettings

@@ -16,7 +16,7 @@ from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.zoo import build_model, load_factory
 from prunekit.pruning.prune import prune
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.utils.files import with_checksum
 

@@ -14,7 +14,7 @@ from prunekit.data.sources import load_splits
 from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.model_size import count_macs
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)),)

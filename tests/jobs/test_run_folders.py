@@ -25,8 +25,8 @@ from prunekit.jobs.run.resume import resolved
 from prunekit.models.zoo import build_model
 from prunekit.recipe.loading import load
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

@@ -19,7 +19,7 @@ from prunekit.jobs.finetune import finetune, prune_job
 from prunekit.jobs.run.run_folder import alive
 from prunekit.reading.text_files import read_json
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.utils.files import write_json
 

@@ -21,7 +21,7 @@ from prunekit.errors import ResumeError
 from prunekit.jobs.finetune import finetune
 from prunekit.jobs.run.command_subject import Own
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, FeatureSettings, TrainSettings
 from prunekit.training.run_state import RunState

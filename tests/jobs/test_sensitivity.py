@@ -25,8 +25,8 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import keep_in_group
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

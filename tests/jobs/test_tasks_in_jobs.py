@@ -34,8 +34,8 @@ from prunekit.measure.measurement_effort import effort_of
 from prunekit.report.headline import compared
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import DistillSettings, TrainSettings

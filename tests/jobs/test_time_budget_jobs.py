@@ -29,8 +29,8 @@ from prunekit.pruning.plan_search import Planned
 from prunekit.report.pages.profile_page import fitted
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.settings.train import TrainSettings

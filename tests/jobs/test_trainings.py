@@ -18,8 +18,8 @@ from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.stages.calibration_stage import calibrate
 from prunekit.planning.plan import load_plan
 from prunekit.report.pages.run_page import write_report
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import (

@@ -21,8 +21,8 @@ from prunekit.jobs.run.subject_sources import resolve
 from prunekit.jobs.stages.calibration_stage import calibrate
 from prunekit.models.zoo import load_factory
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
 from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings

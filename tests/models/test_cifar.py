@@ -20,7 +20,7 @@ from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.cifar import BasicBlock, CifarResNet
 from prunekit.models.zoo import build_model, zoo_names
 from prunekit.pruning.prune import prune
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 
 CPU = torch.device("cpu")
 EXAMPLE = (torch.zeros(2, 3, 32, 32),)

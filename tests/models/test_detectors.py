@@ -14,7 +14,7 @@ import prunekit as pk
 from prunekit.errors import ModelError
 from prunekit.models.detectors import load_ultralytics, made_for, ultralytics_names
 from prunekit.models.zoo import build_model, model_arguments
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.tasks.detection import DETECTION
 
 SSD = "ssdlite320_mobilenet_v3_large"

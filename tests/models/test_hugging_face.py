@@ -14,7 +14,7 @@ import prunekit as pk
 from prunekit.errors import ModelError
 from prunekit.models.hugging_face import CLASSES, head_of, model_types, own_fields, structure_of
 from prunekit.models.zoo import as_build, build_model, from_build, has_weights, missing_weights, with_head
-from prunekit.settings.data_and_model import Head, ModelSettings
+from prunekit.settings.inputs import Head, ModelSettings
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30,

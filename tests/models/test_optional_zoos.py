@@ -13,7 +13,7 @@ from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models.zoo import build_model, image_shape, zoo_names
 from prunekit.pruning.plan_search import PlanSearch
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}

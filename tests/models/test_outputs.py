@@ -12,7 +12,7 @@ from prunekit.errors import ModelError
 from prunekit.hooks.wrappers import is_frozen, require_unfrozen
 from prunekit.models.interface import auxiliary, logits
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 
 @pytest.mark.slow

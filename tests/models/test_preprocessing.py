@@ -21,7 +21,7 @@ from prunekit.data.user_data import load_own
 from prunekit.errors import ArtifactError, DataError, SettingsError
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.models.zoo import published, timm_preprocessing, torchvision_weights
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 
 SIZE = 24
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from prunekit.errors import ModelError
 from prunekit.models.zoo import build_model, missing_weights, zoo_names
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 
 def test_names_are_torchvisions_classifiers_and_detectors() -> None:

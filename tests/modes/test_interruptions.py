@@ -21,7 +21,7 @@ from efforts import LITTLE
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.channels.trial import masked_vs_compact
+from prunekit.channels.trial import comparison
 from prunekit.measure.measurement_effort import effort_of
 from prunekit.utils import context, progress
 
@@ -225,7 +225,7 @@ def test_gradients_stay_on_where_a_forward_pass_is_interrupted(monkeypatch: pyte
     def interrupted(model: nn.Module) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(masked_vs_compact, "same_draws", interrupted)
+    monkeypatch.setattr(comparison, "same_draws", interrupted)
     model, samples = _model(_Convolutions)
     with pytest.raises(KeyboardInterrupt):
         pk.prune(model, samples[:1], macs=0.5)

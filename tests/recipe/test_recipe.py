@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prunekit.errors import RecipeError
 from prunekit.recipe.loading import load
-from prunekit.settings.data_and_model import AugmentSettings, DataSettings, ModelSettings, RandAugmentSettings
+from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings, RandAugmentSettings
 from prunekit.settings.job import JobSettings, dump
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ActivationSettings, ClampSettings, TrainSettings

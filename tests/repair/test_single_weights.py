@@ -20,7 +20,7 @@ from prunekit.repair.patterns.group_problem import column_by_column
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
 from prunekit.repair.patterns.removal import MaskedLeastSquares, grouped_masked_least_squares, removal_order, with_ridge
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.weight_pattern import PatternSettings
 
 

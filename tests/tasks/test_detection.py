@@ -15,7 +15,7 @@ from prunekit.data.user_data import sample_splits
 from prunekit.errors import DataError, ModelError
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.tasks.detection import DETECTION, class_count, collate, detector_kind
 from prunekit.training.compatibility import check_fits
 

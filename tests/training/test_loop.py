@@ -24,7 +24,7 @@ from prunekit.errors import ModelError, NonFiniteError
 from prunekit.hooks.hook import count_hooks
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, EpochRow, History, TrainingRun
 from prunekit.training.loop import fit

@@ -29,7 +29,7 @@ from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
-from prunekit.channels.trial.masked_vs_compact import Divergence, number_of, operators_by_key
+from prunekit.channels.trial.comparison import Divergence, number_of, operators_by_key
 from prunekit.channels.trial.size_search import fields_at, within
 
 MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"

@@ -58,7 +58,7 @@ from prunekit.channels.tracing.call_sites import (
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
-from prunekit.channels.trial.masked_vs_compact import Divergence, Failure, OperatorKey, Outcome, watch_operators
+from prunekit.channels.trial.comparison import Divergence, Failure, OperatorKey, Outcome, watch_operators
 from prunekit.errors import ModelError
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.tensors import map_samples

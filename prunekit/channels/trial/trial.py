@@ -49,6 +49,7 @@ from prunekit.channels.map_builder import (
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.tracer import Trace
+from prunekit.channels.trial.comparison import Comparison, Divergence, Failure, Outcome
 from prunekit.channels.trial.locks import (
     KEEPS_CLASS,
     LockSearch,
@@ -56,7 +57,6 @@ from prunekit.channels.trial.locks import (
     of_uneven_widths,
     same_place_elsewhere,
 )
-from prunekit.channels.trial.masked_vs_compact import Comparison, Divergence, Failure, Outcome
 from prunekit.channels.trial.size_search import BatchAxes, ScaleSearch, SizeSearch
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import PlanError

@@ -56,7 +56,7 @@ def diagnose_command(
     job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, whole=whole, device=device)
     from prunekit.jobs.analyses.diagnose import diagnose_target, first_training
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.settings.data_and_model import DataSettings
+    from prunekit.settings.inputs import DataSettings
     from prunekit.utils.context import resolve_device
 
     images = job.known_data if job else DataSettings(source="own") if given.data else None

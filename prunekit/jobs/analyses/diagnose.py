@@ -17,7 +17,7 @@ from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose, require_kinds
 from prunekit.inspection.diagnosis.findings import Diagnosis
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import pair

@@ -24,7 +24,7 @@ from prunekit.jobs.run.command_subject import (
 from prunekit.jobs.run.job_subject import share_model
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import Task, described_task
 from prunekit.training.compatibility import require_class_count, require_vocabulary
 from prunekit.training.parallel import share_corrupt

@@ -28,7 +28,7 @@ from prunekit.hooks.model_copy import copied
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.interface import ModelInterface
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import get_task
 from prunekit.utils.context import training_mode

@@ -54,7 +54,7 @@ from prunekit.models.zoo import (
 )
 from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
-from prunekit.settings.data_and_model import BOXED, TEXTUAL, ModelSettings
+from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Task, get_task

@@ -26,7 +26,7 @@ from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.reading.array_files import read_tensors
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task

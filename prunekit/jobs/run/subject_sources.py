@@ -28,7 +28,7 @@ from prunekit.models.zoo import (
     published,
     zoo_names,
 )
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.utils.context import seeded

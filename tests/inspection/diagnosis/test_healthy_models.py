@@ -19,7 +19,7 @@ from prunekit.inspection.diagnosis.data_checks import Pool
 from prunekit.inspection.diagnosis.diagnose_model import diagnose
 from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import DataSettings, ModelSettings
+from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.loop import fit
 from prunekit.utils.context import seeded

@@ -16,7 +16,7 @@ from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.inspection.diagnosis.diagnose_model import diagnose
 from prunekit.inspection.diagnosis.findings import CHECKS, Diagnosis, Finding
-from prunekit.settings.data_and_model import DataSettings
+from prunekit.settings.inputs import DataSettings
 
 Batches = list[tuple[Tensor, Tensor]]
 

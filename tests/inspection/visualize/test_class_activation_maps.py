@@ -19,7 +19,7 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.inspection.visualize.class_maps import FORMULAS, class_activation_map, correlation, eigen_cam
 from prunekit.models.zoo import build_model
-from prunekit.settings.data_and_model import ModelSettings
+from prunekit.settings.inputs import ModelSettings
 
 
 def images(size: int = 64, batch: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
