@@ -36,7 +36,7 @@ sys.path += [str(TESTS / "channels"), str(TESTS / "ordinary"), str(TESTS)]
 
 SAMPLES = 32
 HAND_WRITTEN, ORDINARY = 6, 5
-"""Of the tests' nets every sixth, of the ordinary networks every fifth."""
+"""Steps through the lists: every sixth of the tests' nets, every fifth of the ordinary networks."""
 CRITERIA = ("l1", "l2", "lamp", "fpgm", "elimination", "wanda", "activation_rms", "taylor")
 JOB = "job"
 Inputs = Callable[[int], Any]
@@ -155,7 +155,7 @@ def facts(name: str, folder: Path) -> Iterator[tuple[str, str]]:
 
 SCORED = ("torchvision:squeezenet1_1",)
 UNREPAIRED = ("densenet121", "googlenet", "vgg11_bn", "regnet_y_400mf", "efficientnet_b0", "yolov8n")
-"""What takes a minute each."""
+"""Models whose repair takes a minute each."""
 EXPORTED = ("torchvision:resnet18", "torchvision:mobilenet_v3_small", "torchvision:squeezenet1_1")
 
 

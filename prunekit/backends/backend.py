@@ -87,7 +87,7 @@ class Backend(ABC):
 
     @property
     def defined(self) -> Any:
-        """What it was registered by: its class, or the function of a runtime."""
+        """The object it was registered by: its class, or the function of a runtime."""
         return type(self)
 
     @property

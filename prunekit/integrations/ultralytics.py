@@ -29,7 +29,7 @@ from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
 )
 from prunekit.integrations.yolo.pruned_trainer import keep_structure  # noqa: E402
-from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402  # noqa: E402  # noqa: E402
+from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402
     Left,
     PrunedYOLO,
     configuration,

@@ -47,7 +47,7 @@ from prunekit.utils.private_torch import OpOverload, is_functorch_wrapper, witho
 from prunekit.utils.tensors import gather, map_tensors, write_count
 
 TensorKey = tuple[int, int]
-"""Where a tensor was made: the step of the call, 0 for the model's inputs, and its number among those made there."""
+"""Origin of a tensor: the step of the call, 0 for the inputs of the model, and its number among those made there."""
 
 
 @dataclass

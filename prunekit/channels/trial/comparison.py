@@ -110,7 +110,7 @@ class Divergence:
 
 
 Failure = tuple[Divergence, TracedRun]
-"""Where two models differ, and in which run."""
+"""The operator where two models differ, and the run in which they do."""
 Outcome = tuple[float, Failure | None]
 """The largest relative difference, and where it is too large; None if nowhere."""
 

@@ -229,7 +229,7 @@ class _Turn:
 
     @property
     def failure(self) -> Failure:
-        """Where the two part, once it is known that they do."""
+        """The place where the two models part, once it is known that they do."""
         _, failure = self.outcome
         assert failure is not None
         return failure

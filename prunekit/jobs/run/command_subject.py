@@ -89,7 +89,7 @@ class Subject:
 
     @property
     def knows_inputs(self) -> bool:
-        """Whether shapes of its inputs are known: an exported file may take some of any size."""
+        """True if the shapes of its inputs are known: an exported file may take some of any size."""
         return self.inputs is not None or bool(self.sample_shape)
 
     @property
