@@ -256,13 +256,9 @@ class FileBackend(Backend):
 
 
 class ProgramBackend(FileBackend):
-    """A backend whose files may hold code, which runs when they are loaded: `open` refuses those that do.
+    """A backend whose files may hold code, which runs when they are loaded: `open` refuses those that do."""
 
-    Attributes:
-        loader: what loads its files.
-    """
-
-    loader: ClassVar[str]
+    loader: ClassVar[str]  # what loads its files
 
     @abstractmethod
     def code_in(self, path: Path) -> str:

@@ -30,21 +30,16 @@ class Setting:
     """One way of running a model, in the terms of a row of results.
 
     `prunekit.measure.latency.comparison.choose_settings` makes all of them, and turns a recipe's "fp32" into "float32".
-
-    Attributes:
-        device: "cpu", "cuda" or "cuda:n".
-        threads: of the CPU.
-        dtype: of the model's computations, by torch's name: "float32", "bfloat16", "float16", or "int8" for a file that
-            was quantized, whose inputs and outputs are in float32.
-        memory_format: "contiguous" or "channels_last".
     """
 
     runtime: str
-    device: str
+    device: str  # "cpu", "cuda" or "cuda:n"
     batch: int
-    threads: int
+    threads: int  # of the CPU
+    # of the model's computations, by torch's name: "float32", "bfloat16", "float16", or "int8" for a file that was
+    # quantized, whose inputs and outputs are in float32
     dtype: str = "float32"
-    memory_format: str = "contiguous"
+    memory_format: str = "contiguous"  # "contiguous" or "channels_last"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -65,15 +60,11 @@ def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs of a model, from which batches of any size are made.
+    """The inputs of a model, from which batches of any size are made."""
 
-    Attributes:
-        one: an example with one sample.
-        drawn: whether its numbers are drawn at random; else the sample is repeated. Several inputs may depend on each
-            other, as targets that `forward` takes depend on their images, and whole numbers on the model's tables.
-    """
-
-    one: tuple[Any, ...]
+    one: tuple[Any, ...]  # an example with one sample
+    # whether its numbers are drawn at random; else the sample is repeated. Several inputs may depend on each other, as
+    # targets that `forward` takes depend on their images, and whole numbers on the model's tables.
     drawn: bool = False
 
     def sample(self, batch: int) -> Sample:
@@ -149,27 +140,21 @@ class Source:
     """A model in the form that a runtime takes: the module itself, or files by batch and dtype.
 
     Beside a quantized file there is always the file in float32 that it was made from.
-
-    Attributes:
-        open: opens a session of a model that was exported before, in place of the runtime's own function.
     """
 
     module: nn.Module | None = None
     files: Mapping[FileKey, Path] = field(default_factory=dict)
+    # opens a session of a model that was exported before, in place of the runtime's own function
     open: Callable[[Sample, Setting], Session] | None = None
 
 
 @dataclass(frozen=True)
 class LayerClock:
-    """A model that is ready to run with every operator timed.
+    """A model that is ready to run with every operator timed."""
 
-    Attributes:
-        run: runs one forward.
-        passes: returns for each of the last forwards, as many as it is given, the milliseconds by path of the innermost
-            module ("" the model's own code), and under None those of no module; it is called once, when all have run.
-    """
-
-    run: Callable[[], object]
+    run: Callable[[], object]  # runs one forward
+    # returns for each of the last forwards, as many as it is given, the milliseconds by path of the innermost module
+    # ("" the model's own code), and under None those of no module; it is called once, when all have run
     passes: Callable[[int], Sequence[Mapping[str | None, float]]]
 
 
@@ -296,15 +281,10 @@ RUNS = 15
 
 @dataclass(frozen=True)
 class Floor:
-    """The time of an operator that does nothing.
+    """The time of an operator that does nothing."""
 
-    Attributes:
-        operator_ms: of an operator on one number, in a model that is not timed.
-        clock_ms: additional time if it is timed.
-    """
-
-    operator_ms: float
-    clock_ms: float
+    operator_ms: float  # of an operator on one number, in a model that is not timed
+    clock_ms: float  # additional time if it is timed
 
 
 def measure_floor(device: torch.device) -> Floor:

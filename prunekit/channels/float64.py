@@ -180,17 +180,11 @@ def float64_inputs(
 
 @dataclass(frozen=True)
 class RunPrecision:
-    """One precision in which two models are compared.
+    """One precision in which two models are compared."""
 
-    Attributes:
-        convert: converts their tensors.
-        dtype: of the inputs; None for their own.
-        precision: the mode in which they run.
-    """
-
-    convert: Convert
-    dtype: torch.dtype | None
-    precision: Precision
+    convert: Convert  # converts their tensors
+    dtype: torch.dtype | None  # of the inputs; None for their own
+    precision: Precision  # the mode in which they run
 
     def inputs(self, example: tuple[Any, ...], *, noise: bool = True) -> tuple[Any, ...]:
         """Return an example in this precision, see `float64_inputs`."""

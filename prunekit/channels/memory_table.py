@@ -71,18 +71,12 @@ class RecordedOperator:
 
 @dataclass(eq=False)
 class Recording:
-    """The operators and allocations of one forward pass.
+    """The operators and allocations of one forward pass."""
 
-    Attributes:
-        given_bytes: bytes of parameters, buffers and inputs.
-        inputs_bytes: bytes of the inputs.
-        operators: every operator that returned tensors.
-        allocations: all other memory, in the order in which it was allocated.
-    """
-
-    given_bytes: int = 0
-    inputs_bytes: int = 0
-    operators: list[RecordedOperator] = field(default_factory=list)
+    given_bytes: int = 0  # bytes of parameters, buffers and inputs
+    inputs_bytes: int = 0  # bytes of the inputs
+    operators: list[RecordedOperator] = field(default_factory=list)  # every operator that returned tensors
+    # all other memory, in the order in which it was allocated
     allocations: list[Allocation] = field(default_factory=list)
 
     @property
@@ -301,15 +295,11 @@ Bytes = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class MemoryTable:
-    """Bytes that are alive at those moments of a forward pass that are its peak at some widths.
+    """Bytes that are alive at those moments of a forward pass that are its peak at some widths."""
 
-    Attributes:
-        factors: the labels of each product of widths, in the numbering of the trace; the first has none.
-        bytes: (moments, products) the factor of each product.
-    """
-
+    # the labels of each product of widths, in the numbering of the trace; the first has none
     factors: tuple[tuple[Labels, ...], ...]
-    bytes: Bytes
+    bytes: Bytes  # (moments, products) the factor of each product
 
 
 @dataclass(frozen=True, eq=False)

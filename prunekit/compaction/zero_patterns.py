@@ -26,22 +26,18 @@ SOME = 0.3
 
 @dataclass(frozen=True)
 class ZeroPattern:
-    """Zeros of one weight.
+    """Zeros of one weight."""
 
-    Attributes:
-        zeros, size: how many of its numbers are 0, and how many there are.
-        in_channels: how many of the zeros are in output or input channels that hold nothing else, which compaction
-            takes out.
-        most: by size M, the most non-zeros in any group of M inputs, at each kernel position; without sizes that do
-            not divide the inputs.
-        blocks: by shape (outputs, inputs), the share of the zeros in blocks, at each kernel position, that are wholly
-            zero; without shapes that do not divide the weight.
-    """
-
+    # zeros, size: how many of its numbers are 0, and how many there are
     zeros: int
     size: int
+    # how many of the zeros are in output or input channels that hold nothing else, which compaction takes out
     in_channels: int
+    # by size M, the most non-zeros in any group of M inputs, at each kernel position; without sizes that do not divide
+    # the inputs
     most: Mapping[int, int]
+    # by shape (outputs, inputs), the share of the zeros in blocks, at each kernel position, that are wholly zero;
+    # without shapes that do not divide the weight
     blocks: Mapping[tuple[int, int], float]
 
     @property
@@ -126,13 +122,9 @@ def _in_blocks(zero: Tensor, shape: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class ModelZeros:
-    """Zeros of the weights of a model's linear layers and convolutions.
+    """Zeros of the weights of a model's linear layers and convolutions."""
 
-    Attributes:
-        layers: by name of the weight.
-    """
-
-    layers: Mapping[str, ZeroPattern]
+    layers: Mapping[str, ZeroPattern]  # by name of the weight
 
     @property
     def share(self) -> float:

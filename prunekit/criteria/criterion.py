@@ -66,23 +66,14 @@ ScoreFunction = Callable[[Evidence], Scores]
 
 @dataclass(frozen=True)
 class Criterion:
-    """An importance score: a pure function from the evidence to one score for each label, shape (n_labels,).
+    """An importance score: a pure function from the evidence to one score for each label, shape (n_labels,)."""
 
-    Attributes:
-        name: in recipes and arguments.
-        function: computes it.
-        needs: evidence that it looks at; it is label-free without "labels".
-        measures: what it measures, in a few words.
-        paper: that introduced it; empty for a baseline.
-        comparable: whether scores of different channel groups can be ranked together as they are; others are
-            normalized first.
-    """
-
-    name: str
-    function: ScoreFunction
-    needs: tuple[Need, ...]
-    measures: str = ""
-    paper: str = ""
+    name: str  # in recipes and arguments
+    function: ScoreFunction  # computes it
+    needs: tuple[Need, ...]  # evidence that it looks at; it is label-free without "labels"
+    measures: str = ""  # what it measures, in a few words
+    paper: str = ""  # that introduced it; empty for a baseline
+    # whether scores of different channel groups can be ranked together as they are; others are normalized first
     comparable: bool = False
 
 

@@ -67,37 +67,26 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class LayerObjective:
-    """The output error of a layer that reads channels of a group, as a quadratic function of its weight.
+    """The output error of a layer that reads channels of a group, as a quadratic function of its weight."""
 
-    Attributes:
-        gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        products: (d, d) float64, W^T W of its weight in units of the end of its chain, each output over its standard
-            deviation there, or times the gain of a norm over channels that reads it, see `RowNorm`; weighted by how
-            much an error of this layer changes the model's output, see `TRUST`.
-        labels: (C,) of its input channels; d is C times the columns of each.
-        biased: whether a bias, its own or that of a norm, makes up for the mean of what is removed.
-    """
-
-    gram: Tensor
+    gram: Tensor  # (d + 1, d + 1) mean products of the columns it reads and of a constant
+    # (d, d) float64, W^T W of its weight in units of the end of its chain, each output over its standard deviation
+    # there, or times the gain of a norm over channels that reads it, see `RowNorm`; weighted by how much an error of
+    # this layer changes the model's output, see `TRUST`
     products: Tensor
-    labels: IntArray
-    biased: bool = True
+    labels: IntArray  # (C,) of its input channels; d is C times the columns of each
+    biased: bool = True  # whether a bias, its own or that of a norm, makes up for the mean of what is removed
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The labels of a group in the order in which they are removed, and the error after each.
+    """The labels of a group in the order in which they are removed, and the error after each."""
 
-    Attributes:
-        labels: (n,), the first is removed first.
-        errors: (n,) after removing as many, with all that is left fitted again: summed over the outputs of all layers
-            that read them, each over its variance and weighted as in `LayerObjective`.
-        outputs: over how many outputs they are summed, each counted as its layer's gain counts.
-    """
-
-    labels: Labels
+    labels: Labels  # (n,), the first is removed first
+    # (n,) after removing as many, with all that is left fitted again: summed over the outputs of all layers that read
+    # them, each over its variance and weighted as in `LayerObjective`
     errors: FloatArray
-    outputs: float = 1.0
+    outputs: float = 1.0  # over how many outputs they are summed, each counted as its layer's gain counts
 
 
 @register_criterion(

@@ -32,20 +32,13 @@ Target = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Objects:
-    """The objects in an image.
+    """The objects in an image."""
 
-    Attributes:
-        boxes: (n, 4) float32, left, top, right and bottom in pixels.
-        labels: (n,) int64, from 0.
-        crowds: (n,) int64, 1 for a group of objects that are not told apart.
-        masks: (n, H, W) uint8, 1 within an object; None: not read.
-        keypoints: (n, K, 3) float32, x and y in pixels, and 0 for unknown, 1 for hidden, 2 for visible; None: not read.
-    """
-
-    boxes: Tensor
-    labels: Tensor
-    crowds: Tensor
-    masks: Tensor | None = None
+    boxes: Tensor  # (n, 4) float32, left, top, right and bottom in pixels
+    labels: Tensor  # (n,) int64, from 0
+    crowds: Tensor  # (n,) int64, 1 for a group of objects that are not told apart
+    masks: Tensor | None = None  # (n, H, W) uint8, 1 within an object; None: not read
+    # (n, K, 3) float32, x and y in pixels, and 0 for unknown, 1 for hidden, 2 for visible; None: not read
     keypoints: Tensor | None = None
 
     def __len__(self) -> int:
@@ -253,14 +246,10 @@ class BoxAugmentation:
 
     A `resized` crop is that of SSD (Liu et al. 2016): half of the images are made part of a larger, gray one, and then
     a part that overlaps some box is cut out.
-
-    Attributes:
-        settings: of the changes.
-        gray: value of padding, 0..1.
     """
 
-    settings: AugmentSettings
-    gray: float
+    settings: AugmentSettings  # of the changes
+    gray: float  # value of padding, 0..1
 
     @classmethod
     def of(cls, augment: Augment, gray: float) -> BoxAugmentation:

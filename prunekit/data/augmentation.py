@@ -34,17 +34,11 @@ SCALE = (0.08, 1.0)
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The transforms that settings ask for.
+    """The transforms that settings ask for."""
 
-    Attributes:
-        resizes: whether `pixels` takes images of any size; else they must have the final size.
-        pixels: transform of a Pillow image or of values in 0..1; None: no transform.
-        normalized: transform of a normalized image, in which 0 is the mean; None: no transform.
-    """
-
-    resizes: bool
-    pixels: v2.Transform | None
-    normalized: v2.Transform | None
+    resizes: bool  # whether `pixels` takes images of any size; else they must have the final size
+    pixels: v2.Transform | None  # transform of a Pillow image or of values in 0..1; None: no transform
+    normalized: v2.Transform | None  # transform of a normalized image, in which 0 is the mean; None: no transform
 
 
 @cache
@@ -130,17 +124,11 @@ MIXING = 2
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019); if both are on, each batch draws one of them.
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019); if both are on, each batch draws one of them."""
 
-    Attributes:
-        classes: number of classes, at least two.
-        mixup: the share of an image is drawn from Beta(mixup, mixup); 0 is off. One of the two must be on.
-        cutmix: the share of the area that stays is drawn from Beta(cutmix, cutmix); 0 is off.
-    """
-
-    classes: int
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    classes: int  # number of classes, at least two
+    mixup: float = 0.0  # the share of an image is drawn from Beta(mixup, mixup); 0 is off. One of the two must be on.
+    cutmix: float = 0.0  # the share of the area that stays is drawn from Beta(cutmix, cutmix); 0 is off
 
     def __call__(self, images: Tensor, labels: Tensor, draw: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return a batch mixed with itself rolled by one.

@@ -31,33 +31,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class CocoImages(ImageFiles):
-    """The images of one annotation file.
+    """The images of one annotation file."""
 
-    Attributes:
-        classes: name of each class.
-        paths: of each image, in the order of the file.
-        sizes: (N, 2), width and height of each image, as the file says.
-        starts: (N + 1,) int64, where the annotations of each image begin.
-        boxes: (M, 4) float32, left, top, right and bottom in pixels, within the image.
-        labels: (M,) int64, from 0.
-        crowds: (M,) int64.
-        outlines: of each annotation, polygons or run lengths; None: not read.
-        keypoints: (M, K, 3) float32; None: not read.
-        flipped_points: see `AnnotatedImages`.
-        notes: what was left out of the file.
-    """
-
-    classes: tuple[str, ...]
-    paths: tuple[Path, ...]
-    sizes: Array
-    starts: Array
-    boxes: Array
-    labels: Array
-    crowds: Array
-    outlines: tuple[Any, ...] | None
-    keypoints: Array | None
-    flipped_points: tuple[int, ...]
-    notes: tuple[str, ...]
+    classes: tuple[str, ...]  # name of each class
+    paths: tuple[Path, ...]  # of each image, in the order of the file
+    sizes: Array  # (N, 2), width and height of each image, as the file says
+    starts: Array  # (N + 1,) int64, where the annotations of each image begin
+    boxes: Array  # (M, 4) float32, left, top, right and bottom in pixels, within the image
+    labels: Array  # (M,) int64, from 0
+    crowds: Array  # (M,) int64
+    outlines: tuple[Any, ...] | None  # of each annotation, polygons or run lengths; None: not read
+    keypoints: Array | None  # (M, K, 3) float32; None: not read
+    flipped_points: tuple[int, ...]  # see `AnnotatedImages`
+    notes: tuple[str, ...]  # what was left out of the file
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
         """Return an image and its objects."""

@@ -35,11 +35,6 @@ class DrawnShapes:
 
     Boxes, masks and keypoints are of what can be seen: a shape may hide a part of an earlier one.
 
-    Attributes:
-        count: number of images.
-        size: their height and width.
-        targets: what is given besides boxes: `masks`, `keypoints`.
-
     Example:
         >>> from prunekit.data.drawn_shapes import DrawnShapes
         >>> image, objects = DrawnShapes(8, 64).read(0)
@@ -47,9 +42,9 @@ class DrawnShapes:
         ((64, 64), 4)
     """
 
-    count: int
-    size: int
-    targets: tuple[str, ...] = ()
+    count: int  # number of images
+    size: int  # their height and width
+    targets: tuple[str, ...] = ()  # what is given besides boxes: `masks`, `keypoints`
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -27,35 +27,22 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The share of the batches that a process has.
+    """The share of the batches that a process has."""
 
-    Attributes:
-        rank: of the process, from 0.
-        of: number of processes.
-        split: whether each process has some images of every batch; else it has some whole batches.
-    """
-
-    rank: int = 0
-    of: int = 1
-    split: bool = False
+    rank: int = 0  # of the process, from 0
+    of: int = 1  # number of processes
+    split: bool = False  # whether each process has some images of every batch; else it has some whole batches
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A request for one batch, as worker processes get it.
+    """A request for one batch, as worker processes get it."""
 
-    Attributes:
-        indices: (B,) int64, which images.
-        draw: seed, epoch and the batch's number in it.
-        augment: whether images are augmented.
-        mixing: how they are mixed with each other.
-        before: (0 or 1,) int64, for a share of a batch the image before it in the batch, cyclically, to mix with.
-    """
-
-    indices: Tensor
-    draw: tuple[int, int, int]
-    augment: bool
-    mixing: Mixing | None
+    indices: Tensor  # (B,) int64, which images
+    draw: tuple[int, int, int]  # seed, epoch and the batch's number in it
+    augment: bool  # whether images are augmented
+    mixing: Mixing | None  # how they are mixed with each other
+    # (0 or 1,) int64, for a share of a batch the image before it in the batch, cyclically, to mix with
     before: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property

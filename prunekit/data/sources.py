@@ -47,19 +47,12 @@ SHAPES = 240
 
 @dataclass(frozen=True)
 class BoxedSource:
-    """Images with boxes that are still to be split.
+    """Images with boxes that are still to be split."""
 
-    Attributes:
-        parts: `train`, and perhaps `validation` and `test`.
-        corrupt: counts corrupt images.
-        content: bytes that identify the data.
-        notes: what was left out.
-    """
-
-    parts: dict[str, AnnotatedImages]
-    corrupt: CorruptImages
-    content: tuple[bytes, ...]
-    notes: tuple[str, ...] = ()
+    parts: dict[str, AnnotatedImages]  # `train`, and perhaps `validation` and `test`
+    corrupt: CorruptImages  # counts corrupt images
+    content: tuple[bytes, ...]  # bytes that identify the data
+    notes: tuple[str, ...] = ()  # what was left out
 
 
 def detection_splits(settings: DataSettings) -> Splits:

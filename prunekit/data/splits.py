@@ -33,31 +33,18 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Splits:
-    """Training, validation and test images; no image is in two of them.
+    """Training, validation and test images; no image is in two of them."""
 
-    Attributes:
-        train: for training and calibration.
-        validation: for choosing the best epoch.
-        test: for the final measurement alone.
-        classes: name of each label.
-        sample_shape: (C, H, W) of one image; of other tasks, the shape of a sample's first input.
-        fingerprint: SHA-256 of the images, their labels, their split and their transform; hexadecimal.
-        task: that they are for: how they are trained on, and what is measured.
-        preprocessing: the way from an image file to an input; None for other samples.
-        notes: what of the data was left out or changed, for the log.
-        vocabulary: of texts, the number of tokens that their tokenizer has.
-    """
-
-    train: SampleDataset
-    validation: SampleDataset
-    test: SampleDataset
-    classes: tuple[str, ...]
-    sample_shape: tuple[int, ...]
-    fingerprint: str
-    task: Task = IMAGE_CLASSIFICATION
-    preprocessing: Preprocessing | None = None
-    notes: tuple[str, ...] = ()
-    vocabulary: int | None = None
+    train: SampleDataset  # for training and calibration
+    validation: SampleDataset  # for choosing the best epoch
+    test: SampleDataset  # for the final measurement alone
+    classes: tuple[str, ...]  # name of each label
+    sample_shape: tuple[int, ...]  # (C, H, W) of one image; of other tasks, the shape of a sample's first input
+    fingerprint: str  # SHA-256 of the images, their labels, their split and their transform; hexadecimal
+    task: Task = IMAGE_CLASSIFICATION  # that they are for: how they are trained on, and what is measured
+    preprocessing: Preprocessing | None = None  # the way from an image file to an input; None for other samples
+    notes: tuple[str, ...] = ()  # what of the data was left out or changed, for the log
+    vocabulary: int | None = None  # of texts, the number of tokens that their tokenizer has
 
     @property
     def corrupt(self) -> dict[str, str]:
@@ -67,25 +54,15 @@ class Splits:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Images that are still to be split, and the parts that are already separate.
+    """Images that are still to be split, and the parts that are already separate."""
 
-    Attributes:
-        where: name of the data in messages.
-        classes: name of each label.
-        rest: images that are not in a separate part.
-        test: test images, if they are separate.
-        content: bytes that identify the data.
-        validation: validation images, if they are separate.
-        shape: (C, H, W) of inputs that do not have the settings' size.
-    """
-
-    where: str
-    classes: tuple[str, ...]
-    rest: ImageDataset
-    test: ImageDataset | None
-    content: tuple[bytes, ...]
-    validation: ImageDataset | None = None
-    shape: tuple[int, ...] | None = None
+    where: str  # name of the data in messages
+    classes: tuple[str, ...]  # name of each label
+    rest: ImageDataset  # images that are not in a separate part
+    test: ImageDataset | None  # test images, if they are separate
+    content: tuple[bytes, ...]  # bytes that identify the data
+    validation: ImageDataset | None = None  # validation images, if they are separate
+    shape: tuple[int, ...] | None = None  # (C, H, W) of inputs that do not have the settings' size
 
 
 def splits_of(source: ImageSource, settings: DataSettings) -> Splits:

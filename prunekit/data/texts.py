@@ -93,21 +93,13 @@ def _text_of(file: Path, number: int, found: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TextSamples:
-    """Texts as samples of token ids: a map-style data set, of which parts are taken as `samples[3:8]`.
+    """Texts as samples of token ids: a map-style data set, of which parts are taken as `samples[3:8]`."""
 
-    Attributes:
-        rows: token ids of each sample.
-        first: number of the first one among all, from which masks are drawn.
-        masking: masks tokens; None: none are masked.
-        with_mask: whether samples have an `attention_mask`, as their lengths differ.
-        tokens: number of tokens that they were cut from.
-    """
-
-    rows: Sequence[Ids]
-    first: int = 0
-    masking: Masking | None = None
-    with_mask: bool = False
-    tokens: int = 0
+    rows: Sequence[Ids]  # token ids of each sample
+    first: int = 0  # number of the first one among all, from which masks are drawn
+    masking: Masking | None = None  # masks tokens; None: none are masked
+    with_mask: bool = False  # whether samples have an `attention_mask`, as their lengths differ
+    tokens: int = 0  # number of tokens that they were cut from
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,17 +129,12 @@ class Masking:
 
     Of these 80 % are replaced by the mask, 10 % by a random token, and 10 % stay. It is the same for the same seed and
     sample, in every epoch.
-
-    Attributes:
-        mask: id of the mask.
-        vocabulary: number of tokens, of which random ones are drawn.
-        seed: of the draws.
-        begin, end: ids that stand before and after what may be masked.
     """
 
-    mask: int
-    vocabulary: int
-    seed: int
+    mask: int  # id of the mask
+    vocabulary: int  # number of tokens, of which random ones are drawn
+    seed: int  # of the draws
+    # begin, end: ids that stand before and after what may be masked
     begin: int = 0
     end: int = 0
 
@@ -231,15 +218,10 @@ MOST_IDS = 2**31 - 2
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """A tokenizer with its special tokens.
+    """A tokenizer with its special tokens."""
 
-    Attributes:
-        tokenizer: of the package tokenizers.
-        folder: where it is from.
-    """
-
-    tokenizer: Any
-    folder: Path
+    tokenizer: Any  # of the package tokenizers
+    folder: Path  # where it is from
 
     @cached_property
     def vocabulary(self) -> int:

@@ -34,59 +34,36 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class YoloDescription:
-    """The facts in a `data.yaml`.
+    """The facts in a `data.yaml`."""
 
-    Attributes:
-        where: the file, or the folder if there is none.
-        classes: name of each class; empty: the numbers that occur.
-        images: files of images of each part: `train`, `validation`, `test`.
-        point_shape: number of keypoints of an object, and of numbers of each, 2 or 3; None: there are none.
-        flipped_points: see `AnnotatedImages`.
-    """
-
-    where: Path
-    classes: tuple[str, ...]
-    images: dict[str, tuple[Path, ...]]
+    where: Path  # the file, or the folder if there is none
+    classes: tuple[str, ...]  # name of each class; empty: the numbers that occur
+    images: dict[str, tuple[Path, ...]]  # files of images of each part: `train`, `validation`, `test`
+    # number of keypoints of an object, and of numbers of each, 2 or 3; None: there are none
     point_shape: tuple[int, int] | None = None
-    flipped_points: tuple[int, ...] = ()
+    flipped_points: tuple[int, ...] = ()  # see `AnnotatedImages`
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The labels of one image, as shares of its width and height.
+    """The labels of one image, as shares of its width and height."""
 
-    Attributes:
-        classes: (n,) int64.
-        boxes: (n, 4) float32, left, top, right, bottom.
-        polygons: of each object (P, 2) float32; None where the file has a box alone.
-        keypoints: (n, K, 3) float32; None: the file has none.
-    """
-
-    classes: Array
-    boxes: Array
-    polygons: tuple[Array | None, ...]
-    keypoints: Array | None = None
+    classes: Array  # (n,) int64
+    boxes: Array  # (n, 4) float32, left, top, right, bottom
+    polygons: tuple[Array | None, ...]  # of each object (P, 2) float32; None where the file has a box alone
+    keypoints: Array | None = None  # (n, K, 3) float32; None: the file has none
 
 
 @dataclass(frozen=True, eq=False)
 class YoloImages(ImageFiles):
-    """The images of one part.
+    """The images of one part."""
 
-    Attributes:
-        classes: name of each class.
-        paths: of each image.
-        labels: of each image.
-        targets: what is given besides boxes: `masks`, `keypoints`.
-        flipped_points: see `AnnotatedImages`.
-        notes: what was left out.
-    """
-
-    classes: tuple[str, ...]
-    paths: tuple[Path, ...]
-    labels: tuple[Labels, ...]
-    targets: tuple[str, ...]
-    flipped_points: tuple[int, ...]
-    notes: tuple[str, ...]
+    classes: tuple[str, ...]  # name of each class
+    paths: tuple[Path, ...]  # of each image
+    labels: tuple[Labels, ...]  # of each image
+    targets: tuple[str, ...]  # what is given besides boxes: `masks`, `keypoints`
+    flipped_points: tuple[int, ...]  # see `AnnotatedImages`
+    notes: tuple[str, ...]  # what was left out
 
     def read(self, index: int) -> tuple[Image.Image, Objects]:
         """Return an image and its objects."""

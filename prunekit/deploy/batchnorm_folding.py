@@ -30,19 +30,12 @@ from prunekit.utils.tensors import gather, is_subnormal
 
 @dataclass(frozen=True, eq=False)
 class FoldedModel:
-    """Result of `fold_batchnorm`.
+    """Result of `fold_batchnorm`."""
 
-    Attributes:
-        model: a new one, in eval mode.
-        norms: path of each folded norm -> path of the layer that does its work.
-        kept: path of each other norm that ran -> why it was not folded.
-        max_relative_difference: of the outputs on the example, in float64.
-    """
-
-    model: nn.Module
-    norms: dict[str, str]
-    kept: dict[str, str]
-    max_relative_difference: float
+    model: nn.Module  # a new one, in eval mode
+    norms: dict[str, str]  # path of each folded norm -> path of the layer that does its work
+    kept: dict[str, str]  # path of each other norm that ran -> why it was not folded
+    max_relative_difference: float  # of the outputs on the example, in float64
 
 
 @public_call
@@ -84,36 +77,22 @@ def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERAN
 
 @dataclass(eq=False)
 class FoldablePair:
-    """A norm, and the layer whose output it reads.
+    """A norm, and the layer whose output it reads."""
 
-    Attributes:
-        norm: path of the module that owns the running statistics.
-        shape: of the norm's input.
-        layer: path of the module that owns the layer's weight; empty if the input is not the output of a layer.
-        transposed: whether the layer is a transposed convolution, whose weight is (inputs, outputs, ...).
-        biased: whether the layer was called with its module's own bias, or with None if the module has none.
-        output: of the layer.
-    """
-
-    norm: str
-    shape: torch.Size
-    layer: str = ""
-    transposed: bool = False
-    biased: bool = True
-    output: Tensor | None = None
+    norm: str  # path of the module that owns the running statistics
+    shape: torch.Size  # of the norm's input
+    layer: str = ""  # path of the module that owns the layer's weight; empty if the input is not the output of a layer
+    transposed: bool = False  # whether the layer is a transposed convolution, whose weight is (inputs, outputs, ...)
+    biased: bool = True  # whether the layer was called with its module's own bias, or with None if the module has none
+    output: Tensor | None = None  # of the layer
 
 
 @dataclass(frozen=True, eq=False)
 class FoldableNorms:
-    """The norms of a model that can be folded.
+    """The norms of a model that can be folded."""
 
-    Attributes:
-        pairs: norms with their layers, in the order in which they run.
-        kept: path of every other norm -> why it cannot be folded.
-    """
-
-    pairs: tuple[FoldablePair, ...]
-    kept: dict[str, str] = field(default_factory=dict)
+    pairs: tuple[FoldablePair, ...]  # norms with their layers, in the order in which they run
+    kept: dict[str, str] = field(default_factory=dict)  # path of every other norm -> why it cannot be folded
 
 
 def foldable_norms(model: nn.Module, example: tuple[Any, ...]) -> FoldableNorms:

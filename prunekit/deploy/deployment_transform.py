@@ -63,14 +63,10 @@ class Transform:
     """`fold_batchnorm` and `channels_last` as one function, for a model and all compact models made of it.
 
     Results are not verified. Models may be on the meta device.
-
-    Attributes:
-        settings: which changes to make.
-        pairs: norms to fold and the layers before them.
     """
 
-    settings: DeploySettings = field(default_factory=DeploySettings)
-    pairs: tuple[FoldablePair, ...] = ()
+    settings: DeploySettings = field(default_factory=DeploySettings)  # which changes to make
+    pairs: tuple[FoldablePair, ...] = ()  # norms to fold and the layers before them
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """Return a copy in eval mode; the model itself where there is nothing to do."""
@@ -105,19 +101,12 @@ def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySet
 
 @dataclass(frozen=True, eq=False)
 class FlushedModel:
-    """Result of `flush_subnormals`.
+    """Result of `flush_subnormals`."""
 
-    Attributes:
-        model: a new one; the given one if it has none.
-        counts: name of each tensor that held subnormal numbers -> how many.
-        max_relative_difference: of the outputs on the example, in float64.
-        stay: why subnormal numbers were left; empty if none were.
-    """
-
-    model: nn.Module
-    counts: dict[str, int]
-    max_relative_difference: float
-    stay: str = ""
+    model: nn.Module  # a new one; the given one if it has none
+    counts: dict[str, int]  # name of each tensor that held subnormal numbers -> how many
+    max_relative_difference: float  # of the outputs on the example, in float64
+    stay: str = ""  # why subnormal numbers were left; empty if none were
 
     @property
     def notes(self) -> tuple[str, ...]:

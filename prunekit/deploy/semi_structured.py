@@ -34,21 +34,13 @@ CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, eq=False)
 class SemiStructuredModel:
-    """Result of `semi_structured`.
+    """Result of `semi_structured`."""
 
-    Attributes:
-        model: a new one in eval mode; the given one if no layer was packed.
-        packed: paths of the layers whose weights are packed.
-        dense: path of each other layer with zeros -> why it is computed as it was.
-        backend: what computes the packed layers, "cusparselt" or "cutlass"; empty if there are none.
-        max_relative_difference: of the outputs on the example, in the model's dtype.
-    """
-
-    model: nn.Module
-    packed: tuple[str, ...]
-    dense: dict[str, str]
-    backend: str = ""
-    max_relative_difference: float = 0.0
+    model: nn.Module  # a new one in eval mode; the given one if no layer was packed
+    packed: tuple[str, ...]  # paths of the layers whose weights are packed
+    dense: dict[str, str]  # path of each other layer with zeros -> why it is computed as it was
+    backend: str = ""  # what computes the packed layers, "cusparselt" or "cutlass"; empty if there are none
+    max_relative_difference: float = 0.0  # of the outputs on the example, in the model's dtype
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}

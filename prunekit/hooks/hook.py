@@ -33,15 +33,10 @@ class HookWarning(UserWarning):
 
 
 class Owner(Protocol):
-    """The owner of a hook.
+    """The owner of a hook."""
 
-    Attributes:
-        active: whether its hooks are registered now.
-        called: set whenever a hook runs.
-    """
-
-    active: bool
-    called: bool
+    active: bool  # whether its hooks are registered now
+    called: bool  # set whenever a hook runs
 
 
 class OwnedHook:

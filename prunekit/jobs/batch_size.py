@@ -63,15 +63,10 @@ CGROUPS = (
 
 @dataclass(frozen=True)
 class TriedBatch:
-    """A batch that was trained on.
+    """A batch that was trained on."""
 
-    Attributes:
-        batch: its size.
-        bytes: at the peak, of the training alone; None if memory ran out.
-    """
-
-    batch: int
-    bytes: int | None
+    batch: int  # its size
+    bytes: int | None  # at the peak, of the training alone; None if memory ran out
 
     def __str__(self) -> str:
         return f"{self.batch} images: {'does not fit' if self.bytes is None else f'{self.bytes / 1e6:.0f} MB'}"
@@ -79,23 +74,14 @@ class TriedBatch:
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest batch that fits.
+    """The largest batch that fits."""
 
-    Attributes:
-        batch: images, for `data.batch`.
-        bytes: measured at the peak, of the training alone.
-        device: that trains.
-        available: bytes of memory that were free.
-        by: what limits the batch: "memory", or "images", the number of which it has reached.
-        tried: every batch that was trained on, in order.
-    """
-
-    batch: int
-    bytes: int
-    device: str
-    available: int
-    by: str
-    tried: tuple[TriedBatch, ...]
+    batch: int  # images, for `data.batch`
+    bytes: int  # measured at the peak, of the training alone
+    device: str  # that trains
+    available: int  # bytes of memory that were free
+    by: str  # what limits the batch: "memory", or "images", the number of which it has reached
+    tried: tuple[TriedBatch, ...]  # every batch that was trained on, in order
 
 
 def find_batch_size(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> LargestBatch:

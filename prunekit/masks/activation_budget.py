@@ -51,17 +51,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, eq=False)
 class SpreadThresholds:
-    """Thresholds that meet an overall budget in two ways: `spread` by errors, and `uniform`.
+    """Thresholds that meet an overall budget in two ways: `spread` by errors, and `uniform`."""
 
-    Attributes:
-        found: the thresholds of each way.
-        weights: share of what can be saved that lies behind each mask, by module path; they add up to 1.
-        errors: error of the model's output on held-out data, as a share of its variance, of each way.
-    """
-
-    found: dict[str, FoundThresholds]
-    weights: dict[str, float]
-    errors: dict[str, float]
+    found: dict[str, FoundThresholds]  # the thresholds of each way
+    weights: dict[str, float]  # share of what can be saved that lies behind each mask, by module path; they add up to 1
+    errors: dict[str, float]  # error of the model's output on held-out data, as a share of its variance, of each way
 
 
 def spread_budgets(masked: MaskedActivations, budgets: Iterable[float], by: SavedBy) -> Iterator[SpreadThresholds]:
@@ -118,13 +112,9 @@ def better_way(errors: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class SharePath:
-    """A way to raise the shares of zeros of all layers, from none to all.
+    """A way to raise the shares of zeros of all layers, from none to all."""
 
-    Attributes:
-        points: (n, layers) shares, rising; between two points they rise in line.
-    """
-
-    points: Array
+    points: Array  # (n, layers) shares, rising; between two points they rise in line
 
     @classmethod
     def uniform(cls, layers: int) -> SharePath:

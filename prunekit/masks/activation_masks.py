@@ -25,15 +25,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class ActivationSparsity:
-    """Exact zeros among the values of activations behind their masks.
+    """Exact zeros among the values of activations behind their masks."""
 
-    Attributes:
-        zeros: how many, by module path.
-        values: how many were counted, over all forward passes, calls and tensors of a module.
-    """
-
-    zeros: Mapping[str, int]
-    values: Mapping[str, int]
+    zeros: Mapping[str, int]  # how many, by module path
+    values: Mapping[str, int]  # how many were counted, over all forward passes, calls and tensors of a module
 
     @property
     def layers(self) -> dict[str, float]:

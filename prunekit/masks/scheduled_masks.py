@@ -73,20 +73,15 @@ def straight_through(settings: ScheduleSettings) -> float | None:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A stage that was carried out.
+    """A stage that was carried out."""
 
-    Attributes:
-        step: steps of training before it.
-        pruned, regrown: numbers of channels that were removed, and that came back.
-        shares: see `Planner.shares`.
-        weights_pruned, weights_regrown: numbers of single weights that were masked, and that came back, in channels
-            that both plans keep.
-    """
-
-    step: int
+    step: int  # steps of training before it
+    # pruned, regrown: numbers of channels that were removed, and that came back
     pruned: int
     regrown: int
-    shares: Mapping[str, tuple[float, float]]
+    shares: Mapping[str, tuple[float, float]]  # see `Planner.shares`
+    # weights_pruned, weights_regrown: numbers of single weights that were masked, and that came back, in channels that
+    # both plans keep
     weights_pruned: int = 0
     weights_regrown: int = 0
 

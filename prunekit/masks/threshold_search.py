@@ -133,38 +133,23 @@ Sketches = Mapping[str, MagnitudeSketch]
 
 @dataclass(frozen=True, eq=False)
 class MaskedActivations:
-    """A model, the activations that are masked in it, and the data to run it on.
+    """A model, the activations that are masked in it, and the data to run it on."""
 
-    Attributes:
-        model: in any mode; run in eval mode.
-        paths: of the modules.
-        side: whether their inputs or outputs are masked.
-        batches: pairs whose first entry is what the model is called with; read several times.
-        device: where it runs.
-    """
-
-    model: nn.Module
-    paths: tuple[str, ...]
-    side: Side
-    batches: Iterable[tuple[Any, Any]]
-    device: torch.device
+    model: nn.Module  # in any mode; run in eval mode
+    paths: tuple[str, ...]  # of the modules
+    side: Side  # whether their inputs or outputs are masked
+    batches: Iterable[tuple[Any, Any]]  # pairs whose first entry is what the model is called with; read several times
+    device: torch.device  # where it runs
 
 
 @dataclass(frozen=True, eq=False)
 class FoundThresholds:
-    """Thresholds, and what they reach.
+    """Thresholds, and what they reach."""
 
-    Attributes:
-        thresholds: by module path.
-        reached: share of zeros behind each mask, with all masks active.
-        shares: that were to be reached, in the last pass.
-        rounds: passes over the data.
-    """
-
-    thresholds: dict[str, float]
-    reached: dict[str, float]
-    shares: Mapping[str, float]
-    rounds: int
+    thresholds: dict[str, float]  # by module path
+    reached: dict[str, float]  # share of zeros behind each mask, with all masks active
+    shares: Mapping[str, float]  # that were to be reached, in the last pass
+    rounds: int  # passes over the data
 
 
 def search_thresholds(masked: MaskedActivations, shares: Callable[[Sketches], Mapping[str, float]]) -> FoundThresholds:

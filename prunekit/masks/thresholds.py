@@ -30,22 +30,17 @@ from prunekit.utils.progress import reporting
 
 @dataclass(frozen=True)
 class ActivationBudget:
-    """A budget of zeros for all masks together, and how it was spread over them.
+    """A budget of zeros for all masks together, and how it was spread over them."""
 
-    Attributes:
-        overall: share of zeros asked for, weighted by what they save.
-        by: what that is: MACs of the layers that read the masked values, or the values themselves.
-        weights: share of all that can be saved that lies behind each mask, by module path; they add up to 1. With 0,
-            nothing that computes by MACs reads these values, and they are not masked.
-        shares: share of zeros that each mask was given; where zeros alone exceed it, the threshold is 0.
-        errors: mean squared difference of the model's output from the unmasked one's on held-out samples, as a share of
-            the latter's variance: `spread` over the layers by measured errors, and `uniform` with one share for all.
-    """
-
-    overall: float
-    by: SavedBy
+    overall: float  # share of zeros asked for, weighted by what they save
+    by: SavedBy  # what that is: MACs of the layers that read the masked values, or the values themselves
+    # share of all that can be saved that lies behind each mask, by module path; they add up to 1. With 0, nothing that
+    # computes by MACs reads these values, and they are not masked.
     weights: Mapping[str, float]
+    # share of zeros that each mask was given; where zeros alone exceed it, the threshold is 0
     shares: Mapping[str, float]
+    # mean squared difference of the model's output from the unmasked one's on held-out samples, as a share of the
+    # latter's variance: `spread` over the layers by measured errors, and `uniform` with one share for all
     errors: Mapping[str, float]
 
     @property

@@ -17,26 +17,18 @@ from prunekit.utils.inputs import call, described, to_device
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a model at a task.
+    """The scores of a model at a task."""
 
-    Attributes:
-        values: every score by name, in percent, the main one first.
-        n_test: number of samples.
-        counts: (K,) sums that the scores are computed from; the first has the hits, if the main score is a proportion.
-            Empty where a metric measures.
-        interval: 95 % interval of the main score, in percent; None if it has none.
-        chance: main score of a model that always answers the most frequent class, in percent; None if unknown.
-        unit: of the main score.
-        lower_is_better: whether less of the main score is better.
-    """
-
-    values: dict[str, float]
-    n_test: int
+    values: dict[str, float]  # every score by name, in percent, the main one first
+    n_test: int  # number of samples
+    # (K,) sums that the scores are computed from; the first has the hits, if the main score is a proportion. Empty
+    # where a metric measures.
     counts: tuple[float, ...]
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # 95 % interval of the main score, in percent; None if it has none
+    # main score of a model that always answers the most frequent class, in percent; None if unknown
     chance: float | None = None
-    unit: str = "%"
-    lower_is_better: bool = False
+    unit: str = "%"  # of the main score
+    lower_is_better: bool = False  # whether less of the main score is better
 
     @property
     def at_chance(self) -> bool:

@@ -21,17 +21,11 @@ from prunekit.utils.tensors import gather
 
 @dataclass(frozen=True)
 class Parity:
-    """The agreement of an exported file with its model on one batch.
+    """The agreement of an exported file with its model on one batch."""
 
-    Attributes:
-        inputs: shapes and dtypes, in words.
-        batch: number of samples.
-        max_relative_difference: largest difference of an output, over its largest value.
-    """
-
-    inputs: str
-    batch: int
-    max_relative_difference: float
+    inputs: str  # shapes and dtypes, in words
+    batch: int  # number of samples
+    max_relative_difference: float  # largest difference of an output, over its largest value
 
 
 def check_export(

@@ -305,15 +305,11 @@ def uniformly_labeled(batches: Iterable[InputsAndTargets], loss: Loss | None) ->
 
 @dataclass(frozen=True, eq=False)
 class Quality:
-    """The measures of outputs besides their error.
+    """The measures of outputs besides their error."""
 
-    Attributes:
-        task: whose loss and scores are measured; None: the cross entropy and top-1 of class scores (B, classes).
-        loss: that is measured; None for the task's.
-    """
-
+    # whose loss and scores are measured; None: the cross entropy and top-1 of class scores (B, classes)
     task: Task | None = None
-    loss: Loss | None = None
+    loss: Loss | None = None  # that is measured; None for the task's
 
     @property
     def selects(self) -> bool:
@@ -360,18 +356,12 @@ class Quality:
 
 @dataclass(frozen=True, eq=False)
 class ModelOutput:
-    """An output of a model, and what of it is compared.
+    """An output of a model, and what of it is compared."""
 
-    Attributes:
-        output: as the model returned it.
-        tensors: those with a row for each sample, (B, values) in float64.
-        scores: class scores (N, classes) in float64; None if there are none.
-        selected: in place of the tensors, those of `OutputComparison` with their keys.
-    """
-
-    output: Any
-    tensors: tuple[Tensor, ...]
-    scores: Tensor | None
+    output: Any  # as the model returned it
+    tensors: tuple[Tensor, ...]  # those with a row for each sample, (B, values) in float64
+    scores: Tensor | None  # class scores (N, classes) in float64; None if there are none
+    # in place of the tensors, those of `OutputComparison` with their keys
     selected: tuple[tuple[int | str, Tensor], ...] = ()
 
 

@@ -215,30 +215,21 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """The figures of one module, without those of modules inside it, which have rows of their own.
+    """The figures of one module, without those of modules inside it, which have rows of their own."""
 
-    Attributes:
-        path: its first path in the model; empty for the model itself.
-        kind: its class.
-        inputs, outputs: shapes of the tensors of its first call, with the batch.
-        params: parameter elements; those of an earlier row are only in `shared_params`.
-        trainable: of `params`, those with `requires_grad`.
-        macs: multiply-accumulates for one sample, over all calls.
-        activation_bytes: of the tensors that its calls returned, for the whole batch, shared memory once: none for
-            modules that work in place or return a view.
-        calls: in one forward pass; 0: it never runs, or another module computes with its parameters.
-    """
-
-    path: str
-    kind: str
+    path: str  # its first path in the model; empty for the model itself
+    kind: str  # its class
+    # inputs, outputs: shapes of the tensors of its first call, with the batch
     inputs: Shapes
     outputs: Shapes
-    params: int
+    params: int  # parameter elements; those of an earlier row are only in `shared_params`
     shared_params: int
-    trainable: int
-    macs: int
+    trainable: int  # of `params`, those with `requires_grad`
+    macs: int  # multiply-accumulates for one sample, over all calls
+    # of the tensors that its calls returned, for the whole batch, shared memory once: none for modules that work in
+    # place or return a view
     activation_bytes: int
-    calls: int
+    calls: int  # in one forward pass; 0: it never runs, or another module computes with its parameters
 
 
 @dataclass(frozen=True)
@@ -252,19 +243,15 @@ class ModuleTable:
 
 @dataclass
 class _PassRecord:
-    """The record of a forward pass, by module path.
+    """The record of a forward pass, by module path."""
 
-    Attributes:
-        order: of first calls.
-        tensors: one for each storage, kept so that no other storage gets its address.
-    """
-
-    order: dict[str, int] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)  # of first calls
     inputs: dict[str, Shapes] = field(default_factory=dict)
     outputs: dict[str, Shapes] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     macs: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    # one for each storage, kept so that no other storage gets its address
     tensors: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, tensors: list[Tensor]) -> int:

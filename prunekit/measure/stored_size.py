@@ -29,22 +29,15 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoredSizes(Displayed):
-    """The bytes of one model's weights file in each form.
+    """The bytes of one model's weights file in each form."""
 
-    Attributes:
-        plain_bytes: of plain safetensors.
-        bitmask_bytes: with zeros as bits, as `prunekit.save(..., compress=True)` writes it.
-        plain_compressed_bytes, bitmask_compressed_bytes: of both after the compressor.
-        compressor: its name: `zstd`, or `zlib` where no zstd is installed.
-        zeros: share of entries whose bits are all 0, of all tensors, 0..1.
-    """
-
-    plain_bytes: int
-    bitmask_bytes: int
+    plain_bytes: int  # of plain safetensors
+    bitmask_bytes: int  # with zeros as bits, as `prunekit.save(..., compress=True)` writes it
+    # plain_compressed_bytes, bitmask_compressed_bytes: of both after the compressor
     plain_compressed_bytes: int
     bitmask_compressed_bytes: int
-    compressor: str
-    zeros: float
+    compressor: str  # its name: `zstd`, or `zlib` where no zstd is installed
+    zeros: float  # share of entries whose bits are all 0, of all tensors, 0..1
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the bytes of each form, before and after the compressor."""

@@ -27,17 +27,11 @@ ATTACHED = "prunekit_interface"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a model takes or returns.
+    """A tensor that a model takes or returns."""
 
-    Attributes:
-        name: of the argument of `forward`, or of the entry of the output.
-        dtype: such as `float32`.
-        shape: a size of each axis, or a name for an axis of any size, such as `batch`.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    name: str  # of the argument of `forward`, or of the entry of the output
+    dtype: str  # such as `float32`
+    shape: tuple[int | str, ...]  # a size of each axis, or a name for an axis of any size, such as `batch`
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"

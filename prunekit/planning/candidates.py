@@ -22,15 +22,10 @@ Scores = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class PlanBounds:
-    """Two plans that bound another one, as in a step of a schedule: bool (n_labels,) each, None for no bound.
+    """Two plans that bound another one, as in a step of a schedule: bool (n_labels,) each, None for no bound."""
 
-    Attributes:
-        most: labels that may be kept.
-        least: labels that must be kept; all of them are in `most`.
-    """
-
-    most: Keep | None = None
-    least: Keep | None = None
+    most: Keep | None = None  # labels that may be kept
+    least: Keep | None = None  # labels that must be kept; all of them are in `most`
 
 
 UNBOUNDED = PlanBounds()

@@ -51,19 +51,12 @@ Solve = Callable[[list[GroupPart]], Labels | None]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A branch that may go.
+    """A branch that may go."""
 
-    Attributes:
-        name: of the branch.
-        stage: its neighbors have the same; of each stage some may have to stay.
-        parts: indices of its parts.
-        error: what is lost if it goes, in units of the scores.
-    """
-
-    name: str
-    stage: str
-    parts: tuple[int, ...]
-    error: float
+    name: str  # of the branch
+    stage: str  # its neighbors have the same; of each stage some may have to stay
+    parts: tuple[int, ...]  # indices of its parts
+    error: float  # what is lost if it goes, in units of the scores
 
 
 def blocks_of(

@@ -47,37 +47,24 @@ def share_kept(kind: ScheduleKind, progress: float, final: float) -> float:
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """A step of a schedule: one change of the plan, between two training steps.
+    """A step of a schedule: one change of the plan, between two training steps."""
 
-    Attributes:
-        step: number of training steps before it.
-        progress: 0..1, see `share_kept`.
-        elapsed: 0..1, the share of the steps from the schedule's begin to its last stage that are over.
-    """
-
-    step: int
-    progress: float
-    elapsed: float = 1.0
+    step: int  # number of training steps before it
+    progress: float  # 0..1, see `share_kept`
+    elapsed: float = 1.0  # 0..1, the share of the steps from the schedule's begin to its last stage that are over
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule laid over a training; made by `timeline`.
+    """A schedule laid over a training; made by `timeline`."""
 
-    Attributes:
-        settings: of the schedule.
-        steps: number of steps in an epoch.
-        epochs: number of epochs of the training.
-        begin, end: number of steps before the curve begins, and before the budget is met.
-        stages: every change of the plan, in order; the last is final.
-    """
-
-    settings: ScheduleSettings
-    steps: int
-    epochs: int
+    settings: ScheduleSettings  # of the schedule
+    steps: int  # number of steps in an epoch
+    epochs: int  # number of epochs of the training
+    # begin, end: number of steps before the curve begins, and before the budget is met
     begin: int
     end: int
-    stages: tuple[ScheduleStep, ...]
+    stages: tuple[ScheduleStep, ...]  # every change of the plan, in order; the last is final
 
     @property
     def total(self) -> int:

@@ -16,16 +16,11 @@ from prunekit.planning.candidates import Scores
 
 @dataclass(frozen=True, eq=False)
 class SensitivityCurve:
-    """The error with each number of channels that a group loses.
+    """The error with each number of channels that a group loses."""
 
-    Attributes:
-        labels: (n,) in the order in which they are removed.
-        errors: (n,) errors[i] after i + 1 labels; comparable between groups.
-        outputs: number of outputs of the layers reading the group that the errors are summed over, weighted alike.
-    """
-
-    labels: Labels
-    errors: NDArray[np.float64]
+    labels: Labels  # (n,) in the order in which they are removed
+    errors: NDArray[np.float64]  # (n,) errors[i] after i + 1 labels; comparable between groups
+    # number of outputs of the layers reading the group that the errors are summed over, weighted alike
     outputs: float = 1.0
 
     def error_at(self, kept: int) -> float:
@@ -40,21 +35,16 @@ class SensitivityCurve:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Change of the output of a model if all but some labels of one group are masked.
+    """Change of the output of a model if all but some labels of one group are masked."""
 
-    Attributes:
-        kept: number of labels of the group that are left.
-        error: mean squared difference of the output from the dense one's, as a share of that one's variance.
-        kl: Kullback-Leibler divergence of the class probabilities from the dense ones, in nats, mean over what is
-            classified; None if the model gives no class scores.
-        loss: mean over samples; None without targets, or where models of the task compute it themselves.
-        scores: every score of the task by name, such as `top1` in percent; empty without targets.
-    """
-
-    kept: int
-    error: float
+    kept: int  # number of labels of the group that are left
+    error: float  # mean squared difference of the output from the dense one's, as a share of that one's variance
+    # Kullback-Leibler divergence of the class probabilities from the dense ones, in nats, mean over what is classified;
+    # None if the model gives no class scores
     kl: float | None = None
+    # mean over samples; None without targets, or where models of the task compute it themselves
     loss: float | None = None
+    # every score of the task by name, such as `top1` in percent; empty without targets
     scores: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:

@@ -63,15 +63,10 @@ BLENDS, FEWER = {2: (0.25, 0.5, 0.75)}, (0.5,)
 
 @dataclass(frozen=True, eq=False)
 class KeptScores:
-    """The sum of the scores that counts keep.
+    """The sum of the scores that counts keep."""
 
-    Attributes:
-        kept: for each part the sums of its first scores, (size + 1,).
-        total: the sum of the absolute values of all scores.
-    """
-
-    kept: tuple[Numbers, ...]
-    total: float
+    kept: tuple[Numbers, ...]  # for each part the sums of its first scores, (size + 1,)
+    total: float  # the sum of the absolute values of all scores
 
     @classmethod
     def of(cls, parts: list[GroupPart], scores: Scores) -> KeptScores:
@@ -90,19 +85,12 @@ class KeptScores:
 
 @dataclass(frozen=True, eq=False)
 class _CountChanges:
-    """Changes of counts, each of one part.
+    """Changes of counts, each of one part."""
 
-    Attributes:
-        part: (changes,) index of the part.
-        change: (changes,) of its count.
-        gain: (changes,) in kept scores.
-        cost: (changes, limits) of this change alone.
-    """
-
-    part: Labels
-    change: Labels
-    gain: Numbers
-    cost: Numbers
+    part: Labels  # (changes,) index of the part
+    change: Labels  # (changes,) of its count
+    gain: Numbers  # (changes,) in kept scores
+    cost: Numbers  # (changes, limits) of this change alone
 
 
 def local_search(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, counts: Labels) -> Labels:

@@ -38,28 +38,21 @@ PROFILE_SHARE, SEARCH_SHARE, FINAL_SHARE = 0.4, 0.35, 0.25
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a model on the target, measured beside the dense one in new processes.
+    """The time of a model on the target, measured beside the dense one in new processes."""
 
-    Attributes:
-        ms, ms_low, ms_high: of a forward pass of the batch: the median over processes of their medians, and an interval
-            that holds the 95 % intervals of all.
-        speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same.
-        stable: whether the figures support a claim.
-        doubts: why the figures are not stable.
-        notes: why it was not measured in processes of its own, if so.
-        processes: the number of processes that measured it.
-    """
-
+    # ms, ms_low, ms_high: of a forward pass of the batch: the median over processes of their medians, and an interval
+    # that holds the 95 % intervals of all
     ms: float
     ms_low: float
     ms_high: float
+    # speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same
     speedup: float
     speedup_low: float
     speedup_high: float
-    stable: bool
-    doubts: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    processes: int = 1
+    stable: bool  # whether the figures support a claim
+    doubts: tuple[str, ...]  # why the figures are not stable
+    notes: tuple[str, ...] = ()  # why it was not measured in processes of its own, if so
+    processes: int = 1  # the number of processes that measured it
 
     def excess(self, asked: dict[str, float]) -> float:
         """Return the time over the time asked for, the largest of all budgets of time."""
@@ -74,25 +67,15 @@ class Timing:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A plan that was measured.
+    """A plan that was measured."""
 
-    Attributes:
-        plan: number of the plan; a plan may be measured twice, or be the same for another share.
-        share: of the time asked for, that the plan was made for by prediction.
-        predicted_ms: by the latency table.
-        macs_left: share of the dense model's.
-        excess: the measured time over the time asked for.
-        timing: of the compact model.
-        ended: why no other plan was tried, where that was for want of time; else empty.
-    """
-
-    plan: int
-    share: float
-    predicted_ms: float
-    macs_left: float
-    excess: float
-    timing: Timing
-    ended: str = ""
+    plan: int  # number of the plan; a plan may be measured twice, or be the same for another share
+    share: float  # of the time asked for, that the plan was made for by prediction
+    predicted_ms: float  # by the latency table
+    macs_left: float  # share of the dense model's
+    excess: float  # the measured time over the time asked for
+    timing: Timing  # of the compact model
+    ended: str = ""  # why no other plan was tried, where that was for want of time; else empty
 
     def __str__(self) -> str:
         return (
@@ -137,23 +120,14 @@ def distance(excess: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LatencyTarget:
-    """Budgets of time for a model, with all that is needed to predict and measure the times of its plans.
+    """Budgets of time for a model, with all that is needed to predict and measure the times of its plans."""
 
-    Attributes:
-        model: dense, on the CPU; its weights do not matter.
-        channel_map: from its trace.
-        inputs: that models are timed on.
-        settings: with at least one budget of time, and runtime, device and batch.
-        profile: on the target, or in eager if its runtime cannot tell layers apart.
-        transform: applied to the dense model and to every compact one before they are timed.
-    """
-
-    model: nn.Module
-    channel_map: ChannelMap
-    inputs: Inputs
-    settings: PruneSettings
-    profile: Profile
-    transform: Transform = AS_IT_IS
+    model: nn.Module  # dense, on the CPU; its weights do not matter
+    channel_map: ChannelMap  # from its trace
+    inputs: Inputs  # that models are timed on
+    settings: PruneSettings  # with at least one budget of time, and runtime, device and batch
+    profile: Profile  # on the target, or in eager if its runtime cannot tell layers apart
+    transform: Transform = AS_IT_IS  # applied to the dense model and to every compact one before they are timed
 
     @property
     def table(self) -> LatencyTable:
@@ -223,19 +197,12 @@ class LatencyTarget:
 
 @dataclass(frozen=True, eq=False)
 class LatencyResult:
-    """The result of a budget of time: the time of the final model, measured last.
+    """The result of a budget of time: the time of the final model, measured last."""
 
-    Attributes:
-        target: with the budgets.
-        attempts: all plans that were measured, in order.
-        binding: whether time limits the plan; if not, it may be faster than asked for.
-        final: the time of the final model.
-    """
-
-    target: LatencyTarget
-    attempts: tuple[Attempt, ...]
-    binding: bool
-    final: Timing
+    target: LatencyTarget  # with the budgets
+    attempts: tuple[Attempt, ...]  # all plans that were measured, in order
+    binding: bool  # whether time limits the plan; if not, it may be faster than asked for
+    final: Timing  # the time of the final model
 
     @property
     def excess(self) -> float:

@@ -40,21 +40,13 @@ TOGETHER = 6
 
 @dataclass(frozen=True, eq=False)
 class LibraryModel:
-    """A model of transformers that is pruned, or the one inside a model that is.
+    """A model of transformers that is pruned, or the one inside a model that is."""
 
-    Attributes:
-        model: dense.
-        path: of the model of transformers in it.
-        inner: that model.
-        examples: that both run on.
-        search: for a configuration of its class.
-    """
-
-    model: nn.Module
-    path: str
-    inner: Any
-    examples: Sequence[tuple[Any, ...]]
-    search: ConfigSearch
+    model: nn.Module  # dense
+    path: str  # of the model of transformers in it
+    inner: Any  # that model
+    examples: Sequence[tuple[Any, ...]]  # that both run on
+    search: ConfigSearch  # for a configuration of its class
 
     @classmethod
     def of(cls, model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> LibraryModel:
@@ -341,17 +333,11 @@ def kept_counts(channel_map: ChannelMap, keep: Keep) -> set[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """Calls of a model of transformers inside a model that runs on its examples: arguments and results.
+    """Calls of a model of transformers inside a model that runs on its examples: arguments and results."""
 
-    Attributes:
-        inner: the module that is called.
-        arguments: positional ones and those by name, of each call.
-        results: tensors of what each call returned.
-    """
-
-    inner: Any
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    results: list[list[Tensor]]
+    inner: Any  # the module that is called
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]  # positional ones and those by name, of each call
+    results: list[list[Tensor]]  # tensors of what each call returned
 
     @classmethod
     def of(cls, model: nn.Module, path: str, examples: Sequence[tuple[Any, ...]]) -> _Calls:

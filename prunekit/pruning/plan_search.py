@@ -59,21 +59,13 @@ NEAR = 0.005
 
 @dataclass(frozen=True, eq=False)
 class CriterionInputs:
-    """Inputs of a criterion besides the weights; None for those that it does not need.
+    """Inputs of a criterion besides the weights; None for those that it does not need."""
 
-    Attributes:
-        stats: channel statistics.
-        gradients: Taylor terms.
-        patches: Gram matrices of patches.
-        seed: of the random criterion.
-        check: of how like layers share a cut, for `elimination` of few samples.
-    """
-
-    stats: ChannelStats | None = None
-    gradients: TaylorTerms | None = None
-    patches: PatchStats | None = None
-    seed: int = 0
-    check: ShareCheck | None = None
+    stats: ChannelStats | None = None  # channel statistics
+    gradients: TaylorTerms | None = None  # Taylor terms
+    patches: PatchStats | None = None  # Gram matrices of patches
+    seed: int = 0  # of the random criterion
+    check: ShareCheck | None = None  # of how like layers share a cut, for `elimination` of few samples
 
 
 WEIGHTS_ALONE = CriterionInputs()
@@ -84,27 +76,19 @@ class PlanSearch:
     """The search for a plan that passes its trial and is within all budgets.
 
     `trace` makes one, `with_weights` returns a new one, and `find` returns the plan.
-
-    Attributes:
-        model: the dense model; not changed.
-        examples: inputs, see `prunekit.utils.inputs.as_example`. Memory and time are measured on the first; the others
-            run branches of the model that the first does not.
-        settings: criterion, scope, budgets and limits.
-        channel_map: of the model.
-        latency: predicts and measures the time of plans; None without a budget of time.
-        log: gets a line for each network of a profile and each plan that is timed.
-        log_plans: whether the log also gets a line for each plan that is made.
-        library: where a configuration of transformers has to say all widths.
     """
 
-    model: nn.Module
+    model: nn.Module  # the dense model; not changed
+    # inputs, see `prunekit.utils.inputs.as_example`. Memory and time are measured on the first; the others run branches
+    # of the model that the first does not.
     examples: tuple[tuple[Any, ...], ...]
-    settings: PruneSettings
-    channel_map: ChannelMap
+    settings: PruneSettings  # criterion, scope, budgets and limits
+    channel_map: ChannelMap  # of the model
+    # predicts and measures the time of plans; None without a budget of time
     latency: LatencyTarget | None = field(default=None, init=False)
-    log: Log = stage
-    log_plans: bool = False
-    library: LibraryModel | None = None
+    log: Log = stage  # gets a line for each network of a profile and each plan that is timed
+    log_plans: bool = False  # whether the log also gets a line for each plan that is made
+    library: LibraryModel | None = None  # where a configuration of transformers has to say all widths
 
     @property
     def table(self) -> LatencyTable | None:
@@ -298,25 +282,16 @@ class PlanSearch:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A plan that passed its trial.
+    """A plan that passed its trial."""
 
-    Attributes:
-        plan: which channels are kept.
-        scores: importance of every label, float (n_labels,).
-        compact: the compact model, not fine-tuned.
-        max_relative_difference: largest difference of any operator between masked and compact model (float64).
-        locked_by_trial: locks that the trial added, as text.
-        unseen: in sentences, sizes that methods which no example runs may need, and MACs that no budget counts.
-        attempts: the plans that were measured, in order, where a budget is one of time.
-    """
-
-    plan: Plan
-    scores: Scores
-    compact: nn.Module
-    max_relative_difference: float
-    locked_by_trial: tuple[str, ...]
+    plan: Plan  # which channels are kept
+    scores: Scores  # importance of every label, float (n_labels,)
+    compact: nn.Module  # the compact model, not fine-tuned
+    max_relative_difference: float  # largest difference of any operator between masked and compact model (float64)
+    locked_by_trial: tuple[str, ...]  # locks that the trial added, as text
+    # in sentences, sizes that methods which no example runs may need, and MACs that no budget counts
     unseen: tuple[str, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[Attempt, ...] = ()  # the plans that were measured, in order, where a budget is one of time
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -59,19 +59,12 @@ OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
 
 @dataclass(frozen=True)
 class NetworkPrediction:
-    """The predicted and the measured time of a network, by a table that was fitted without those held out.
+    """The predicted and the measured time of a network, by a table that was fitted without those held out."""
 
-    Attributes:
-        predicted_ms: by the table.
-        measured_ms: scaled, as the table is, by the time of the dense model beside it.
-        macs_left: share of the dense model's; 1 for the dense model itself.
-        held_out: whether the table was not fitted to it.
-    """
-
-    predicted_ms: float
-    measured_ms: float
-    macs_left: float
-    held_out: bool
+    predicted_ms: float  # by the table
+    measured_ms: float  # scaled, as the table is, by the time of the dense model beside it
+    macs_left: float  # share of the dense model's; 1 for the dense model itself
+    held_out: bool  # whether the table was not fitted to it
 
     @property
     def error(self) -> float:

@@ -33,13 +33,7 @@ Calibration: TypeAlias = "Tensor | Mapping[str, Any] | Iterable[Any] | Collected
 
 @dataclass(eq=False)
 class Request:
-    """The arguments of `prune` or `plan`, and the search for the plan.
-
-    Attributes:
-        samples: of the calibration data, on the model's device; None without them, and before `find_plan`.
-        search: for the plan.
-        notes: what the calibration was short of.
-    """
+    """The arguments of `prune` or `plan`, and the search for the plan."""
 
     model: nn.Module
     example: Any
@@ -52,9 +46,10 @@ class Request:
     more_examples: Sequence[Any]
     task: Task | str | None
     outputs: Outputs | None = None
+    # of the calibration data, on the model's device; None without them, and before `find_plan`
     samples: Any = field(default=None, init=False)
-    search: PlanSearch = field(init=False)
-    notes: tuple[str, ...] = field(default=(), init=False)
+    search: PlanSearch = field(init=False)  # for the plan
+    notes: tuple[str, ...] = field(default=(), init=False)  # what the calibration was short of
 
     def __post_init__(self) -> None:
         if self.stats is not None or self.gradients is not None:

@@ -248,20 +248,14 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that the stages of `prune` take at most beside the model.
+    """Bytes that the stages of `prune` take at most beside the model."""
 
-    Attributes:
-        gains: of gradients of one sample, and what the changes of layers take: a prediction of half of what a linear
-            one reads, and a change of the weight of another.
-        order: of elimination, for the group that the most layers read.
-        trial: of two compact models, the largest module in float64, and the largest results of a pass.
-        repair: of a masked copy, and the limit of `RepairSettings`; 0 without a repair.
-    """
-
+    # of gradients of one sample, and what the changes of layers take: a prediction of half of what a linear one reads,
+    # and a change of the weight of another
     gains: int
-    order: int
-    trial: int
-    repair: int
+    order: int  # of elimination, for the group that the most layers read
+    trial: int  # of two compact models, the largest module in float64, and the largest results of a pass
+    repair: int  # of a masked copy, and the limit of `RepairSettings`; 0 without a repair
 
     @classmethod
     def of(cls, model: nn.Module, channel_map: ChannelMap, repair: RepairSettings | None) -> MemoryNeed:

@@ -49,21 +49,13 @@ FORMS = (
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """The model and data that a recipe is written for.
+    """The model and data that a recipe is written for."""
 
-    Attributes:
-        model: name of a zoo's model, the folder of one of transformers, or `file.py:factory`.
-        data: see `FORMS`.
-        zoo: zoo of the model; None: torchvision, else cifar.
-        weights: of the dense model, a file or one of torchvision's names; None: it is trained first.
-        changes: overrides of what is proposed, `key=value` each.
-    """
-
-    model: str
-    data: str
-    zoo: str | None = None
-    weights: str | None = None
-    changes: tuple[str, ...] = ()
+    model: str  # name of a zoo's model, the folder of one of transformers, or `file.py:factory`
+    data: str  # see `FORMS`
+    zoo: str | None = None  # zoo of the model; None: torchvision, else cifar
+    weights: str | None = None  # of the dense model, a file or one of torchvision's names; None: it is trained first
+    changes: tuple[str, ...] = ()  # overrides of what is proposed, `key=value` each
 
     @property
     def own(self) -> Own:
@@ -73,15 +65,10 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class RecipeDraft:
-    """A recipe that was written.
+    """A recipe that was written."""
 
-    Attributes:
-        command: runs the recipe, as a list of arguments.
-        notes: what was found, and what is missing.
-    """
-
-    command: list[str]
-    notes: tuple[str, ...]
+    command: list[str]  # runs the recipe, as a list of arguments
+    notes: tuple[str, ...]  # what was found, and what is missing
 
 
 def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:

@@ -132,25 +132,15 @@ EXAMPLES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RecipeKey:
-    """One key of a recipe.
+    """One key of a recipe."""
 
-    Attributes:
-        path: its key path.
-        hint: annotation of its value.
-        required: whether it must be given; then there is no default.
-        default: as plain values.
-        meaning: in words.
-        example: a value, as plain values.
-        home: key path under which it is described, if several sections have the same keys.
-    """
-
-    path: KeyPath
-    hint: Any
-    required: bool
-    default: Any
-    meaning: str
-    example: Any
-    home: KeyPath
+    path: KeyPath  # its key path
+    hint: Any  # annotation of its value
+    required: bool  # whether it must be given; then there is no default
+    default: Any  # as plain values
+    meaning: str  # in words
+    example: Any  # a value, as plain values
+    home: KeyPath  # key path under which it is described, if several sections have the same keys
 
     @property
     def name(self) -> str:

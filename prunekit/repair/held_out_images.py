@@ -22,18 +22,12 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some of the calibration images.
+    """Some of the calibration images."""
 
-    Attributes:
-        number: of the batch.
-        inputs: of the model.
-        share: of the sampled rows.
-        counted: bool, False where positions of the samples are padding, see `counted_positions`; None: none are.
-    """
-
-    number: int
-    inputs: Inputs
-    share: float
+    number: int  # of the batch
+    inputs: Inputs  # of the model
+    share: float  # of the sampled rows
+    # bool, False where positions of the samples are padding, see `counted_positions`; None: none are
     counted: Tensor | None = None
 
 

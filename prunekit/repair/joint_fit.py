@@ -38,27 +38,16 @@ Weights = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LayerPair:
-    """Two layers in N windows of samples, see `SampleWindows`.
+    """Two layers in N windows of samples, see `SampleWindows`."""
 
-    Attributes:
-        first: how the first layer reads, without padding.
-        second: the same of the second.
-        inputs: (N, d, ...) of the first.
-        there: (N, 1, ...) 0 where the second reads padding, else 1.
-        rest: (N, o, ...) summand at the end of the second's chain.
-        wanted: (N, o, ...) the end of that chain in the dense network.
-        fitted: number of windows to fit on; the rest are held out.
-        rectified: whether only the positive part of it is used.
-    """
-
-    first: PatchGeometry
-    second: PatchGeometry
-    inputs: Tensor
-    there: Tensor
-    rest: Tensor
-    wanted: Tensor
-    fitted: int
-    rectified: bool = False
+    first: PatchGeometry  # how the first layer reads, without padding
+    second: PatchGeometry  # the same of the second
+    inputs: Tensor  # (N, d, ...) of the first
+    there: Tensor  # (N, 1, ...) 0 where the second reads padding, else 1
+    rest: Tensor  # (N, o, ...) summand at the end of the second's chain
+    wanted: Tensor  # (N, o, ...) the end of that chain in the dense network
+    fitted: int  # number of windows to fit on; the rest are held out
+    rectified: bool = False  # whether only the positive part of it is used
 
     def split(self) -> tuple[LayerPair, LayerPair]:
         """Return the windows to fit on, and those that are held out."""

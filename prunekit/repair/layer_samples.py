@@ -24,40 +24,26 @@ Shapes = tuple[torch.Size, ...]
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request for a sample of a layer.
+    """A request for a sample of a layer."""
 
-    Attributes:
-        layer: that is sampled.
-        rows: number of positions of its output to fit on, over all of its calls.
-        channels: of its input whose patches are sampled; None: no patches.
-        centers: whether the whole input is sampled at the centers of the patches.
-        outputs: whether the layer's output is sampled.
-        source: request for the layer before, and for this layer's outputs in the same windows; None: no source.
-        calls: of the layer's weight in the pass; empty: the layer's own.
-    """
-
-    layer: LayerCall
-    rows: int
-    channels: Tensor | None = None
-    centers: bool = False
-    outputs: bool = False
+    layer: LayerCall  # that is sampled
+    rows: int  # number of positions of its output to fit on, over all of its calls
+    channels: Tensor | None = None  # of its input whose patches are sampled; None: no patches
+    centers: bool = False  # whether the whole input is sampled at the centers of the patches
+    outputs: bool = False  # whether the layer's output is sampled
+    # request for the layer before, and for this layer's outputs in the same windows; None: no source
     source: SourceRequest | None = None
-    calls: tuple[LayerCall, ...] = ()
+    calls: tuple[LayerCall, ...] = ()  # of the layer's weight in the pass; empty: the layer's own
 
 
 @dataclass(frozen=True, eq=False)
 class SampledCalls:
-    """Samples of a layer from one pass over one batch.
+    """Samples of a layer from one pass over one batch."""
 
-    Attributes:
-        tensors: by their names in `LayerSample`, call after call; empty if the pass makes none.
-        totals: rows of each call.
-        window: positions of the layer's output in a window, along each axis; none if no windows were sampled.
-    """
-
+    # by their names in `LayerSample`, call after call; empty if the pass makes none
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    totals: tuple[int, ...] = ()
-    window: Sizes = ()
+    totals: tuple[int, ...] = ()  # rows of each call
+    window: Sizes = ()  # positions of the layer's output in a window, along each axis; none if no windows were sampled
 
 
 class SourceRequest(NamedTuple):
@@ -70,33 +56,21 @@ class SourceRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerSample:
-    """A layer at N sampled rows: those to fit on first, then those of held-out images.
+    """A layer at N sampled rows: those to fit on first, then those of held-out images."""
 
-    Attributes:
-        fitted: number of rows to fit on.
-        inputs: (N, channels * taps) patches that the layer reads.
-        outputs: (N, output channels) of the layer itself.
-        others: (N, output channels) of the other summand, where the layer's output is added to something.
-        centers: (N, input channels) at the middle of each patch.
-        before: (n, d, ...) inputs of the layer before it in n windows, see `SampleWindows.inputs`; None: not sampled.
-        there: (n, 1, ...) False where the layer reads padding in the windows.
-        window_outputs: (n * positions, output channels) as `outputs`, in the windows.
-        window_others: the same of `others`.
-        windows_fitted: number of windows to fit on.
-        totals: number of rows of each call from which those are drawn, batch by batch.
-    """
-
-    fitted: int
-    inputs: Tensor | None = None
-    outputs: Tensor | None = None
+    fitted: int  # number of rows to fit on
+    inputs: Tensor | None = None  # (N, channels * taps) patches that the layer reads
+    outputs: Tensor | None = None  # (N, output channels) of the layer itself
+    # (N, output channels) of the other summand, where the layer's output is added to something
     others: Tensor | None = None
-    centers: Tensor | None = None
+    centers: Tensor | None = None  # (N, input channels) at the middle of each patch
+    # (n, d, ...) inputs of the layer before it in n windows, see `SampleWindows.inputs`; None: not sampled
     before: Tensor | None = None
-    there: Tensor | None = None
-    window_outputs: Tensor | None = None
-    window_others: Tensor | None = None
-    windows_fitted: int = 0
-    totals: tuple[tuple[int, ...], ...] = ()
+    there: Tensor | None = None  # (n, 1, ...) False where the layer reads padding in the windows
+    window_outputs: Tensor | None = None  # (n * positions, output channels) as `outputs`, in the windows
+    window_others: Tensor | None = None  # the same of `others`
+    windows_fitted: int = 0  # number of windows to fit on
+    totals: tuple[tuple[int, ...], ...] = ()  # number of rows of each call from which those are drawn, batch by batch
 
 
 class SampleGatherer:
@@ -245,19 +219,12 @@ class SampleGatherer:
 
 @dataclass(frozen=True, eq=False)
 class PassRoute:
-    """The calls that a model makes in a pass over one batch.
+    """The calls that a model makes in a pass over one batch."""
 
-    Attributes:
-        names: of all calls.
-        layers: the calls of each weight.
-        lifetimes: of the tensors in the pass.
-        cuts: for each step of a walk the number of the call from which its passes continue.
-    """
-
-    names: tuple[str, ...]
-    layers: Mapping[str, tuple[LayerCall, ...]]
-    lifetimes: Lifetimes
-    cuts: Sequence[int]
+    names: tuple[str, ...]  # of all calls
+    layers: Mapping[str, tuple[LayerCall, ...]]  # the calls of each weight
+    lifetimes: Lifetimes  # of the tensors in the pass
+    cuts: Sequence[int]  # for each step of a walk the number of the call from which its passes continue
 
     def stop(self, weight: str) -> int:
         """Return the number of the call before which a layer's targets are all computed."""
@@ -395,35 +362,20 @@ class LayerPass(ResumableRun):
 
 @dataclass(eq=False)
 class _CallSample:
-    """The sample of one call of a layer, as far as a pass has come.
+    """The sample of one call of a layer, as far as a pass has come."""
 
-    Attributes:
-        request: for samples of the layer.
-        layer: the call.
-        number: among the calls of its weight.
-        share: of the rows of all these calls.
-        taken: tensors by their names in `LayerSample`.
-        total: rows of the call.
-        other: the other summand.
-        rows: indices of the sampled rows of the output.
-        windows: indices of its rows in windows.
-        window: positions of a window, along each axis.
-        places: for each value of the result so far, its index in the layer's output.
-        shape: of the layer's output.
-    """
-
-    request: SampleRequest
-    layer: LayerCall
-    number: int
-    share: float
-    taken: dict[str, Tensor] = field(default_factory=dict)
-    total: int = 0
-    other: Tensor | None = None
-    rows: Tensor | None = None
-    windows: Tensor | None = None
-    window: Sizes = ()
-    places: Tensor | None = None
-    shape: torch.Size = field(default_factory=torch.Size)
+    request: SampleRequest  # for samples of the layer
+    layer: LayerCall  # the call
+    number: int  # among the calls of its weight
+    share: float  # of the rows of all these calls
+    taken: dict[str, Tensor] = field(default_factory=dict)  # tensors by their names in `LayerSample`
+    total: int = 0  # rows of the call
+    other: Tensor | None = None  # the other summand
+    rows: Tensor | None = None  # indices of the sampled rows of the output
+    windows: Tensor | None = None  # indices of its rows in windows
+    window: Sizes = ()  # positions of a window, along each axis
+    places: Tensor | None = None  # for each value of the result so far, its index in the layer's output
+    shape: torch.Size = field(default_factory=torch.Size)  # of the layer's output
 
 
 def _call_samples(request: SampleRequest) -> list[_CallSample]:
@@ -480,24 +432,15 @@ class SampleWindows:
 
     All positions of a window share what the first layer computes in it: computing that for scattered positions one by
     one takes longer by a factor of the second layer's taps. A linear layer's samples are its rows, with one position.
-
-    Attributes:
-        first: how the first layer reads its input.
-        second: how the second layer reads the first's output.
-        made: spatial sizes of the first's output.
-        outputs: spatial sizes of the second's output.
-        size: positions of the second's output in a window, along each axis.
-        samples: (N,) indices of the samples.
-        starts: (N, axes) where each window begins.
     """
 
-    first: PatchGeometry
-    second: PatchGeometry
-    made: Sizes
-    outputs: Sizes
-    size: Sizes
-    samples: Tensor
-    starts: Tensor
+    first: PatchGeometry  # how the first layer reads its input
+    second: PatchGeometry  # how the second layer reads the first's output
+    made: Sizes  # spatial sizes of the first's output
+    outputs: Sizes  # spatial sizes of the second's output
+    size: Sizes  # positions of the second's output in a window, along each axis
+    samples: Tensor  # (N,) indices of the samples
+    starts: Tensor  # (N, axes) where each window begins
 
     @classmethod
     def drawn(

@@ -51,29 +51,17 @@ from prunekit.utils.tensors import gather, is_finite
 
 @dataclass(frozen=True, eq=False)
 class RepairSetup:
-    """Copies of a dense model, one of which is masked and fitted, and the layers that a walk through both fits.
+    """Copies of a dense model, one of which is masked and fitted, and the layers that a walk through both fits."""
 
-    Attributes:
-        original: as the dense model computes.
-        masked: removed channels are zero.
-        plan: which channels are kept.
-        inputs: calibration images.
-        found: all layers.
-        layers: those that can be fitted.
-        skipped: a report of each of the others, with the reason.
-        looping: whether the model loops over samples.
-        judge: compares outputs.
-    """
-
-    original: nn.Module
-    masked: nn.Module
-    plan: Plan
-    inputs: Inputs
-    found: LayerGraph
-    layers: list[LayerCall]
-    skipped: list[LayerRepair]
-    looping: bool
-    judge: OutputComparison
+    original: nn.Module  # as the dense model computes
+    masked: nn.Module  # removed channels are zero
+    plan: Plan  # which channels are kept
+    inputs: Inputs  # calibration images
+    found: LayerGraph  # all layers
+    layers: list[LayerCall]  # those that can be fitted
+    skipped: list[LayerRepair]  # a report of each of the others, with the reason
+    looping: bool  # whether the model loops over samples
+    judge: OutputComparison  # compares outputs
 
     @classmethod
     @contextmanager

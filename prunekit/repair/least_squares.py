@@ -36,26 +36,17 @@ class FitProblem:
     """A fit of one layer at N sampled rows: its kept inputs, the end of its chain, and the target there.
 
     The chain is `scale * output + offset`, for a BatchNorm in eval mode and a sum with a shortcut.
-
-    Attributes:
-        inputs: (N, d) kept columns of the layer's inputs.
-        now: (N, o) the end of the chain with the present weights, float64.
-        wanted: (N, o) the same in the dense network, float64.
-        scale: (o,) derivative of the chain, float64.
-        fitted: number of rows to fit on; the rest are held out.
-        rectified: whether only the positive part of it is used.
-        biased: whether there is a bias to write to, its own or the norm's.
-        factors: (N,) that inputs, present and wanted ends were multiplied with, float64: how much each row counts;
-            None: all the same.
     """
 
-    inputs: Tensor
-    now: Tensor
-    wanted: Tensor
-    scale: Tensor
-    fitted: int
-    rectified: bool = False
-    biased: bool = True
+    inputs: Tensor  # (N, d) kept columns of the layer's inputs
+    now: Tensor  # (N, o) the end of the chain with the present weights, float64
+    wanted: Tensor  # (N, o) the same in the dense network, float64
+    scale: Tensor  # (o,) derivative of the chain, float64
+    fitted: int  # number of rows to fit on; the rest are held out
+    rectified: bool = False  # whether only the positive part of it is used
+    biased: bool = True  # whether there is a bias to write to, its own or the norm's
+    # (N,) that inputs, present and wanted ends were multiplied with, float64: how much each row counts; None: all the
+    # same
     factors: Tensor | None = None
 
     def weighted(self, factors: Tensor) -> FitProblem:
@@ -296,21 +287,14 @@ class GroupedProblem:
 
 @dataclass(frozen=True, eq=False)
 class GroupedChange:
-    """Changes of weights (g, o, d) and biases (g, o), 0 for groups that do not improve.
-
-    Attributes:
-        before: (g,) error on held-out rows.
-        after: (g,) the same with the change.
-        spread: (g,) variance of the dense outputs.
-        wins: (g,) True for groups that improve.
-    """
+    """Changes of weights (g, o, d) and biases (g, o), 0 for groups that do not improve."""
 
     weight: Tensor
     bias: Tensor
-    before: Tensor
-    after: Tensor
-    spread: Tensor
-    wins: Tensor
+    before: Tensor  # (g,) error on held-out rows
+    after: Tensor  # (g,) the same with the change
+    spread: Tensor  # (g,) variance of the dense outputs
+    wins: Tensor  # (g,) True for groups that improve
 
 
 def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps: int = 0) -> GroupedChange:

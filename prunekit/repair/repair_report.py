@@ -26,46 +26,27 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class LayerRepair:
-    """One layer: mean squared error against the dense network on held-out images, at the end of its chain.
+    """One layer: mean squared error against the dense network on held-out images, at the end of its chain."""
 
-    Attributes:
-        weight: name of the parameter.
-        applied: the fit, as in `RepairSettings.fit`; empty if the layer was left as it was.
-        before: the error without the fit, as a share of the dense output's variance.
-        after: the error with it.
-        columns: of the Gram matrix.
-        rank: of the Gram matrix, if the fit solved for one.
-        ridge: that was used.
-        note: why something was left out or done differently.
-    """
-
-    weight: str
-    applied: str = ""
-    before: float = 0.0
-    after: float = 0.0
-    columns: int = 0
-    rank: int = 0
-    ridge: float = 0.0
-    note: str = ""
+    weight: str  # name of the parameter
+    applied: str = ""  # the fit, as in `RepairSettings.fit`; empty if the layer was left as it was
+    before: float = 0.0  # the error without the fit, as a share of the dense output's variance
+    after: float = 0.0  # the error with it
+    columns: int = 0  # of the Gram matrix
+    rank: int = 0  # of the Gram matrix, if the fit solved for one
+    ridge: float = 0.0  # that was used
+    note: str = ""  # why something was left out or done differently
 
 
 @dataclass(frozen=True)
 class RepairMemory:
-    """Memory that a repair takes at most, in bytes, besides the model, two copies of it, and the images.
+    """Memory that a repair takes at most, in bytes, besides the model, two copies of it, and the images."""
 
-    Attributes:
-        batch: images that run at a time.
-        running_bytes: for these, operators' buffers included.
-        held_bytes: for tensors of all images where passes stop, in the dense and in the masked model.
-        fit_bytes: for one layer's sampled rows, its Gram matrix, and intermediate results of the fit.
-        rows: fewest and most sampled positions of a layer.
-    """
-
-    batch: int
-    running_bytes: int
-    held_bytes: int
-    fit_bytes: int
-    rows: tuple[int, int]
+    batch: int  # images that run at a time
+    running_bytes: int  # for these, operators' buffers included
+    held_bytes: int  # for tensors of all images where passes stop, in the dense and in the masked model
+    fit_bytes: int  # for one layer's sampled rows, its Gram matrix, and intermediate results of the fit
+    rows: tuple[int, int]  # fewest and most sampled positions of a layer
 
     @property
     def bytes(self) -> int:

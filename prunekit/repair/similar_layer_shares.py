@@ -69,22 +69,14 @@ class ShareCheck:
     lose. So plans are compared in which like groups share more evenly, as in Wanda-sp and FLAP (An et al. 2024): all
     layers are fitted at once to what they compute in the dense model, by least squares on some samples, and the error
     of the output on the held-out others decides.
-
-    Attributes:
-        model: the dense one.
-        inputs: all samples; the last `held_out` of them judge.
-        held_out: share of the samples.
-        collect: returns the moments of layers on some samples.
-        share: that was chosen, see `evened`; None before the first plan.
-        note: a sentence if it is not 0.
     """
 
-    model: nn.Module
-    inputs: Inputs
-    held_out: float
-    collect: Callable[[Inputs], PatchStats]
-    share: float | None = None
-    note: str = ""
+    model: nn.Module  # the dense one
+    inputs: Inputs  # all samples; the last `held_out` of them judge
+    held_out: float  # share of the samples
+    collect: Callable[[Inputs], PatchStats]  # returns the moments of layers on some samples
+    share: float | None = None  # that was chosen, see `evened`; None before the first plan
+    note: str = ""  # a sentence if it is not 0
 
     @classmethod
     def of(

@@ -101,19 +101,12 @@ Head = Literal[
 
 @dataclass(frozen=True)
 class Workers(Checked):
-    """Worker processes that read batches ahead.
+    """Worker processes that read batches ahead."""
 
-    Attributes:
-        count: number of processes; 0 reads in the calling process.
-        prefetch: number of batches that each reads ahead.
-        persistent: whether they stay for the next pass.
-        pin_memory: whether batches for a CUDA device are in page-locked memory, from which they are copied while the
-            device computes.
-    """
-
-    count: int = 0
-    prefetch: int = 2
-    persistent: bool = True
+    count: int = 0  # number of processes; 0 reads in the calling process
+    prefetch: int = 2  # number of batches that each reads ahead
+    persistent: bool = True  # whether they stay for the next pass
+    # whether batches for a CUDA device are in page-locked memory, from which they are copied while the device computes
     pin_memory: bool = True
 
 

@@ -54,29 +54,22 @@ ROWS = 32768
 
 @dataclass(frozen=True, eq=False)
 class LayerMoments:
-    """Second moments of a layer's input, and the variance that its output errors are relative to.
+    """Second moments of a layer's input, and the variance that its output errors are relative to."""
 
-    Attributes:
-        layer: the first call that uses a weight in one way: moments are summed over all of them.
-        grams: for each convolution group, or matrix of a stack, (d + 1, d + 1) mean products of the columns of a patch
-            and a constant last, float64; d is channels * taps, or channels where `taps` is 1. Where a norm over
-            channels reads the end of the chain, each position counts over the square of what the norm divides it by.
-            Layers that read the same tensor in the same way, as those of queries and keys do, have the same matrices in
-            memory; so have the matrices of a stack, of what all of them read, where more took too much memory.
-        taps: columns of each channel; 1 if only the centers of patches were taken, to save memory.
-        variance: (channels,) that the squared errors at the end of the chain are divided by, float64: the variance
-            there, or one by the gains of the norm that reads it. Of a stack (matrices * channels,): the variance of all
-            rows over the share of rows that a matrix makes.
-        counts: how many positions were sampled for each of `grams`.
-        output_gain: how much an error here changes the model's output, 1 for a usual layer; see `with_gains`.
-    """
-
-    layer: LayerCall
+    layer: LayerCall  # the first call that uses a weight in one way: moments are summed over all of them
+    # for each convolution group, or matrix of a stack, (d + 1, d + 1) mean products of the columns of a patch and a
+    # constant last, float64; d is channels * taps, or channels where `taps` is 1. Where a norm over channels reads the
+    # end of the chain, each position counts over the square of what the norm divides it by. Layers that read the same
+    # tensor in the same way, as those of queries and keys do, have the same matrices in memory; so have the matrices of
+    # a stack, of what all of them read, where more took too much memory.
     grams: tuple[Tensor, ...]
-    taps: int
+    taps: int  # columns of each channel; 1 if only the centers of patches were taken, to save memory
+    # (channels,) that the squared errors at the end of the chain are divided by, float64: the variance there, or one by
+    # the gains of the norm that reads it. Of a stack (matrices * channels,): the variance of all rows over the share of
+    # rows that a matrix makes.
     variance: Tensor
-    counts: tuple[int, ...]
-    output_gain: float = 1.0
+    counts: tuple[int, ...]  # how many positions were sampled for each of `grams`
+    output_gain: float = 1.0  # how much an error here changes the model's output, 1 for a usual layer; see `with_gains`
 
     @property
     def rows(self) -> int:
@@ -96,16 +89,12 @@ IN_MEMORY = 2**28
 
 @dataclass(frozen=True, eq=False)
 class PatchStats:
-    """Moments of the patches that a model's layers read, in the order in which they run.
+    """Moments of the patches that a model's layers read, in the order in which they run."""
 
-    Attributes:
-        layers: a layer each.
-        computed: what was computed of them, by criteria that would compute it again for each budget.
-        memory: of the matrices; `memory.release()` after each use keeps those that are in a file out of memory.
-    """
-
-    layers: tuple[LayerMoments, ...]
+    layers: tuple[LayerMoments, ...]  # a layer each
+    # what was computed of them, by criteria that would compute it again for each budget
     computed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    # of the matrices; `memory.release()` after each use keeps those that are in a file out of memory
     memory: FileMemory = field(default_factory=lambda: FileMemory(IN_MEMORY), repr=False)
 
     @property
@@ -116,34 +105,21 @@ class PatchStats:
 
 @dataclass(eq=False)
 class _GramSum:
-    """Gram matrices that are summed over positions, of all layers that have read the same so far.
+    """Gram matrices that are summed over positions, of all layers that have read the same so far."""
 
-    Attributes:
-        grams: a sum for each convolution group, or matrix of a stack.
-        counts: positions of each so far.
-        readers: the layers, by their uses of weights.
-    """
-
-    grams: list[Tensor]
-    counts: list[int]
-    readers: set[WeightUse]
+    grams: list[Tensor]  # a sum for each convolution group, or matrix of a stack
+    counts: list[int]  # positions of each so far
+    readers: set[WeightUse]  # the layers, by their uses of weights
 
 
 @dataclass(eq=False)
 class _Reading:
-    """Patches that some layers of a pass read of one tensor, in the same way and at the same positions.
+    """Patches that some layers of a pass read of one tensor, in the same way and at the same positions."""
 
-    Attributes:
-        key: the same for layers that read one tensor in one way; None if the matrix is this layer's alone.
-        patches: (rows, columns) for each group, or matrix of a stack.
-        factors: of each position; None: 1.
-        readers: the layers, by their uses of weights.
-    """
-
-    key: Hashable
-    patches: list[Tensor]
-    factors: Tensor | None
-    readers: set[WeightUse]
+    key: Hashable  # the same for layers that read one tensor in one way; None if the matrix is this layer's alone
+    patches: list[Tensor]  # (rows, columns) for each group, or matrix of a stack
+    factors: Tensor | None  # of each position; None: 1
+    readers: set[WeightUse]  # the layers, by their uses of weights
 
 
 class _Spread:

@@ -77,19 +77,12 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """The change of a layer's weight and bias without every second input channel, and the error that it makes.
+    """The change of a layer's weight and bias without every second input channel, and the error that it makes."""
 
-    Attributes:
-        layer: the layer.
-        weight: the change of the weight, as the model has it, in its dtype.
-        bias: the change of the output's constant, (o,) float64; None if there is none that could change.
-        error: summed over the outputs, each over its variance.
-    """
-
-    layer: LayerCall
-    weight: Tensor
-    bias: Tensor | None
-    error: float
+    layer: LayerCall  # the layer
+    weight: Tensor  # the change of the weight, as the model has it, in its dtype
+    bias: Tensor | None  # the change of the output's constant, (o,) float64; None if there is none that could change
+    error: float  # summed over the outputs, each over its variance
 
     @classmethod
     def of(cls, moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> _Change:
@@ -118,14 +111,10 @@ class _Prediction:
     """Every second channel of what linear layers read, as the others predict it by least squares.
 
     A linear layer without these channels, fitted again to its outputs, returns what it returns for the prediction.
-
-    Attributes:
-        factors: (kept, gone) of the channels that stay, and of a constant if layers have a bias.
-        missing: (gone, gone) mean products of prediction less channel, float64.
     """
 
-    factors: Tensor
-    missing: Tensor
+    factors: Tensor  # (kept, gone) of the channels that stay, and of a constant if layers have a bias
+    missing: Tensor  # (gone, gone) mean products of prediction less channel, float64
 
     @classmethod
     def of(cls, matrix: Tensor, kind: torch.dtype, *, biased: bool) -> _Prediction:

@@ -57,44 +57,28 @@ class ChainMark(NamedTuple):
 
 
 class TensorOrigin(NamedTuple):
-    """A mark on a tensor: the layers that its values come from.
+    """A mark on a tensor: the layers that its values come from."""
 
-    Attributes:
-        owner: identifies the pass.
-        origins: indices, among the chains, of the layers whose outputs it is made of without another in between.
-        selected: whether computed values decide which entries it has, as for boxes that a detector selects.
-        behind: the weights of all layers that it was made with, one bit each.
-    """
-
-    owner: object
+    owner: object  # identifies the pass
+    # indices, among the chains, of the layers whose outputs it is made of without another in between
     origins: frozenset[int] = frozenset()
-    selected: bool = False
-    behind: int = 0
+    selected: bool = False  # whether computed values decide which entries it has, as for boxes that a detector selects
+    behind: int = 0  # the weights of all layers that it was made with, one bit each
 
 
 @dataclass
 class LayerChain:
-    """A layer and the chain behind it, as far as it was followed.
-
-    Attributes:
-        shape: of its output.
-        stages: of the chain.
-        reads: how often the result of each stage is read.
-        rectified: the stage that a ReLU reads.
-        source: the layer whose rectified end this one reads.
-        index: position of each value of the output at the last stage, once it was moved.
-        first: whether its input was made without any layer.
-        row_norms: the norms over channels that read stages, the first of each.
-    """
+    """A layer and the chain behind it, as far as it was followed."""
 
     layer: LayerCall
-    shape: torch.Size
-    stages: list[str] = field(default_factory=lambda: ["layer"])
-    reads: Counter[str] = field(default_factory=Counter)
-    rectified: str = ""
-    source: int | None = None
-    index: Tensor | None = None
-    first: bool = False
+    shape: torch.Size  # of its output
+    stages: list[str] = field(default_factory=lambda: ["layer"])  # of the chain
+    reads: Counter[str] = field(default_factory=Counter)  # how often the result of each stage is read
+    rectified: str = ""  # the stage that a ReLU reads
+    source: int | None = None  # the layer whose rectified end this one reads
+    index: Tensor | None = None  # position of each value of the output at the last stage, once it was moved
+    first: bool = False  # whether its input was made without any layer
+    # the norms over channels that read stages, the first of each
     row_norms: dict[str, RowNorm] = field(default_factory=dict)
 
     def places(self) -> Tensor:
@@ -338,20 +322,14 @@ class LayerFinder(CallInterceptor):
 
 
 class LayerGraph(NamedTuple):
-    """The layers that a forward pass calls, and the readers of its parameters.
+    """The layers that a forward pass calls, and the readers of its parameters."""
 
-    Attributes:
-        layers: every call of a convolution or a linear layer, in order.
-        readers: for each parameter and buffer the names of the functions that read it.
-        calls: the names of all functions that were called.
-        first: weights of layers whose input no other layer made: they read the model's input.
-        last: weights of layers whose output no other layer reads on the way to the model's output.
-    """
-
-    layers: tuple[LayerCall, ...]
-    readers: dict[str, list[str]]
-    calls: tuple[str, ...]
+    layers: tuple[LayerCall, ...]  # every call of a convolution or a linear layer, in order
+    readers: dict[str, list[str]]  # for each parameter and buffer the names of the functions that read it
+    calls: tuple[str, ...]  # the names of all functions that were called
+    # weights of layers whose input no other layer made: they read the model's input
     first: frozenset[str] = frozenset()
+    # weights of layers whose output no other layer reads on the way to the model's output
     last: frozenset[str] = frozenset()
 
     @property

@@ -30,67 +30,46 @@ _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_flo
 
 
 class WeightUse(NamedTuple):
-    """One of the ways in which a model uses a weight, as a tied decoder uses that of its encoder the other way round.
+    """One of the ways in which a model uses a weight, as a tied decoder uses that of its encoder the other way round."""
 
-    Attributes:
-        weight: its name.
-        transposed: whether it is stored as (inputs, outputs).
-        blocks: number of parts that read rows of their own, see `LayerCall.blocks`.
-    """
-
-    weight: str
-    transposed: bool
-    blocks: int
+    weight: str  # its name
+    transposed: bool  # whether it is stored as (inputs, outputs)
+    blocks: int  # number of parts that read rows of their own, see `LayerCall.blocks`
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a convolution or a linear layer with parameters of the model.
+    """One call of a convolution or a linear layer with parameters of the model."""
 
-    Attributes:
-        weight, bias: names of its parameters.
-        call: its number among all calls of torch's functions in one forward pass.
-        geometry: of the patches of its input that it reads.
-        norm: path of the BatchNorm in eval mode that is the only reader of its output.
-        end: which call makes the end of the chain whose values are compared, before a ReLU: "layer", "norm" or "sum".
-        total: number of the call that adds `other` to its output, or to the norm's.
-        other: number of the call that made the other summand.
-        rectified: whether a ReLU is the only reader of the end of that chain.
-        calls: how often the weight is used in a forward pass.
-        selected: whether its input was selected by computed values, as boxes by their scores: under masks it has other
-            positions.
-        recurrent: whether its input was made with an earlier call of its own weight.
-        transposed: whether the weight is stored as (inputs, outputs).
-        moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
-            permutations, slices.
-        gain: (outputs,) factors by which a parameter multiplies it before `total`.
-        rows: of its output, see `PatchGeometry`, in the forward pass that found it.
-        source: the layer whose rectified end is the only input of this one, and is read by nothing else.
-        row_norm: the norm over the channels of each position that reads the end of the chain; None if none does.
-        read: number of the call that made its input; None if no call did.
-        stack: number of matrices of which each row is multiplied with one, of a weight that is a stack of them; 0 of
-            other weights.
-    """
-
+    # weight, bias: names of its parameters
     weight: str
     bias: str | None
-    call: int
-    geometry: PatchGeometry
+    call: int  # its number among all calls of torch's functions in one forward pass
+    geometry: PatchGeometry  # of the patches of its input that it reads
+    # which call makes the end of the chain whose values are compared, before a ReLU: "layer", "norm" or "sum"
     end: str = "layer"
-    norm: str | None = None
-    total: int | None = None
-    other: int | None = None
-    rectified: bool = False
-    calls: int = 1
+    norm: str | None = None  # path of the BatchNorm in eval mode that is the only reader of its output
+    total: int | None = None  # number of the call that adds `other` to its output, or to the norm's
+    other: int | None = None  # number of the call that made the other summand
+    rectified: bool = False  # whether a ReLU is the only reader of the end of that chain
+    calls: int = 1  # how often the weight is used in a forward pass
+    # whether its input was selected by computed values, as boxes by their scores: under masks it has other positions
     selected: bool = False
-    recurrent: bool = False
-    transposed: bool = False
+    recurrent: bool = False  # whether its input was made with an earlier call of its own weight
+    transposed: bool = False  # whether the weight is stored as (inputs, outputs)
+    # numbers of the calls between the output, or the norm, and `total` that only move its values: views, permutations,
+    # slices
     moves: tuple[int, ...] = ()
+    # (outputs,) factors by which a parameter multiplies it before `total`
     gain: Tensor | None = field(default=None, compare=False)
-    rows: int = 0
+    rows: int = 0  # of its output, see `PatchGeometry`, in the forward pass that found it
+    # the layer whose rectified end is the only input of this one, and is read by nothing else
     source: LayerCall | None = None
+    # the norm over the channels of each position that reads the end of the chain; None if none does
     row_norm: RowNorm | None = field(default=None, compare=False)
-    read: int | None = None
+    read: int | None = None  # number of the call that made its input; None if no call did
+    # number of matrices of which each row is multiplied with one, of a weight that is a stack of them; 0 of other
+    # weights
     stack: int = 0
 
     @property
@@ -163,21 +142,15 @@ class FunctionCall(NamedTuple):
 
 
 class WeightFunction(NamedTuple):
-    """A torch function that multiplies channels with a weight: where its arguments are, and how the weight is stored.
+    """A torch function that multiplies channels with a weight: where its arguments are, and how the weight is stored."""
 
-    Attributes:
-        inputs, weight, bias: positions of these arguments; `bias` is None if it takes none.
-        names: of the first two.
-        spatial: number of spatial axes.
-        input_axis: of the weight; 0: it is stored as (inputs, outputs).
-    """
-
+    # inputs, weight, bias: positions of these arguments; `bias` is None if it takes none
     inputs: int
     weight: int
     bias: int | None
-    names: tuple[str, str]
-    spatial: int
-    input_axis: int
+    names: tuple[str, str]  # of the first two
+    spatial: int  # number of spatial axes
+    input_axis: int  # of the weight; 0: it is stored as (inputs, outputs)
 
     @property
     def is_layer(self) -> bool:
@@ -201,25 +174,18 @@ WEIGHT_FUNCTIONS = {
 
 
 class Operands(NamedTuple):
-    """The arguments of a call of a linear layer, parameters by their names in the model.
+    """The arguments of a call of a linear layer, parameters by their names in the model."""
 
-    Attributes:
-        inputs: what it reads.
-        matrix: the weight, as the model has it.
-        weight, bias: names of parameters.
-        transposed: whether the weight, as the model has it, is stored as (inputs, outputs).
-        numbers: of the matrix in a stack that each row is multiplied with, in the shape of the rows' positions, -1 for
-            none; None of other weights.
-        geometry: of what rows of a stack read.
-    """
-
-    inputs: Tensor
-    matrix: Tensor
+    inputs: Tensor  # what it reads
+    matrix: Tensor  # the weight, as the model has it
+    # weight, bias: names of parameters
     weight: str
     bias: str | None
-    transposed: bool
+    transposed: bool  # whether the weight, as the model has it, is stored as (inputs, outputs)
+    # of the matrix in a stack that each row is multiplied with, in the shape of the rows' positions, -1 for none; None
+    # of other weights
     numbers: Tensor | None = None
-    geometry: PatchGeometry = PatchGeometry()
+    geometry: PatchGeometry = PatchGeometry()  # of what rows of a stack read
 
 
 class Stopped(BaseException):
@@ -356,19 +322,12 @@ COLUMNS = PatchGeometry((1,), (1,), (0,), (1,))
 
 
 class StackPart(NamedTuple):
-    """The matrices of a stack that a tensor holds.
+    """The matrices of a stack that a tensor holds."""
 
-    Attributes:
-        name: of the parameter.
-        stack: the parameter.
-        numbers: of the matrices, in the shape of the tensor's axes before its last two.
-        swapped: whether the two axes of each matrix are exchanged.
-    """
-
-    name: str
-    stack: Tensor
-    numbers: Tensor
-    swapped: bool = False
+    name: str  # of the parameter
+    stack: Tensor  # the parameter
+    numbers: Tensor  # of the matrices, in the shape of the tensor's axes before its last two
+    swapped: bool = False  # whether the two axes of each matrix are exchanged
 
 
 class StackParts:

@@ -42,19 +42,12 @@ from prunekit.utils.progress import tracked
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer that multiplies its input channels with a weight.
+    """A layer that multiplies its input channels with a weight."""
 
-    Attributes:
-        weight: its name in the model.
-        channels: of its input.
-        groups: of channels, each of which is read for itself.
-        input_axis: axis of the weight that belongs to the input; 0 if it is stored transposed.
-    """
-
-    weight: str
-    channels: int
-    groups: int = 1
-    input_axis: int = 1
+    weight: str  # its name in the model
+    channels: int  # of its input
+    groups: int = 1  # of channels, each of which is read for itself
+    input_axis: int = 1  # axis of the weight that belongs to the input; 0 if it is stored transposed
 
     @property
     def path(self) -> str:

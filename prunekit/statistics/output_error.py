@@ -28,19 +28,14 @@ class OutputComparison:
     All outputs whose first axis holds samples are compared. Instead of other outputs, the layers are compared that they
     are made of without another in between; and so are layers from whose outputs computed values select something, as a
     detector selects the boxes that score best: entries of the selection have no counterpart in the other model.
-
-    Attributes:
-        outputs: indices among the tensors of the model's output that are read.
-        weights: of layers whose outputs are compared, over all of their calls.
-        read: the outputs of the model that are read.
-        channels: which output channels of these layers are compared, ascending; all of those that it does not name.
-        selected: whether computed values select entries of these outputs, such as the queries that score best.
     """
 
-    outputs: tuple[int, ...]
-    weights: tuple[str, ...]
-    read: ReadOutputs = ALL_READ
+    outputs: tuple[int, ...]  # indices among the tensors of the model's output that are read
+    weights: tuple[str, ...]  # of layers whose outputs are compared, over all of their calls
+    read: ReadOutputs = ALL_READ  # the outputs of the model that are read
+    # which output channels of these layers are compared, ascending; all of those that it does not name
     channels: Mapping[str, Tensor] = field(default_factory=dict)
+    # whether computed values select entries of these outputs, such as the queries that score best
     selected: bool = False
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """Calls of these layers that the dense model makes, by the shapes of the inputs."""

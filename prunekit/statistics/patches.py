@@ -21,18 +21,14 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class PatchGeometry:
-    """The geometry of a convolution or a linear layer; a row is one position of one sample of its output.
+    """The geometry of a convolution or a linear layer; a row is one position of one sample of its output."""
 
-    Attributes:
-        kernel, stride, padding, dilation: one entry for each spatial axis; none for a linear layer.
-        groups: of the convolution.
-    """
-
+    # kernel, stride, padding, dilation: one entry for each spatial axis; none for a linear layer
     kernel: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
-    groups: int = 1
+    groups: int = 1  # of the convolution
 
     @property
     def taps(self) -> int:

@@ -55,13 +55,10 @@ class Lifetimes:
     """First and last uses of the tensors of one forward pass.
 
     A step is one call of any of torch's functions.
-
-    Attributes:
-        samples: how many the pass was over.
-        steps: by the number of a call, as `CallInterceptor` counts them, the steps before it.
     """
 
-    samples: int = 1
+    samples: int = 1  # how many the pass was over
+    # by the number of a call, as `CallInterceptor` counts them, the steps before it
     steps: dict[int, int] = field(default_factory=dict)
     _last: dict[TensorKey, int] = field(default_factory=dict)
     _pinned: set[TensorKey] = field(default_factory=set)
@@ -481,15 +478,10 @@ class ResumableRun(CallInterceptor):
 
 @dataclass(frozen=True, eq=False)
 class PassState:
-    """The saved state of a pass over one batch: results of its first calls, without values, and the live tensors.
+    """The saved state of a pass over one batch: results of its first calls, without values, and the live tensors."""
 
-    Attributes:
-        calls: name and result of each call, with `Blank` for tensors.
-        tensors: live ones by where they were made; they share memory as they did in the pass.
-    """
-
-    calls: list[tuple[str, Any]]
-    tensors: dict[TensorKey, Tensor]
+    calls: list[tuple[str, Any]]  # name and result of each call, with `Blank` for tensors
+    tensors: dict[TensorKey, Tensor]  # live ones by where they were made; they share memory as they did in the pass
 
     def copied(self, fixed: frozenset[int]) -> PassState:
         """Return a copy with memory of its own, except for that at the addresses `fixed`."""

@@ -24,15 +24,10 @@ NO_SIZE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class RowNorm:
-    """A norm that divides each position by its root mean square over channels, or by its standard deviation.
+    """A norm that divides each position by its root mean square over channels, or by its standard deviation."""
 
-    Attributes:
-        centered: whether the mean is subtracted first, as LayerNorm does.
-        gain: (channels,) factors of the channels behind it, float64.
-    """
-
-    centered: bool
-    gain: Tensor
+    centered: bool  # whether the mean is subtracted first, as LayerNorm does
+    gain: Tensor  # (channels,) factors of the channels behind it, float64
 
     def squared_sizes(self, rows: Tensor) -> Tensor:
         """Return the squares of what positions (N, channels) are divided by, (N,), float64."""

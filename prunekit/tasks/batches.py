@@ -74,31 +74,23 @@ class ModelBatches:
     """Batches of any data: examples that a model is called with, and targets or None.
 
     They can be iterated over as often as the data itself.
-
-    Attributes:
-        model: whose `forward` names the inputs.
-        data: all samples, as a tensor (N, ...), a list of images (C, H, W), a tuple of exactly the tensors that
-            `forward` requires, if these are several, or a mapping of tensors by the names of its arguments; or a
-            map-style data set of samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a
-            DataLoader or a generator; or an iterable data set, of batches or samples. A batch is a tensor, such a
-            mapping, or a tuple or list whose first entry is one of these or a tuple of all inputs, and whose second, if
-            there is one, holds the targets; or a tuple or list of exactly the tensors that `forward` requires. Images
-            (C, H, W), of any sizes where the model takes a list of them, may come as a list or a tuple, alone or with
-            their targets, or one at a time. Of a mapping that comes without a task, `labels` or `label` are the
-            targets, and what `forward` does not take is left out; if that is all of it, as in a batch of ultralytics,
-            the entry with the images is the input.
-        task: takes batches apart that come in another form; itself or its name.
-        where: purpose of the data, for messages.
-        size: samples of a batch, of data that is not in batches.
-        count: number of samples to take of a data set, evenly spread; None: all.
     """
 
-    model: nn.Module
+    model: nn.Module  # whose `forward` names the inputs
+    # all samples, as a tensor (N, ...), a list of images (C, H, W), a tuple of exactly the tensors that `forward`
+    # requires, if these are several, or a mapping of tensors by the names of its arguments; or a map-style data set of
+    # samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a DataLoader or a generator; or an
+    # iterable data set, of batches or samples. A batch is a tensor, such a mapping, or a tuple or list whose first
+    # entry is one of these or a tuple of all inputs, and whose second, if there is one, holds the targets; or a tuple
+    # or list of exactly the tensors that `forward` requires. Images (C, H, W), of any sizes where the model takes a
+    # list of them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a mapping that
+    # comes without a task, `labels` or `label` are the targets, and what `forward` does not take is left out; if that
+    # is all of it, as in a batch of ultralytics, the entry with the images is the input.
     data: Any
-    task: Task | str | None = None
-    where: str = "calibration"
-    size: int = BATCH
-    count: int | None = None
+    task: Task | str | None = None  # takes batches apart that come in another form; itself or its name
+    where: str = "calibration"  # purpose of the data, for messages
+    size: int = BATCH  # samples of a batch, of data that is not in batches
+    count: int | None = None  # number of samples to take of a data set, evenly spread; None: all
 
     def __iter__(self) -> Iterator[InputsAndTargets]:
         task = None if self.task is None else get_task(self.task).bound(self.model)

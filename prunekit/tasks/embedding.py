@@ -82,13 +82,9 @@ def _mask(samples: Samples) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class DenseEmbeddings:
-    """The embeddings of the dense model, which are the targets. The model stays as it is.
+    """The embeddings of the dense model, which are the targets. The model stays as it is."""
 
-    Attributes:
-        dense: the model, on the device where it runs.
-    """
-
-    dense: nn.Module
+    dense: nn.Module  # the model, on the device where it runs
 
     def __call__(self, samples: Samples) -> Tensor:
         """Return the embeddings of samples, (B, D) float32 on the model's device, without gradients."""

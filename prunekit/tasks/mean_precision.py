@@ -52,19 +52,12 @@ def coco_evaluation() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class ClassMatches:
-    """The detections of one class in all images, the most confident first, and what they were matched with.
+    """The detections of one class in all images, the most confident first, and what they were matched with."""
 
-    Attributes:
-        images: (D,) int64, which image each detection is of.
-        hits: (T, D) bool, whether it found a box, for each threshold of the intersection over union.
-        ignored: (T, D) bool, whether it counts neither as right nor as wrong, as within a crowd.
-        boxes: (N,) int64, the number of boxes to find in each image.
-    """
-
-    images: Array
-    hits: Array
-    ignored: Array
-    boxes: Array
+    images: Array  # (D,) int64, which image each detection is of
+    hits: Array  # (T, D) bool, whether it found a box, for each threshold of the intersection over union
+    ignored: Array  # (T, D) bool, whether it counts neither as right nor as wrong, as within a crowd
+    boxes: Array  # (N,) int64, the number of boxes to find in each image
 
     def precisions(self, weights: Array, recalls: Array) -> Array:
         """Return the average precision for each threshold, if every image counts as often as its weight says.
@@ -118,21 +111,14 @@ def _first_reaching(right: Array, needed: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class AveragePrecisions:
-    """The mean average precision of detections in some images.
+    """The mean average precision of detections in some images."""
 
-    Attributes:
-        map: the mean over classes and the thresholds 0.5, 0.55, ..., 0.95 of the intersection over union, in percent.
-        map50: at the threshold 0.5 alone, in percent.
-        images: number of images.
-        matches: of each class that has boxes or detections.
-        recalls: (R,) levels of recall at which the precision is read.
-    """
-
+    # the mean over classes and the thresholds 0.5, 0.55, ..., 0.95 of the intersection over union, in percent
     map: float
-    map50: float
-    images: int
-    matches: tuple[ClassMatches, ...]
-    recalls: Array
+    map50: float  # at the threshold 0.5 alone, in percent
+    images: int  # number of images
+    matches: tuple[ClassMatches, ...]  # of each class that has boxes or detections
+    recalls: Array  # (R,) levels of recall at which the precision is read
 
     @cached_property
     def interval(self) -> tuple[float, float]:

@@ -78,17 +78,11 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class BatchUnpacker:
-    """The part of a task that makes batches and takes them apart, which worker processes get instead of the whole task.
+    """The part of a task that makes batches and takes them apart, which worker processes get instead of the whole task."""
 
-    Attributes:
-        task: its name, for messages.
-        unpack: the task's.
-        collate: the task's.
-    """
-
-    task: str
-    unpack: Callable[[Any], tuple[Any, Any]]
-    collate: Callable[[list[Any]], Any] = default_collate
+    task: str  # its name, for messages
+    unpack: Callable[[Any], tuple[Any, Any]]  # the task's
+    collate: Callable[[list[Any]], Any] = default_collate  # the task's
 
     def __call__(self, batch: Any, where: str = "a batch") -> tuple[Any, Any]:
         """Return a batch's inputs and targets."""

@@ -79,9 +79,6 @@ class PaddedTexts:
     lengths differ and there is no `attention_mask`, one is made. Samples without `input_ids` are collated as a
     DataLoader does.
 
-    Attributes:
-        token: id of the padding; as a mask marks it, any id will do.
-
     Example:
         >>> import torch
         >>> from prunekit.tasks.texts import PaddedTexts
@@ -90,7 +87,7 @@ class PaddedTexts:
         ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]])
     """
 
-    token: int = 0
+    token: int = 0  # id of the padding; as a mask marks it, any id will do
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return samples as one batch."""

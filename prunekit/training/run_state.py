@@ -92,29 +92,17 @@ class EpochSums:
 
 @dataclass
 class Position:
-    """The position of a run: its epoch, how far that epoch is, and the figures of the epochs before.
+    """The position of a run: its epoch, how far that epoch is, and the figures of the epochs before."""
 
-    Attributes:
-        epoch: counted from 1; one more than the last when the run is over.
-        batch: batches of the epoch that are done, those that could not be read included.
-        trained: batches of the epoch that were trained on.
-        step: steps of the whole run, those skipped under float16's loss scale included.
-        made: steps of the epoch that were not skipped.
-        lr: learning rate of the last step.
-        seconds: time that the epoch took so far.
-        sums: sums of the epoch so far.
-        rows: figures of the epochs before.
-    """
-
-    epoch: int = 1
-    batch: int = 0
-    trained: int = 0
-    step: int = 0
-    made: int = 0
-    lr: float = 0.0
-    seconds: float = 0.0
-    sums: EpochSums = field(default_factory=EpochSums)
-    rows: tuple[EpochRow, ...] = ()
+    epoch: int = 1  # counted from 1; one more than the last when the run is over
+    batch: int = 0  # batches of the epoch that are done, those that could not be read included
+    trained: int = 0  # batches of the epoch that were trained on
+    step: int = 0  # steps of the whole run, those skipped under float16's loss scale included
+    made: int = 0  # steps of the epoch that were not skipped
+    lr: float = 0.0  # learning rate of the last step
+    seconds: float = 0.0  # time that the epoch took so far
+    sums: EpochSums = field(default_factory=EpochSums)  # sums of the epoch so far
+    rows: tuple[EpochRow, ...] = ()  # figures of the epochs before
 
     def next_epoch(self, row: EpochRow, steps: int) -> None:
         """Move on to the next epoch."""
@@ -137,14 +125,7 @@ class Position:
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """Everything that changes from step to step; between two steps it includes no gradients.
-
-    Attributes:
-        identity: plain data that must be the same where the run is resumed.
-        checkpoints: where the state is kept; None if nowhere. In several processes the main one reads and writes.
-        begin: a state to continue from if there is no checkpoint.
-        infinite: names of buffers that had an Inf in them before, such as masks of attention.
-    """
+    """Everything that changes from step to step; between two steps it includes no gradients."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -155,10 +136,11 @@ class RunState:
     best: BestWeights
     splits: Splits
     position: Position
-    identity: Mapping[str, Any]
+    identity: Mapping[str, Any]  # plain data that must be the same where the run is resumed
+    # where the state is kept; None if nowhere. In several processes the main one reads and writes.
     checkpoints: Checkpoints | None
-    begin: Mapping[str, Any] | None = None
-    infinite: Collection[str] = ()
+    begin: Mapping[str, Any] | None = None  # a state to continue from if there is no checkpoint
+    infinite: Collection[str] = ()  # names of buffers that had an Inf in them before, such as masks of attention
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""

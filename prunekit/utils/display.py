@@ -164,25 +164,15 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a result.
+    """A table of a result."""
 
-    Attributes:
-        headings: of the columns, with units.
-        rows: cells of each row.
-        text: headings of columns with text, besides the first.
-        title: of the table.
-        most: the most rows that are shown.
-        all_in: where the other rows can be found.
-        widest: the most characters of a cell; the middle of longer ones is left out.
-    """
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    text: Collection[str] = ()
-    title: str = ""
-    most: int = MOST
-    all_in: str = ".rows()"
-    widest: int = CELL
+    headings: Sequence[str]  # of the columns, with units
+    rows: Sequence[Sequence[Any]]  # cells of each row
+    text: Collection[str] = ()  # headings of columns with text, besides the first
+    title: str = ""  # of the table
+    most: int = MOST  # the most rows that are shown
+    all_in: str = ".rows()"  # where the other rows can be found
+    widest: int = CELL  # the most characters of a cell; the middle of longer ones is left out
 
     @property
     def left_out(self) -> str:

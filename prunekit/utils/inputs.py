@@ -165,17 +165,11 @@ def split(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keywords]:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A tensor of an example, without its values.
+    """A tensor of an example, without its values."""
 
-    Attributes:
-        shape: with the batch.
-        dtype: such as `float32`.
-        name: of the argument that it is, or is part of; None for a positional one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    name: str | None = None
+    shape: tuple[int, ...]  # with the batch
+    dtype: str  # such as `float32`
+    name: str | None = None  # of the argument that it is, or is part of; None for a positional one
 
 
 MOST_VALUES = 2**30

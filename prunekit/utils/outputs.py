@@ -23,11 +23,6 @@ SHOWN = 12
 class ReadOutputs:
     """The parts of a model's output that are read, and so must stay as they are.
 
-    Attributes:
-        names: paths such as `logits` or `1.boxes`; empty: all of them.
-        function: returns the parts from an output, in place of names.
-        state: names of parts that only the model's next call reads, such as cached keys and values.
-
     Example:
         >>> import torch
         >>> output = {"logits": torch.zeros(1, 2), "features": [torch.zeros(1, 8)]}
@@ -37,9 +32,9 @@ class ReadOutputs:
         ['logits']
     """
 
-    names: tuple[str, ...] = ()
-    function: Callable[[Any], Any] | None = None
-    state: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # paths such as `logits` or `1.boxes`; empty: all of them
+    function: Callable[[Any], Any] | None = None  # returns the parts from an output, in place of names
+    state: tuple[str, ...] = ()  # names of parts that only the model's next call reads, such as cached keys and values
 
     @classmethod
     def given(cls, outputs: Outputs | None) -> Self:

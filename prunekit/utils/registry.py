@@ -22,15 +22,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Declaration:
-    """A registration, read from the source without running it: its module and its literal arguments.
+    """A registration, read from the source without running it: its module and its literal arguments."""
 
-    Attributes:
-        module: full name of the module.
-        facts: the literal keyword arguments of the registration.
-    """
-
-    module: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    module: str  # full name of the module
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the literal keyword arguments of the registration
 
 
 class Registry(Generic[Item]):
@@ -182,15 +177,10 @@ class Registered:
 
 @dataclass(frozen=True)
 class RegisteredKeys:
-    """Marks an annotation of a mapping whose keys name objects of a registry; in recipes they are beside the fields.
+    """Marks an annotation of a mapping whose keys name objects of a registry; in recipes they are beside the fields."""
 
-    Attributes:
-        registry: of the keys.
-        annotation: returns the type of the value of a key.
-    """
-
-    registry: Registry[Any]
-    annotation: Callable[[str], Any]
+    registry: Registry[Any]  # of the keys
+    annotation: Callable[[str], Any]  # returns the type of the value of a key
 
     def knows(self, key: object) -> bool:
         """Return whether a key is a name of the registry, or a reference `file.py:object`."""

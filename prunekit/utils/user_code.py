@@ -59,15 +59,10 @@ ALLOW = "add --allow-code (from Python: allow_code=True)"
 
 
 class ForbiddenReference(str):
-    """A reference in a file that is not allowed to run: `load_object` raises for it.
+    """A reference in a file that is not allowed to run: `load_object` raises for it."""
 
-    Attributes:
-        where: its place in the file, for messages.
-        instead: how a user who trusts the code has it run, for messages.
-    """
-
-    where: str
-    instead: str
+    where: str  # its place in the file, for messages
+    instead: str  # how a user who trusts the code has it run, for messages
 
     def __new__(cls, reference: str, where: str = "", instead: str = ALLOW) -> ForbiddenReference:
         """Return a reference with its place in a file."""

@@ -28,39 +28,28 @@ Run = Callable[[tuple[Any, ...]], list[Tensor]]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export.
+    """Options of an export."""
 
-    Attributes:
-        opset: version of ONNX's operators; None: the one that prunekit is tested with.
-        half: whether weights are stored in float16, where the format can; computations stay in float32.
-        dynamic: names of axes of any size by input and axis, besides the batch: `{"image": {2: "height"}}`.
-    """
-
-    opset: int | None = None
-    half: bool = False
+    opset: int | None = None  # version of ONNX's operators; None: the one that prunekit is tested with
+    half: bool = False  # whether weights are stored in float16, where the format can; computations stay in float32
+    # names of axes of any size by input and axis, besides the batch: `{"image": {2: "height"}}`
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class ExportSource:
-    """A model to export.
+    """A model to export."""
 
-    Attributes:
-        model: a copy in eval mode on the CPU, in float32; free to be changed.
-        example: positional and named arguments of `forward`, with at least two samples on the first axis, real ones
-            where there are any.
-        interface: names, dtypes and axes of inputs and outputs; task, classes and preprocessing. Axes that are not
-            numbers are of any size in the export.
-        options: of the export.
-        folder: the model folder that the model was loaded from; None for others.
-        facts: further facts by name, such as the figures of the run that the model is from, for a model card.
-    """
-
-    model: nn.Module
+    model: nn.Module  # a copy in eval mode on the CPU, in float32; free to be changed
+    # positional and named arguments of `forward`, with at least two samples on the first axis, real ones where there
+    # are any
     example: tuple[Any, ...]
+    # names, dtypes and axes of inputs and outputs; task, classes and preprocessing. Axes that are not numbers are of
+    # any size in the export.
     interface: ModelInterface
-    options: ExportOptions = field(default_factory=ExportOptions)
-    folder: Path | None = None
+    options: ExportOptions = field(default_factory=ExportOptions)  # of the export
+    folder: Path | None = None  # the model folder that the model was loaded from; None for others
+    # further facts by name, such as the figures of the run that the model is from, for a model card
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -152,21 +152,13 @@ LARGER = 2
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A model as `torch.export` gives it.
+    """A model as `torch.export` gives it."""
 
-    Attributes:
-        exported: the program.
-        interface: with the names of the axes that are of any size, in inputs and outputs.
-        example: that it was traced with.
-        symbols: names of axes by torch's symbols.
-        notes: for the user, about sizes that the model's code treats differently.
-    """
-
-    exported: torch.export.ExportedProgram
-    interface: ModelInterface
-    example: tuple[Any, ...]
-    symbols: Mapping[str, str]
-    notes: list[str]
+    exported: torch.export.ExportedProgram  # the program
+    interface: ModelInterface  # with the names of the axes that are of any size, in inputs and outputs
+    example: tuple[Any, ...]  # that it was traced with
+    symbols: Mapping[str, str]  # names of axes by torch's symbols
+    notes: list[str]  # for the user, about sizes that the model's code treats differently
 
     def renamed(self, size: str) -> str:
         """Return an expression of torch's symbols with the names of the axes."""

@@ -177,17 +177,13 @@ def archive_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _PatientFile(io.BytesIO):
-    """A file that takes what is written to it, and raises nothing.
-
-    Attributes:
-        problem: the first thing that went wrong; nothing was written from there on.
-    """
+    """A file that takes what is written to it, and raises nothing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
         self.file, self.problem = file, None
 
-    problem: BaseException | None
+    problem: BaseException | None  # the first thing that went wrong; nothing was written from there on
 
     def write(self, data: Any) -> int:
         if self.problem is None:

@@ -28,25 +28,15 @@ _QUIET = frozenset({"googlenet", "inception_v3"})
 
 @dataclass(frozen=True, eq=False)
 class Builder:
-    """The way a dense model is built.
+    """The way a dense model is built."""
 
-    Attributes:
-        make: builds it here.
-        code: an expression that builds it.
-        modules: that the expression reads by their whole names.
-        names: of modules -> names that the expression imports from them.
-        included: classes of prunekit whose source is included: (module, name).
-        package: whose version matters; empty for the user's own code.
-        own: whether it is the user's code.
-    """
-
-    make: Callable[[], nn.Module]
-    code: str
-    modules: tuple[str, ...] = ()
-    names: Mapping[str, str] | None = None
-    included: tuple[tuple[str, str], ...] = ()
-    package: str = ""
-    own: bool = False
+    make: Callable[[], nn.Module]  # builds it here
+    code: str  # an expression that builds it
+    modules: tuple[str, ...] = ()  # that the expression reads by their whole names
+    names: Mapping[str, str] | None = None  # of modules -> names that the expression imports from them
+    included: tuple[tuple[str, str], ...] = ()  # classes of prunekit whose source is included: (module, name)
+    package: str = ""  # whose version matters; empty for the user's own code
+    own: bool = False  # whether it is the user's code
 
     def skeleton(self) -> tuple[nn.Module, bool]:
         """Build the model, if its constructor allows that without values, and return whether it does."""

@@ -35,25 +35,18 @@ class DiffersError(Exception):
 
 @dataclass
 class Differences:
-    """Changes that make a dense model another one, by module path.
+    """Changes that make a dense model another one, by module path."""
 
-    Attributes:
-        gone: modules that the model lacks, or has None in place of.
-        folded: norms of which only the modules behind them are left.
-        classes: classes of modules: with methods that were compiled again, or substitutes.
-        attributes: source of plain values by attribute.
-        tensors: tensors that are attributes, and neither parameters nor buffers.
-        methods: methods that are attributes of the module itself: attribute -> name of the method.
-        shorter: what is left in place of blocks that are gone.
-    """
-
-    gone: dict[str, bool] = field(default_factory=dict)
-    folded: list[str] = field(default_factory=list)
+    gone: dict[str, bool] = field(default_factory=dict)  # modules that the model lacks, or has None in place of
+    folded: list[str] = field(default_factory=list)  # norms of which only the modules behind them are left
+    # classes of modules: with methods that were compiled again, or substitutes
     classes: dict[str, type] = field(default_factory=dict)
-    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)  # source of plain values by attribute
+    # tensors that are attributes, and neither parameters nor buffers
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    # methods that are attributes of the module itself: attribute -> name of the method
     methods: dict[str, dict[str, str]] = field(default_factory=dict)
-    shorter: Shortening = WHOLE
+    shorter: Shortening = WHOLE  # what is left in place of blocks that are gone
 
     @property
     def count(self) -> int:

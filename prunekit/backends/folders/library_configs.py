@@ -38,19 +38,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class LibraryLoading:
-    """The way that a model's own library loads it from a folder.
+    """The way that a model's own library loads it from a folder."""
 
-    Attributes:
-        library: `timm` or `transformers`.
-        config: what `config.json` holds; None if the library cannot load the model.
-        code: Python that loads it; `FOLDER` stands for the folder.
-        reason: why it cannot, in a sentence; empty if it can.
-    """
-
-    library: str
-    config: Mapping[str, Any] | None
-    code: str = ""
-    reason: str = ""
+    library: str  # `timm` or `transformers`
+    config: Mapping[str, Any] | None  # what `config.json` holds; None if the library cannot load the model
+    code: str = ""  # Python that loads it; `FOLDER` stands for the folder
+    reason: str = ""  # why it cannot, in a sentence; empty if it can
 
 
 def library_loading(

@@ -38,42 +38,25 @@ _CLASSES = 50
 
 @dataclass(frozen=True)
 class Loading:
-    """A way to load the model, as a section of the card.
+    """A way to load the model, as a section of the card."""
 
-    Attributes:
-        heading: of the section.
-        code: Python; empty if it cannot be done.
-        text: what to know, in Markdown.
-    """
-
-    heading: str
-    code: str = ""
-    text: str = ""
+    heading: str  # of the section
+    code: str = ""  # Python; empty if it cannot be done
+    text: str = ""  # what to know, in Markdown
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts that a card says.
+    """Facts that a card says."""
 
-    Attributes:
-        title: name of the model, any text.
-        library: that loads it, such as `transformers`.
-        interface: of the model.
-        parameters: number of parameters.
-        stored: bytes of the file of weights.
-        run: from `run_facts`; empty without a run.
-        loading: ways to load it.
-        notes: sentences, in plain text.
-    """
-
-    title: str
-    library: str
-    interface: ModelInterface
-    parameters: int
-    stored: int
-    run: Mapping[str, Any] = field(default_factory=dict)
-    loading: Sequence[Loading] = ()
-    notes: Sequence[str] = ()
+    title: str  # name of the model, any text
+    library: str  # that loads it, such as `transformers`
+    interface: ModelInterface  # of the model
+    parameters: int  # number of parameters
+    stored: int  # bytes of the file of weights
+    run: Mapping[str, Any] = field(default_factory=dict)  # from `run_facts`; empty without a run
+    loading: Sequence[Loading] = ()  # ways to load it
+    notes: Sequence[str] = ()  # sentences, in plain text
 
 
 def plain(text: Any) -> str:

@@ -34,31 +34,18 @@ _FOR_PRUNING = ("dense_scale", "take_sizes", "fits_original", "heads", "projecti
 
 @dataclass(frozen=True, eq=False)
 class FileContents:
-    """Contents of a file: what it is written from.
+    """Contents of a file: what it is written from."""
 
-    Attributes:
-        model: the model; paths of its modules are those of the dense one where it has them.
-        dense: that its builder makes; the model itself if there is no builder.
-        builder: of the dense model; None if only the reader can build it.
-        empty: whether it can be built without values.
-        changes: that the dense model needs.
-        interface: of the model.
-        checksums: SHA-256 of the files of tensors by name.
-        channels_last: whether kernels are channels last.
-        sparse: layout and shape of sparse tensors, by name.
-        written: by what, and from what, in words.
-    """
-
-    model: nn.Module
-    dense: nn.Module
-    builder: Builder | None
-    empty: bool
-    changes: Differences
-    interface: ModelInterface
-    checksums: Mapping[str, str]
-    channels_last: bool
-    sparse: Mapping[str, tuple[str, list[int]]]
-    written: str
+    model: nn.Module  # the model; paths of its modules are those of the dense one where it has them
+    dense: nn.Module  # that its builder makes; the model itself if there is no builder
+    builder: Builder | None  # of the dense model; None if only the reader can build it
+    empty: bool  # whether it can be built without values
+    changes: Differences  # that the dense model needs
+    interface: ModelInterface  # of the model
+    checksums: Mapping[str, str]  # SHA-256 of the files of tensors by name
+    channels_last: bool  # whether kernels are channels last
+    sparse: Mapping[str, tuple[str, list[int]]]  # layout and shape of sparse tensors, by name
+    written: str  # by what, and from what, in words
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

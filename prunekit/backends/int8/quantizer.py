@@ -42,44 +42,31 @@ SENSITIVITY_SAMPLES = 64
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error that a layer makes in int8.
+    """The error that a layer makes in int8."""
 
-    Attributes:
-        layer: path of its module.
-        error: relative error of the output if this layer alone is in int8: the norm of the difference from float over
-            the norm of the output in float, on calibration data.
-    """
-
-    layer: str
+    layer: str  # path of its module
+    # relative error of the output if this layer alone is in int8: the norm of the difference from float over the norm
+    # of the output in float, on calibration data
     error: float
 
 
 @dataclass(frozen=True, repr=False)
 class Quantized(Displayed):
-    """A file that was quantized to int8.
+    """A file that was quantized to int8."""
 
-    Attributes:
-        path: of the file.
-        layers: paths of the modules that compute in int8, in order of execution.
-        float_layers: why a layer, or an operator of it, computes in float, by the path of the module.
-        error: relative error of the output on calibration data: the norm of the difference from float over the norm of
-            the output in float.
-        sensitivity: what each layer costs in int8, the worst first; empty where no limit made it worth measuring.
-        float_score: of the file that was quantized, by the function that was given; None without one.
-        score: of the quantized file, likewise.
-        notes: for the user.
-        lower_is_better: whether less of the score is better, as for a perplexity.
-    """
-
-    path: Path
-    layers: tuple[str, ...]
+    path: Path  # of the file
+    layers: tuple[str, ...]  # paths of the modules that compute in int8, in order of execution
+    # why a layer, or an operator of it, computes in float, by the path of the module
     float_layers: Mapping[str, str] = field(default_factory=dict)
+    # relative error of the output on calibration data: the norm of the difference from float over the norm of the
+    # output in float
     error: float = 0.0
+    # what each layer costs in int8, the worst first; empty where no limit made it worth measuring
     sensitivity: tuple[LayerError, ...] = ()
-    float_score: float | None = None
-    score: float | None = None
-    notes: tuple[str, ...] = ()
-    lower_is_better: bool = False
+    float_score: float | None = None  # of the file that was quantized, by the function that was given; None without one
+    score: float | None = None  # of the quantized file, likewise
+    notes: tuple[str, ...] = ()  # for the user
+    lower_is_better: bool = False  # whether less of the score is better, as for a perplexity
 
     @property
     def drop(self) -> float | None:
@@ -132,21 +119,13 @@ class Quantized(Displayed):
 
 
 class Quantizer(ABC):
-    """A quantizer of one file, in several ways.
+    """A quantizer of one file, in several ways."""
 
-    Attributes:
-        file: in float.
-        layers: paths of modules that can be quantized, in order of execution.
-        ways: names of ways of calibration, the one that is tried first at the front.
-        kinds: operators that can be quantized, for a message.
-        notes: for the user.
-    """
-
-    file: Path
-    layers: tuple[str, ...]
-    ways: tuple[str, ...]
-    kinds: tuple[str, ...] = ()
-    notes: list[str]
+    file: Path  # in float
+    layers: tuple[str, ...]  # paths of modules that can be quantized, in order of execution
+    ways: tuple[str, ...]  # names of ways of calibration, the one that is tried first at the front
+    kinds: tuple[str, ...] = ()  # operators that can be quantized, for a message
+    notes: list[str]  # for the user
 
     @abstractmethod
     def quantize(self, way: str, layers: frozenset[str]) -> Path:
@@ -191,39 +170,26 @@ def quantized_file(
 
 @dataclass(frozen=True)
 class Chosen:
-    """The way of quantization that meets the limit.
+    """The way of quantization that meets the limit."""
 
-    Attributes:
-        file: quantized.
-        error: relative error of its output.
-        restored: layers that were returned to float, with their errors, the worst first.
-        sensitivity: errors of all layers, the worst first; empty if they were not measured.
-        float_score, score: before and after; None without a function of the score.
-    """
-
-    file: Path
-    error: float
-    restored: tuple[LayerError, ...] = ()
-    sensitivity: tuple[LayerError, ...] = ()
+    file: Path  # quantized
+    error: float  # relative error of its output
+    restored: tuple[LayerError, ...] = ()  # layers that were returned to float, with their errors, the worst first
+    sensitivity: tuple[LayerError, ...] = ()  # errors of all layers, the worst first; empty if they were not measured
+    # float_score, score: before and after; None without a function of the score
     float_score: float | None = None
     score: float | None = None
 
 
 @dataclass
 class AccuracyLimit:
-    """The search for a quantized file within `max_drop`.
+    """The search for a quantized file within `max_drop`."""
 
-    Attributes:
-        quantizer: of the file.
-        settings: with the limit.
-        score: None: there is nothing to limit, and ways of calibration are compared by the error of the output.
-        log: gets a line for each step.
-    """
-
-    quantizer: Quantizer
-    settings: QuantizeSettings
+    quantizer: Quantizer  # of the file
+    settings: QuantizeSettings  # with the limit
+    # None: there is nothing to limit, and ways of calibration are compared by the error of the output
     score: Score | None = None
-    log: Log = lambda text: None
+    log: Log = lambda text: None  # gets a line for each step
     scores: dict[Path, float] = field(default_factory=dict)
 
     def choose(self) -> Chosen:

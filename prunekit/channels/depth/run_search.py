@@ -27,17 +27,11 @@ class StaysError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A summand that only one sum reads, and all that is computed for it alone, in all passes of a run.
+    """A summand that only one sum reads, and all that is computed for it alone, in all passes of a run."""
 
-    Attributes:
-        join: number of the sum in the first pass.
-        end: number of the operator that made the summand there.
-        inside: numbers of the operators whose results nothing else reads.
-    """
-
-    join: int
-    end: int
-    inside: frozenset[int]
+    join: int  # number of the sum in the first pass
+    end: int  # number of the operator that made the summand there
+    inside: frozenset[int]  # numbers of the operators whose results nothing else reads
 
 
 class RunSearch:

@@ -25,26 +25,20 @@ is anything else.
 
 @dataclass(frozen=True)
 class Replacement:
-    """The stand-in for a module that goes.
+    """The stand-in for a module that goes."""
 
-    Attributes:
-        module: its path.
-        constant: whether it returns the constant of its branch; else it returns its input, which nothing reads.
-        bias: the name, in the module, of the tensor that is the constant; None for zeros.
-        shape: of the constant, so that it broadcasts to the module's output; -1 where its entries lie.
-        place: where the tensor is in a tuple that the module returns, and how many entries that has; None if it returns
-            the tensor itself.
-        empty: the axis along which it returns nothing, where the module computed a part of a concatenation.
-        as_input: whether the module returned a tensor of the shape of its first argument.
-    """
-
-    module: str
+    module: str  # its path
+    # whether it returns the constant of its branch; else it returns its input, which nothing reads
     constant: bool = False
-    bias: str | None = None
+    bias: str | None = None  # the name, in the module, of the tensor that is the constant; None for zeros
+    # of the constant, so that it broadcasts to the module's output; -1 where its entries lie
     shape: tuple[int, ...] = ()
+    # where the tensor is in a tuple that the module returns, and how many entries that has; None if it returns the
+    # tensor itself
     place: tuple[int, int] | None = None
+    # the axis along which it returns nothing, where the module computed a part of a concatenation
     empty: int | None = None
-    as_input: bool = False
+    as_input: bool = False  # whether the module returned a tensor of the shape of its first argument
 
     def as_json(self) -> list[Any]:
         """Return the replacement as JSON values."""
@@ -66,17 +60,11 @@ class Replacement:
 
 @dataclass(frozen=True)
 class ModuleBody:
-    """The code of a module that loses a branch of its own, as steps.
+    """The code of a module that loses a branch of its own, as steps."""
 
-    Attributes:
-        module: its path.
-        steps: value 0 is its input, value i + 1 what step i computes.
-        result: the number of the value that it returns.
-    """
-
-    module: str
-    steps: tuple[Step, ...]
-    result: int
+    module: str  # its path
+    steps: tuple[Step, ...]  # value 0 is its input, value i + 1 what step i computes
+    result: int  # the number of the value that it returns
 
     def as_json(self) -> list[Any]:
         """Return the code as JSON values."""
@@ -100,29 +88,18 @@ class Branch:
 
     It goes if all channels inside it do: its result is then a constant, one number for each channel of the stream. It
     stays if one of them does. In a masked model all weights of a branch that is gone are zero, but for that constant.
-
-    Attributes:
-        name: the path of the module that computes it, or of the one around all of its modules.
-        labels: of all channels inside it, in the numbering of the map.
-        presence: those of one of its groups.
-        parts: the labels of each of its groups.
-        last: labels of the channels that its last layer reads.
-        replacements: for every module that goes with it.
-        layers: names of the weights of its layers.
-        body: path of the module around it whose own code is replaced too; None if that runs as it is.
-        steps: numbers of the steps of that code which go.
-        small: paths of the modules whose own code runs on the constant, which is smaller than what it stands for.
     """
 
-    name: str
-    labels: Labels
-    presence: Labels
-    parts: tuple[Labels, ...]
-    last: Labels
-    replacements: tuple[Replacement, ...]
-    layers: tuple[str, ...] = ()
-    body: str | None = None
-    steps: tuple[int, ...] = ()
+    name: str  # the path of the module that computes it, or of the one around all of its modules
+    labels: Labels  # of all channels inside it, in the numbering of the map
+    presence: Labels  # those of one of its groups
+    parts: tuple[Labels, ...]  # the labels of each of its groups
+    last: Labels  # labels of the channels that its last layer reads
+    replacements: tuple[Replacement, ...]  # for every module that goes with it
+    layers: tuple[str, ...] = ()  # names of the weights of its layers
+    body: str | None = None  # path of the module around it whose own code is replaced too; None if that runs as it is
+    steps: tuple[int, ...] = ()  # numbers of the steps of that code which go
+    # paths of the modules whose own code runs on the constant, which is smaller than what it stands for
     small: tuple[str, ...] = ()
 
     @cached_property
@@ -174,15 +151,10 @@ class BranchLock:
 
 @dataclass(frozen=True)
 class Shortening:
-    """All that a compact model has in place of the branches that are gone.
+    """All that a compact model has in place of the branches that are gone."""
 
-    Attributes:
-        replacements: for every module that goes.
-        bodies: for every module whose own code is replaced, the steps that are left.
-    """
-
-    replacements: tuple[Replacement, ...] = ()
-    bodies: tuple[ModuleBody, ...] = ()
+    replacements: tuple[Replacement, ...] = ()  # for every module that goes
+    bodies: tuple[ModuleBody, ...] = ()  # for every module whose own code is replaced, the steps that are left
 
     def __bool__(self) -> bool:
         return bool(self.replacements)
@@ -277,16 +249,12 @@ class Branches:
     """All branches of a model: those that may go, the code around them, and those that stay.
 
     A branch goes under a plan if the plan keeps none of its channels.
-
-    Attributes:
-        found: that may go.
-        bodies: the whole code of the modules that may lose branches of their own.
-        locks: of those that stay.
     """
 
-    found: tuple[Branch, ...] = ()
+    found: tuple[Branch, ...] = ()  # that may go
+    # the whole code of the modules that may lose branches of their own
     bodies: Mapping[str, ModuleBody] = field(default_factory=dict)
-    locks: tuple[BranchLock, ...] = ()
+    locks: tuple[BranchLock, ...] = ()  # of those that stay
 
     def gone(self, keep: NDArray[np.bool_]) -> tuple[Branch, ...]:
         """Return the branches that go under a plan, bool (n_labels,)."""

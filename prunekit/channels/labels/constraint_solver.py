@@ -129,15 +129,10 @@ def deciders(n_labels: int, joint: Labels) -> list[Labels]:
 
 @dataclass(frozen=True, eq=False)
 class Numbering:
-    """Labels of a trace as labels of a map, 0 .. n_labels - 1.
+    """Labels of a trace as labels of a map, 0 .. n_labels - 1."""
 
-    Attributes:
-        final: for each label of the trace.
-        joint: (n, 1 + solutions), see `deciders`.
-    """
-
-    final: Labels
-    joint: Labels
+    final: Labels  # for each label of the trace
+    joint: Labels  # (n, 1 + solutions), see `deciders`
     n_labels: int
 
 

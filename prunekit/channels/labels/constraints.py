@@ -55,13 +55,9 @@ def _in_whole_rows(roots: Labels) -> bool:
 
 
 class Constraint:
-    """A condition on which labels are coupled in the end, which the solver makes hold by merges and locks.
+    """A condition on which labels are coupled in the end, which the solver makes hold by merges and locks."""
 
-    Attributes:
-        rank: those that say what is coupled are solved first, those that only follow it last.
-    """
-
-    rank: ClassVar[int] = 4
+    rank: ClassVar[int] = 4  # those that say what is coupled are solved first, those that only follow it last
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
         """Couple what depends on nothing but the kind of channels that is removed; done once, before all others."""
@@ -139,16 +135,11 @@ class Repeated(Constraint):
     """A labeled axis was repeated, as heads of keys are for the query heads that they serve.
 
     Either copies are removed with their source, or the same copies of every source, which stays.
-
-    Attributes:
-        source: labels of what was repeated, in the place of each of the copies.
-        repeats: labels of the number of repetitions, the same.
-        copies: labels of the copies.
     """
 
-    source: Labels
-    repeats: Labels
-    copies: Labels
+    source: Labels  # labels of what was repeated, in the place of each of the copies
+    repeats: Labels  # labels of the number of repetitions, the same
+    copies: Labels  # labels of the copies
     rank: ClassVar[int] = 0
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
@@ -162,15 +153,10 @@ class Repeated(Constraint):
 
 @dataclass(frozen=True, eq=False)
 class Flattened(Constraint):
-    """An axis made of several met one with a label for each entry, as a flattened kernel meets a vector.
+    """An axis made of several met one with a label for each entry, as a flattened kernel meets a vector."""
 
-    Attributes:
-        factors: labels of each of the axes that became one, repeated along it.
-        whole: labels of the axis that they met.
-    """
-
-    factors: tuple[Labels, ...]
-    whole: Labels
+    factors: tuple[Labels, ...]  # labels of each of the axes that became one, repeated along it
+    whole: Labels  # labels of the axis that they met
     rank: ClassVar[int] = 2
 
     def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
@@ -191,16 +177,11 @@ class Nested(Constraint):
     """A field met another on part of its axes: it has one label along them, or it is coupled with the other.
 
     Query heads, each with one label, leave the table of a rotary embedding as it is, which is then locked.
-
-    Attributes:
-        labels: of the wider field, (others, shared).
-        part: of the narrower field, (shared,).
-        matched: whether the narrower field has a partner on exactly its axes.
     """
 
-    labels: Labels
-    part: LockRecord
-    matched: bool
+    labels: Labels  # of the wider field, (others, shared)
+    part: LockRecord  # of the narrower field, (shared,)
+    matched: bool  # whether the narrower field has a partner on exactly its axes
     rank: ClassVar[int] = 2
 
     def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
@@ -226,18 +207,12 @@ class Contracted(Constraint):
     """A field was summed over some of its axes, as queries and keys are over the positions in each head.
 
     Either a head is removed with all its labels and with what is left of it, or a position is removed in all heads.
-
-    Attributes:
-        labels: (positions, heads).
-        part: labels of the sum, (heads,).
-        zero: whether removed entries are exactly zero; if not, no position may be removed.
-        module: path of the module that computes the sum.
     """
 
-    labels: Labels
-    part: Labels
-    zero: bool
-    module: str
+    labels: Labels  # (positions, heads)
+    part: Labels  # labels of the sum, (heads,)
+    zero: bool  # whether removed entries are exactly zero; if not, no position may be removed
+    module: str  # path of the module that computes the sum
     rank: ClassVar[int] = 0
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
@@ -259,16 +234,11 @@ class Normalized(Constraint):
     """A field was normalized over one of its axes: whole rows of it are removed, or a position in all rows.
 
     Queries lose whole heads, or positions in all of them; tokens made from one vector lose channels.
-
-    Attributes:
-        labels: (positions, rows).
-        rows: labels of the result's rows, (rows,).
-        positions: labels of the result's positions, (positions,).
     """
 
-    labels: Labels
-    rows: Labels
-    positions: Labels
+    labels: Labels  # (positions, rows)
+    rows: Labels  # labels of the result's rows, (rows,)
+    positions: Labels  # labels of the result's positions, (positions,)
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
         """Make a row one class and lock the positions, or a position one class in all rows and lock these."""
@@ -282,15 +252,10 @@ class Normalized(Constraint):
 
 @dataclass(frozen=True, eq=False)
 class Padded(Constraint):
-    """Positions were added to every head: they are removed with a whole head, and stay otherwise.
+    """Positions were added to every head: they are removed with a whole head, and stay otherwise."""
 
-    Attributes:
-        labels: (positions, heads).
-        part: labels of the added positions, (heads,).
-    """
-
-    labels: Labels
-    part: Labels
+    labels: Labels  # (positions, heads)
+    part: Labels  # labels of the added positions, (heads,)
     rank: ClassVar[int] = 5
 
     def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
@@ -305,19 +270,12 @@ class Padded(Constraint):
 
 @dataclass(frozen=True, eq=False)
 class Grouped(Constraint):
-    """A convolution of few groups with many channels each: it loses whole groups, or a column of every one.
+    """A convolution of few groups with many channels each: it loses whole groups, or a column of every one."""
 
-    Attributes:
-        inputs: (groups, channels of each).
-        outputs: (groups, channels of each).
-        columns: of the weight, (channels of each group,).
-        module: path of the convolution.
-    """
-
-    inputs: Labels
-    outputs: Labels
-    columns: Labels
-    module: str
+    inputs: Labels  # (groups, channels of each)
+    outputs: Labels  # (groups, channels of each)
+    columns: Labels  # of the weight, (channels of each group,)
+    module: str  # path of the convolution
     rank: ClassVar[int] = 3
 
     def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
@@ -337,18 +295,12 @@ class FixedPositions(Constraint):
     """Channels that stay unless the compact model states which positions an expression takes of a tensor.
 
     An index that the model stores keeps its numbers, and a table that forward computes keeps its size.
-
-    Attributes:
-        record: the lock unless the positions are stated, with a label for each position of the axis.
-        expression: the expression in whose place they can be stated.
-        place: of the tensor in it, with its axis.
-        order: from which position of the axis each one comes.
     """
 
-    record: LockRecord
-    expression: Expression
-    place: CodePlace
-    order: Labels
+    record: LockRecord  # the lock unless the positions are stated, with a label for each position of the axis
+    expression: Expression  # the expression in whose place they can be stated
+    place: CodePlace  # of the tensor in it, with its axis
+    order: Labels  # from which position of the axis each one comes
     rank: ClassVar[int] = 0
 
     def solve(self, union: LabelUnion, whole_heads: bool) -> Iterable[LockRecord]:
@@ -365,20 +317,13 @@ TensorAxis = tuple[str, int]
 
 @dataclass(frozen=True)
 class Interchangeable:
-    """Axes of a module's tensors whose positions may change places, all together, without a change of its results.
+    """Axes of a module's tensors whose positions may change places, all together, without a change of its results."""
 
-    Attributes:
-        module: its path.
-        axes: of tensors inside of it.
-        parts: into how many equal parts they fall; the same positions of all parts belong together.
-        least: the fewest positions of a part with which the module runs.
-        sizes: whole numbers to set: path and name of an attribute, and whether it is the size of one part.
-    """
-
-    module: str
-    axes: tuple[TensorAxis, ...]
-    parts: int
-    least: int
+    module: str  # its path
+    axes: tuple[TensorAxis, ...]  # of tensors inside of it
+    parts: int  # into how many equal parts they fall; the same positions of all parts belong together
+    least: int  # the fewest positions of a part with which the module runs
+    # whole numbers to set: path and name of an attribute, and whether it is the size of one part
     sizes: tuple[tuple[str, str, bool], ...]
 
 
@@ -418,16 +363,11 @@ OF_KIND = -1
 
 @dataclass(frozen=True, eq=False)
 class EqualWidths:
-    """Families of groups that keep the same share together, and those that stay whole.
+    """Families of groups that keep the same share together, and those that stay whole."""
 
-    Attributes:
-        together: families of which each keeps the same share as the others.
-        whole: families that stay whole, with the reason.
-        multiples: families with the number that the count of what they keep has to be a multiple of.
-    """
-
-    together: tuple[frozenset[Family], ...] = ()
-    whole: Mapping[Family, str] = field(default_factory=dict)
+    together: tuple[frozenset[Family], ...] = ()  # families of which each keeps the same share as the others
+    whole: Mapping[Family, str] = field(default_factory=dict)  # families that stay whole, with the reason
+    # families with the number that the count of what they keep has to be a multiple of
     multiples: Mapping[Family, int] = field(default_factory=dict)
 
     def holds_for(self, families: Set[Family]) -> bool:

@@ -410,17 +410,11 @@ def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
 
 @dataclass(frozen=True)
 class SizedMethod:
-    """A method that was compiled again with attributes in place of expressions.
+    """A method that was compiled again with attributes in place of expressions."""
 
-    Attributes:
-        base: the class that defines the method.
-        function: as that class has it, without decorators.
-        places: of the expressions, in the order of the source.
-    """
-
-    base: type
-    function: FunctionType
-    places: tuple[CodePlace, ...]
+    base: type  # the class that defines the method
+    function: FunctionType  # as that class has it, without decorators
+    places: tuple[CodePlace, ...]  # of the expressions, in the order of the source
 
     def text(self, base: str, names: Mapping[str, str]) -> str:
         """Return the source of the method as it runs in a subclass: decorators, comments and all, from column 0."""

@@ -29,19 +29,13 @@ Arguments = dict[str | int, Any]
 
 @dataclass(frozen=True)
 class ModelCalls:
-    """The calls of a model on one example: one, or two where it returns state, the second with that state.
+    """The calls of a model on one example: one, or two where it returns state, the second with that state."""
 
-    Attributes:
-        read: which outputs are read.
-        following: makes the arguments of the second call, with the state, of those of the first; None: there is none.
-        refused: why there is no second call though the model returns state; empty otherwise.
-        refused_state: names of that state.
-    """
-
-    read: ReadOutputs = ALL_READ
+    read: ReadOutputs = ALL_READ  # which outputs are read
+    # makes the arguments of the second call, with the state, of those of the first; None: there is none
     following: Callable[[Arguments], Arguments] | None = None
-    refused: str = ""
-    refused_state: tuple[str, ...] = ()
+    refused: str = ""  # why there is no second call though the model returns state; empty otherwise
+    refused_state: tuple[str, ...] = ()  # names of that state
 
     def outputs(self, model: nn.Module, example: tuple[Any, ...]) -> Iterator[Any]:
         """Yield what a model returns in each call."""

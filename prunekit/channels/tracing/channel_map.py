@@ -454,26 +454,16 @@ class ChannelMap(Displayed):
 
 @dataclass(frozen=True, eq=False)
 class MapSource:
-    """The trace that a map was built from, with what trials added.
+    """The trace that a map was built from, with what trials added."""
 
-    Attributes:
-        trace: the trace.
-        extra: further locks and constraints, in the trace's numbering.
-        sizes: attributes that trials found to be sizes, in the trace's numbering.
-        final: the label in the map of each label of the trace.
-        all_constraints: whether no constraint may be left out.
-        stated: whether some are left out, because sizes and orders are stated in a module's Python instead.
-        branches_stay: branches that a trial found to stay.
-        equal_widths: which groups keep the same share, and which stay whole, where a library's configuration says so.
-    """
-
-    trace: Trace
-    extra: tuple[LockRecord | EqualParts, ...]
-    sizes: tuple[SizeAttribute, ...]
-    final: Labels
-    all_constraints: bool = False
-    stated: bool = False
-    branches_stay: tuple[BranchLock, ...] = ()
+    trace: Trace  # the trace
+    extra: tuple[LockRecord | EqualParts, ...]  # further locks and constraints, in the trace's numbering
+    sizes: tuple[SizeAttribute, ...]  # attributes that trials found to be sizes, in the trace's numbering
+    final: Labels  # the label in the map of each label of the trace
+    all_constraints: bool = False  # whether no constraint may be left out
+    stated: bool = False  # whether some are left out, because sizes and orders are stated in a module's Python instead
+    branches_stay: tuple[BranchLock, ...] = ()  # branches that a trial found to stay
+    # which groups keep the same share, and which stay whole, where a library's configuration says so
     equal_widths: EqualWidths = NO_EQUAL_WIDTHS
 
 

@@ -23,15 +23,10 @@ SEVERAL = "which of these are taken is computed from all of them, in a module th
 
 @dataclass(frozen=True, eq=False)
 class ChannelNorm:
-    """A module that takes statistics over channels: under masks its narrow copy runs on the kept channels.
+    """A module that takes statistics over channels: under masks its narrow copy runs on the kept channels."""
 
-    Attributes:
-        inputs: every labeled axis of its one input tensor with the labels (size,) along it; the last axis is -1.
-        outputs: the same of its one output tensor.
-    """
-
-    inputs: Axes
-    outputs: Axes
+    inputs: Axes  # every labeled axis of its one input tensor with the labels (size,) along it; the last axis is -1
+    outputs: Axes  # the same of its one output tensor
 
     @property
     def axes(self) -> Axes:

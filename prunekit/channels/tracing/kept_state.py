@@ -43,15 +43,11 @@ Attribute = tuple[str, str]
 
 @dataclass(frozen=True, eq=False)
 class KeptState:
-    """The state that a model keeps between its calls.
+    """The state that a model keeps between its calls."""
 
-    Attributes:
-        labels: where forward leaves a tensor for the next call -> one entry for each of its axes, as of `ChannelMap`.
-        remade: attributes that forward makes where they are None.
-    """
-
+    # where forward leaves a tensor for the next call -> one entry for each of its axes, as of `ChannelMap`
     labels: Mapping[Place, tuple[Labels | None, ...]] = field(default_factory=dict)
-    remade: frozenset[Attribute] = frozenset()
+    remade: frozenset[Attribute] = frozenset()  # attributes that forward makes where they are None
 
     def __bool__(self) -> bool:
         return bool(self.labels or self.remade)

@@ -43,27 +43,19 @@ class TracedOperator:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One call of a module in a run.
+    """One call of a module in a run."""
 
-    Attributes:
-        path: of the module.
-        inputs: by argument, the number of the operator that made a tensor, -1 for one of the model's inputs; None for
-            an argument that is no single tensor.
-        outputs: the numbers of the operators that made the tensors that it returned.
-        place: where the first of them is in a tuple that it returned, and how many entries that has; None if it
-            returned a tensor.
-        first: number of the first operator in it.
-        end: number behind the last operator in it.
-        plain: whether all arguments but the first are None, and none is given by name.
-    """
-
-    path: str
+    path: str  # of the module
+    # by argument, the number of the operator that made a tensor, -1 for one of the model's inputs; None for an argument
+    # that is no single tensor
     inputs: tuple[int | None, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # the numbers of the operators that made the tensors that it returned
+    # where the first of them is in a tuple that it returned, and how many entries that has; None if it returned a
+    # tensor
     place: tuple[int, int] | None
-    first: int
-    end: int
-    plain: bool
+    first: int  # number of the first operator in it
+    end: int  # number behind the last operator in it
+    plain: bool  # whether all arguments but the first are None, and none is given by name
 
 
 def is_counted(func: Any, name: str) -> bool:
@@ -84,41 +76,29 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.T
 
 @dataclass(eq=False)
 class TracedRun:
-    """The operators of one forward pass, in order.
+    """The operators of one forward pass, in order."""
 
-    Attributes:
-        example: number of the example.
-        doubled: whether it ran on every sample of the example twice, as another number of samples.
-        training: whether it ran in train mode.
-        repeats: whether it did exactly what the run before it did, label for label.
-        gradients: whether gradients were recorded, because forward itself takes some.
-        calls: how the model is called on the example, and which of its outputs are read.
-        uses_own: whether an operator read a parameter or buffer of the model.
-        operators: every operator call.
-        borrowed: paths of modules that read a tensor of another module, each with the path of that owner.
-        alternatives: modules that ran besides, because others like them did.
-        whole: expressions whose tensors, at least once, are not to be taken at stated positions.
-        module_calls: every call of a module, in the order in which they ended.
-        returned: numbers of the operators that made the model's outputs.
-        asks_mode: paths of modules, except for torch's own layers, whose code reads whether they are in train mode.
-        aside: numbers of operators that lead only to numbers that the model keeps aside; found when it ended, or given.
-    """
-
-    example: int
-    training: bool
-    repeats: bool = False
-    gradients: bool = False
+    example: int  # number of the example
+    training: bool  # whether it ran in train mode
+    repeats: bool = False  # whether it did exactly what the run before it did, label for label
+    gradients: bool = False  # whether gradients were recorded, because forward itself takes some
+    # how the model is called on the example, and which of its outputs are read
     calls: ModelCalls = field(default_factory=ModelCalls)
-    uses_own: bool = False
-    operators: list[TracedOperator] = field(default_factory=list)
+    uses_own: bool = False  # whether an operator read a parameter or buffer of the model
+    operators: list[TracedOperator] = field(default_factory=list)  # every operator call
+    # paths of modules that read a tensor of another module, each with the path of that owner
     borrowed: set[tuple[str, str]] = field(default_factory=set)
-    alternatives: Alternatives = field(default_factory=dict)
+    alternatives: Alternatives = field(default_factory=dict)  # modules that ran besides, because others like them did
+    # expressions whose tensors, at least once, are not to be taken at stated positions
     whole: set[Expression] = field(default_factory=set)
+    # every call of a module, in the order in which they ended
     module_calls: list[TracedCall] = field(default_factory=list)
-    returned: set[int] = field(default_factory=set)
+    returned: set[int] = field(default_factory=set)  # numbers of the operators that made the model's outputs
+    # paths of modules, except for torch's own layers, whose code reads whether they are in train mode
     asks_mode: set[str] = field(default_factory=set)
+    # numbers of operators that lead only to numbers that the model keeps aside; found when it ended, or given
     aside: frozenset[int] = frozenset()
-    doubled: bool = False
+    doubled: bool = False  # whether it ran on every sample of the example twice, as another number of samples
 
     def again(self, **changes: Any) -> TracedRun:
         """Return another run of the same example, of which nothing is recorded yet."""

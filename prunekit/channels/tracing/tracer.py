@@ -68,39 +68,24 @@ ActivationKey = tuple[str, str, int]
 
 @dataclass(eq=False)
 class Trace:
-    """All that a trace found, before its constraints are solved.
+    """All that a trace found, before its constraints are solved."""
 
-    Attributes:
-        flow: the labels on all tensors, with locks and constraints.
-        labels: by the name of a parameter or buffer, the labels of each of its axes.
-        runs: the operators of every forward pass.
-        activations: labels along the channel axis of inputs and outputs of modules.
-        norms: modules that take statistics over channels.
-        model: returns the traced model as long as anyone else has it, else the copy that ran.
-        example: the first example, on meta tensors if these were enough.
-        tables: memory tables that were counted later, see `memory_table`.
-        fused_away: modules that the model's own `fuse()` removes, whose multiply-accumulates do not count.
-        calls: how often a forward pass calls each module, by its path.
-        ran: paths of the modules that were called themselves, not as copies that the model makes of them.
-        inputs: the tensors of the first example.
-        read: the outputs that are read.
-        state: what the model keeps between its calls.
-    """
-
-    flow: LabelFlow
-    labels: dict[str, tuple[Labels | None, ...]]
-    runs: list[TracedRun]
-    activations: dict[ActivationKey, Labels]
-    norms: NormFinder
-    model: Callable[[], nn.Module]
-    example: tuple[Any, ...]
-    tables: dict[Any, Any] = field(default_factory=dict)
+    flow: LabelFlow  # the labels on all tensors, with locks and constraints
+    labels: dict[str, tuple[Labels | None, ...]]  # by the name of a parameter or buffer, the labels of each of its axes
+    runs: list[TracedRun]  # the operators of every forward pass
+    activations: dict[ActivationKey, Labels]  # labels along the channel axis of inputs and outputs of modules
+    norms: NormFinder  # modules that take statistics over channels
+    model: Callable[[], nn.Module]  # returns the traced model as long as anyone else has it, else the copy that ran
+    example: tuple[Any, ...]  # the first example, on meta tensors if these were enough
+    tables: dict[Any, Any] = field(default_factory=dict)  # memory tables that were counted later, see `memory_table`
+    # modules that the model's own `fuse()` removes, whose multiply-accumulates do not count
     fused_away: tuple[str, ...] = ()
-    calls: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)  # how often a forward pass calls each module, by its path
+    # paths of the modules that were called themselves, not as copies that the model makes of them
     ran: set[str] = field(default_factory=set)
-    inputs: tuple[InputSpec, ...] = ()
-    read: ReadOutputs = ALL_READ
-    state: KeptState = NO_STATE
+    inputs: tuple[InputSpec, ...] = ()  # the tensors of the first example
+    read: ReadOutputs = ALL_READ  # the outputs that are read
+    state: KeptState = NO_STATE  # what the model keeps between its calls
 
 
 def trace_model(
@@ -145,26 +130,20 @@ def trace_model(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One way to trace a model, with what earlier attempts found out about it.
+    """One way to trace a model, with what earlier attempts found out about it."""
 
-    Attributes:
-        both_modes, read, interchangeable: as for `trace_model`.
-        meta: whether it runs on meta tensors.
-        gradients: whether gradients are recorded, because forward itself takes some.
-        wide: whether half precision runs in float32.
-        divided: axes of tensors that are divided by; removed entries keep their values under masks.
-        aside: by the number of a run, operators whose results are kept aside and not read; None before they are known.
-        alternatives: modules that run besides, because others like them do; None before they are known.
-    """
-
+    # both_modes, read, interchangeable: as for `trace_model`
     both_modes: bool
     read: ReadOutputs
     interchangeable: tuple[Interchangeable, ...]
-    meta: bool = False
-    gradients: bool = False
-    wide: bool = False
+    meta: bool = False  # whether it runs on meta tensors
+    gradients: bool = False  # whether gradients are recorded, because forward itself takes some
+    wide: bool = False  # whether half precision runs in float32
+    # axes of tensors that are divided by; removed entries keep their values under masks
     divided: frozenset[TensorAxis] = frozenset()
+    # by the number of a run, operators whose results are kept aside and not read; None before they are known
     aside: Mapping[int, frozenset[int]] | None = None
+    # modules that run besides, because others like them do; None before they are known
     alternatives: Alternatives | None = None
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

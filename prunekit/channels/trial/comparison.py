@@ -77,32 +77,20 @@ OperatorKey = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first operator at which masked and compact model differ, or the module in which one fails.
+    """The first operator at which masked and compact model differ, or the module in which one fails."""
 
-    Attributes:
-        module: path of the running module.
-        operator: its name; empty if Python code failed.
-        key: of the operator.
-        difference: the relative difference.
-        detail: what differs.
-        line: the line of Python that ran, as file:number: text.
-        after: the number of operators that ran before.
-        owner: path of the module whose method failed, if another module called it.
-        started: the last operator that began before Python code failed: its module, its name, and which of those it is,
-            views and copies included.
-        failed: the operator that failed in code of torch's making, where one module may be a whole network.
-    """
-
-    module: str
-    operator: str
-    key: OperatorKey
-    difference: float
-    detail: str
-    line: str = ""
-    after: int = 0
-    owner: str = ""
+    module: str  # path of the running module
+    operator: str  # its name; empty if Python code failed
+    key: OperatorKey  # of the operator
+    difference: float  # the relative difference
+    detail: str  # what differs
+    line: str = ""  # the line of Python that ran, as file:number: text
+    after: int = 0  # the number of operators that ran before
+    owner: str = ""  # path of the module whose method failed, if another module called it
+    # the last operator that began before Python code failed: its module, its name, and which of those it is, views and
+    # copies included
     started: OperatorKey = ("", "", -1)
-    failed: str = ""
+    failed: str = ""  # the operator that failed in code of torch's making, where one module may be a whole network
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -283,22 +271,14 @@ class RecordedValues:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The results of a masked model.
+    """The results of a masked model."""
 
-    Attributes:
-        values: the name of every operator, and the kept entries of its outputs.
-        numbers: of operators that return whole numbers or booleans, the numbers among their arguments.
-        outputs: the tensors of the model's output.
-        decisions: those that the compact model has to repeat.
-        precision: in which both models run.
-        failed: where the narrow copy of one of its norms raised.
-    """
-
-    values: RecordedValues
-    outputs: list[torch.Tensor]
-    decisions: dict[OperatorKey, Decision]
-    precision: Precision = OWN
-    failed: Divergence | None = None
+    values: RecordedValues  # the name of every operator, and the kept entries of its outputs
+    outputs: list[torch.Tensor]  # the tensors of the model's output
+    decisions: dict[OperatorKey, Decision]  # those that the compact model has to repeat
+    precision: Precision = OWN  # in which both models run
+    failed: Divergence | None = None  # where the narrow copy of one of its norms raised
+    # of operators that return whole numbers or booleans, the numbers among their arguments
     numbers: dict[OperatorKey, Any] = field(default_factory=dict)
 
     def counts_widths(self, key: OperatorKey, arguments: Any) -> bool:
@@ -473,24 +453,16 @@ def _forward(
 
 @dataclass(eq=False)
 class Comparison:
-    """The comparison of one masked model, which runs once on each example, with one or several compact models.
+    """The comparison of one masked model, which runs once on each example, with one or several compact models."""
 
-    Attributes:
-        model: the dense model.
-        kept: indices of what is no zero in the masked model.
-        channel_map, keep: the plan.
-        examples: inputs of the model.
-        references: results of the masked model, by run.
-        skipping: paths of modules that may compute their results in another way.
-    """
-
-    model: nn.Module
-    kept: KeptIndices
+    model: nn.Module  # the dense model
+    kept: KeptIndices  # indices of what is no zero in the masked model
+    # channel_map, keep: the plan
     channel_map: ChannelMap
     keep: Keep
-    examples: list[tuple[Any, ...]]
-    references: dict[TracedRun, Reference] = field(default_factory=dict)
-    skipping: frozenset[str] = frozenset()
+    examples: list[tuple[Any, ...]]  # inputs of the model
+    references: dict[TracedRun, Reference] = field(default_factory=dict)  # results of the masked model, by run
+    skipping: frozenset[str] = frozenset()  # paths of modules that may compute their results in another way
 
     def elsewhere(self, divergence: Divergence, compact: nn.Module) -> float | None:
         """Return the largest difference outside of the modules that compute in another way; None if others differ too.

@@ -263,32 +263,20 @@ Found = tuple[list[SizeAttribute], Failure | None]
 
 @dataclass(eq=False)
 class SizeSearch:
-    """A search for sizes that take a failed trial past the module in which it failed.
+    """A search for sizes that take a failed trial past the module in which it failed."""
 
-    Attributes:
-        model: the dense model.
-        compact: the compact model; attributes are set in place, and set back.
-        channel_map, keep: the plan.
-        batches: the axes that grow with the batch.
-        scales: the search for numbers made of widths.
-        attempt: compares `compact` as it is: the largest difference, and where the models differ.
-        plain: whether only attributes are set, and no expressions.
-        withheld: whether expressions could have been set.
-        difference: of the attempt that passed; None without one.
-        equal: constraints that are needed before expressions can be set.
-    """
-
-    model: nn.Module
-    compact: nn.Module
+    model: nn.Module  # the dense model
+    compact: nn.Module  # the compact model; attributes are set in place, and set back
+    # channel_map, keep: the plan
     channel_map: ChannelMap
     keep: Keep
-    batches: BatchAxes
-    scales: ScaleSearch
-    attempt: Callable[[], Outcome]
-    plain: bool = False
-    withheld: bool = False
-    difference: float | None = None
-    equal: Sequence[EqualParts] = ()
+    batches: BatchAxes  # the axes that grow with the batch
+    scales: ScaleSearch  # the search for numbers made of widths
+    attempt: Callable[[], Outcome]  # compares `compact` as it is: the largest difference, and where the models differ
+    plain: bool = False  # whether only attributes are set, and no expressions
+    withheld: bool = False  # whether expressions could have been set
+    difference: float | None = None  # of the attempt that passed; None without one
+    equal: Sequence[EqualParts] = ()  # constraints that are needed before expressions can be set
     _sizes: dict[str, StatedSizes] = field(default_factory=dict, init=False)
     _further: list[SizeAttribute] = field(default_factory=list, init=False)
 

@@ -68,19 +68,12 @@ AGAIN = 4
 
 @dataclass(frozen=True, eq=False)
 class TrialResult:
-    """The plan that passed its trial.
+    """The plan that passed its trial."""
 
-    Attributes:
-        channel_map: the map, with the locks that were needed.
-        keep: the plan made for it, bool (n_labels,).
-        compact: the compact model.
-        difference: the largest relative difference of any operator between masked and compact model (float64).
-    """
-
-    channel_map: ChannelMap
-    keep: Keep
-    compact: nn.Module
-    difference: float
+    channel_map: ChannelMap  # the map, with the locks that were needed
+    keep: Keep  # the plan made for it, bool (n_labels,)
+    compact: nn.Module  # the compact model
+    difference: float  # the largest relative difference of any operator between masked and compact model (float64)
 
 
 def run_trial(
@@ -167,24 +160,16 @@ def _known(channel_map: ChannelMap) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Trial:
-    """State that all turns of a trial share.
+    """State that all turns of a trial share."""
 
-    Attributes:
-        model: the dense model; never changed.
-        choose: makes the plan for a channel map.
-        plain: whether all modules keep their classes.
-        trace: of the model.
-        failed: (class, operator, call) -> paths of the modules that differed or failed there, in all turns so far.
-        last_locked: the last difference that nothing but locks explained.
-    """
-
-    model: nn.Module
-    choose: Callable[[ChannelMap], Keep]
+    model: nn.Module  # the dense model; never changed
+    choose: Callable[[ChannelMap], Keep]  # makes the plan for a channel map
     examples: list[tuple[Any, ...]]
-    plain: bool
-    trace: Trace
+    plain: bool  # whether all modules keep their classes
+    trace: Trace  # of the model
+    # (class, operator, call) -> paths of the modules that differed or failed there, in all turns so far
     failed: dict[tuple[Any, ...], list[str]] = field(default_factory=lambda: defaultdict(list))
-    last_locked: Divergence | None = None
+    last_locked: Divergence | None = None  # the last difference that nothing but locks explained
 
     @cached_property
     def batches(self) -> BatchAxes:

@@ -56,15 +56,10 @@ Holder = tuple[str, str]
 
 @dataclass(frozen=True)
 class UntracedSizes:
-    """Sizes that untraced methods read.
+    """Sizes that untraced methods read."""
 
-    Attributes:
-        sizes: attributes that hold a size, with labels in the trace's own numbering.
-        notes: sentences on methods whose sizes are not known.
-    """
-
-    sizes: tuple[SizeAttribute, ...] = ()
-    notes: tuple[str, ...] = ()
+    sizes: tuple[SizeAttribute, ...] = ()  # attributes that hold a size, with labels in the trace's own numbering
+    notes: tuple[str, ...] = ()  # sentences on methods whose sizes are not known
 
 
 def untraced_sizes(

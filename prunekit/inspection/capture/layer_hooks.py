@@ -32,21 +32,13 @@ What = Literal["input", "output", "grad_input", "grad_output"]
 
 
 class TensorKey(NamedTuple):
-    """The key of one tensor of a layer.
+    """The key of one tensor of a layer."""
 
-    Attributes:
-        path: path of the module, or name of the weight if it has no module of its own.
-        what: whether it is an input or an output, or the gradient of one.
-        batch: number of the model's forward pass, from 0; None outside of one.
-        call: number of the layer's call in that pass, from 0.
-        position: its number among all tensors of a nested value: of the positional and then the named arguments, or
-            of the result.
-    """
-
-    path: str
-    what: What
-    batch: int | None
-    call: int
+    path: str  # path of the module, or name of the weight if it has no module of its own
+    what: What  # whether it is an input or an output, or the gradient of one
+    batch: int | None  # number of the model's forward pass, from 0; None outside of one
+    call: int  # number of the layer's call in that pass, from 0
+    # its number among all tensors of a nested value: of the positional and then the named arguments, or of the result
     position: int
 
     def __str__(self) -> str:
@@ -254,15 +246,11 @@ NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class SelectedLayers:
-    """Layers by their paths, in the order of the model.
+    """Layers by their paths, in the order of the model."""
 
-    Attributes:
-        modules: modules that may be called.
-        functional: paths of modules whose weight may be used without a call, as in attention, and names of weights
-            that have no module of their own.
-    """
-
-    modules: dict[str, nn.Module]
+    modules: dict[str, nn.Module]  # modules that may be called
+    # paths of modules whose weight may be used without a call, as in attention, and names of weights that have no
+    # module of their own
     functional: frozenset[str]
 
     @property

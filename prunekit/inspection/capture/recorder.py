@@ -245,19 +245,15 @@ class Capture(Displayed, LayerHooks):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Captured:
-    """One tensor of one call of a layer.
+    """One tensor of one call of a layer."""
 
-    Attributes:
-        path, what, batch, call, position: see `TensorKey`.
-        shape: shape of the tensor, before it was reduced.
-    """
-
+    # path, what, batch, call, position: see `TensorKey`
     path: str
     what: What
     batch: int | None
     call: int
     position: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape of the tensor, before it was reduced
     _kept: Any
 
     def __repr__(self) -> str:
@@ -400,19 +396,12 @@ def mib(count: float) -> str:
 
 @dataclass(frozen=True)
 class CaptureSize:
-    """The size of full copies of the tensors of a forward pass.
+    """The size of full copies of the tensors of a forward pass."""
 
-    Attributes:
-        tensors: number of tensors.
-        bytes: bytes of all tensors; a gradient counts as many as its tensor.
-        channels: number of channels of all tensors.
-        copy_ms: measured time of copying as many bytes; None if it was not measured.
-    """
-
-    tensors: int
-    bytes: int
-    channels: int
-    copy_ms: float | None = None
+    tensors: int  # number of tensors
+    bytes: int  # bytes of all tensors; a gradient counts as many as its tensor
+    channels: int  # number of channels of all tensors
+    copy_ms: float | None = None  # measured time of copying as many bytes; None if it was not measured
 
     def __str__(self) -> str:
         more = "" if self.copy_ms is None else f", about {self.copy_ms:.2g} ms to copy"

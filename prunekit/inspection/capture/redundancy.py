@@ -25,20 +25,15 @@ ENOUGH = 32
 
 @dataclass(frozen=True)
 class RedundantChannel:
-    """A channel that an earlier channel of its layer can replace.
+    """A channel that an earlier channel of its layer can replace."""
 
-    Attributes:
-        layer: path of the module.
-        channel, like: numbers of the channel and of the earlier one, from 0.
-        correlation: correlation of their outputs on the data; None if one is constant, or there is too little data.
-        cosine: cosine of their weights, without biases; None if they read different channels.
-    """
-
-    layer: str
+    layer: str  # path of the module
+    # channel, like: numbers of the channel and of the earlier one, from 0
     channel: int
     like: int
+    # correlation of their outputs on the data; None if one is constant, or there is too little data
     correlation: float | None
-    cosine: float | None
+    cosine: float | None  # cosine of their weights, without biases; None if they read different channels
 
 
 def redundant_channels(
@@ -198,19 +193,12 @@ class ChannelProducts(ChannelSums):
 
 @dataclass(frozen=True, eq=False)
 class ChannelCorrelations:
-    """Correlations between the output channels of a layer, over all samples, positions and calls.
+    """Correlations between the output channels of a layer, over all samples, positions and calls."""
 
-    Attributes:
-        layer: path of the layer.
-        first: number of its first channel, which is not 0 for later parts of a weight.
-        shift: (C,) about the mean, subtracted before summing to keep digits.
-        sums: moments of the output less the shift.
-    """
-
-    layer: str
-    first: int
-    shift: FloatArray
-    sums: ChannelProducts
+    layer: str  # path of the layer
+    first: int  # number of its first channel, which is not 0 for later parts of a weight
+    shift: FloatArray  # (C,) about the mean, subtracted before summing to keep digits
+    sums: ChannelProducts  # moments of the output less the shift
 
     @property
     def _moments(self) -> tuple[FloatArray, FloatArray]:

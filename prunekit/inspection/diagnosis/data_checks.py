@@ -154,17 +154,11 @@ def _numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
 
 @dataclass(frozen=True)
 class Pool:
-    """The data set that batches are from.
+    """The data set that batches are from."""
 
-    Attributes:
-        more: further batches of the set, as `diagnose` takes them; only looked at for copies and labels.
-        held_out: held-out batches, none of whose samples should be in the set.
-        total: number of samples in the data set; None: all of them are given.
-    """
-
-    more: Any = ()
-    held_out: Any = ()
-    total: int | None = None
+    more: Any = ()  # further batches of the set, as `diagnose` takes them; only looked at for copies and labels
+    held_out: Any = ()  # held-out batches, none of whose samples should be in the set
+    total: int | None = None  # number of samples in the data set; None: all of them are given
 
 
 def batches_of(pairs: Iterable[InputsAndTargets], where: str, task: Task | None = None) -> list[LabeledBatch]:

@@ -25,26 +25,16 @@ Need = Literal["data", "model", "forward", "gradients", "step"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        kind: a key of `CHECKS`; set by the check that found it.
-        module: path of the module; `data` for the inputs and targets, empty for the model as a whole.
-        order: place of the module in the order of execution, from 0; `DATA_ORDER` for the data.
-        expected: what a healthy model or healthy data shows.
-        came: what was observed instead.
-        advice: what to do.
-        evidence: the numbers and names behind it.
-        consequences: findings that this one is likely to have caused, and that are gone once it is fixed.
-    """
-
-    kind: str = field(default="", kw_only=True)
-    module: str
-    order: int
-    expected: str
-    came: str
-    advice: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = field(default="", kw_only=True)  # a key of `CHECKS`; set by the check that found it
+    module: str  # path of the module; `data` for the inputs and targets, empty for the model as a whole
+    order: int  # place of the module in the order of execution, from 0; `DATA_ORDER` for the data
+    expected: str  # what a healthy model or healthy data shows
+    came: str  # what was observed instead
+    advice: str  # what to do
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # the numbers and names behind it
+    # findings that this one is likely to have caused, and that are gone once it is fixed
     consequences: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
@@ -128,45 +118,26 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """Observation of a model on a few batches.
+    """Observation of a model on a few batches."""
 
-    Attributes:
-        model: the model, unchanged.
-        order: place of every module that ran in the order of execution, by path.
-        data: statistics of the inputs and labels.
-        images: number of samples that the model ran on.
-        failure: the exception that ended the observation; None if there was none.
-        stats: statistics of activations in train mode.
-        eval_stats: statistics of activations in eval mode.
-        nonlinearities: inputs of nonlinearities, by (path, function, call).
-        gradients: norms of the gradients; None if there was no loss.
-        losses: the loss of each batch.
-        modes: modes of each BatchNorm with running statistics, by path.
-        training: whether the model was given in train mode.
-        step: the first step of the optimizer; None if unknown.
-        sharpness: largest eigenvalue of the loss's Hessian, or a lower bound of it; None if unknown.
-        trial: losses of one batch in successive steps of the optimizer; empty if none were tried.
-        missing: what checks may need and is not here, with the reason.
-        samples: what the samples are called.
-    """
-
-    model: nn.Module
-    order: Mapping[str, int]
-    data: DataSummary
-    images: int
-    failure: Failure | None
-    stats: ChannelStats
-    eval_stats: ChannelStats
+    model: nn.Module  # the model, unchanged
+    order: Mapping[str, int]  # place of every module that ran in the order of execution, by path
+    data: DataSummary  # statistics of the inputs and labels
+    images: int  # number of samples that the model ran on
+    failure: Failure | None  # the exception that ended the observation; None if there was none
+    stats: ChannelStats  # statistics of activations in train mode
+    eval_stats: ChannelStats  # statistics of activations in eval mode
+    # inputs of nonlinearities, by (path, function, call)
     nonlinearities: Mapping[tuple[str, str, int], NonlinearityInputs]
-    gradients: GradientNorms | None
-    losses: tuple[float, ...]
-    modes: Mapping[str, BatchNormModes]
-    training: bool
-    step: StepSize | None
-    sharpness: float | None
-    trial: tuple[float, ...]
-    missing: Mapping[str, str]
-    samples: str = "samples"
+    gradients: GradientNorms | None  # norms of the gradients; None if there was no loss
+    losses: tuple[float, ...]  # the loss of each batch
+    modes: Mapping[str, BatchNormModes]  # modes of each BatchNorm with running statistics, by path
+    training: bool  # whether the model was given in train mode
+    step: StepSize | None  # the first step of the optimizer; None if unknown
+    sharpness: float | None  # largest eigenvalue of the loss's Hessian, or a lower bound of it; None if unknown
+    trial: tuple[float, ...]  # losses of one batch in successive steps of the optimizer; empty if none were tried
+    missing: Mapping[str, str]  # what checks may need and is not here, with the reason
+    samples: str = "samples"  # what the samples are called
 
     def place(self, path: str) -> int:
         """Return the place of a module in the order of execution; one that did not run comes last."""
@@ -175,27 +146,17 @@ class Observation:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that the model or the loss raised.
+    """An exception that the model or the loss raised."""
 
-    Attributes:
-        module: path of the module that was running; empty for the model itself and the loss.
-        received: shapes of its input tensors.
-        operands: shapes of the tensors on the line that raised, by name, if that line is in the model's own code.
-        error: type and first line of the message.
-        line: line of the model's code that raised.
-        trail: how the tensor was computed, up to there.
-        of_shapes: whether it raised because sizes do not fit together.
-        stage: which pass raised.
-    """
-
-    module: str
-    received: tuple[Shape, ...]
+    module: str  # path of the module that was running; empty for the model itself and the loss
+    received: tuple[Shape, ...]  # shapes of its input tensors
+    # shapes of the tensors on the line that raised, by name, if that line is in the model's own code
     operands: Mapping[str, Shape]
-    error: str
-    line: str
-    trail: tuple[TrailStep, ...]
-    of_shapes: bool
-    stage: str = "the forward pass"
+    error: str  # type and first line of the message
+    line: str  # line of the model's code that raised
+    trail: tuple[TrailStep, ...]  # how the tensor was computed, up to there
+    of_shapes: bool  # whether it raised because sizes do not fit together
+    stage: str = "the forward pass"  # which pass raised
 
 
 @dataclass(frozen=True)
@@ -211,22 +172,15 @@ class TrailStep:
 
 @dataclass(frozen=True, eq=False)
 class NonlinearityInputs:
-    """The inputs of a nonlinearity over all batches.
+    """The inputs of a nonlinearity over all batches."""
 
-    Attributes:
-        function: `relu`, `sigmoid`, `tanh` or `hardsigmoid`.
-        after: path of the module without children that ran last before it.
-        low, high: (channels,) smallest and largest value.
-        flat: number of values where the function is flat, on either side.
-        count: number of all values.
-    """
-
-    function: str
-    after: str
+    function: str  # `relu`, `sigmoid`, `tanh` or `hardsigmoid`
+    after: str  # path of the module without children that ran last before it
+    # low, high: (channels,) smallest and largest value
     low: FloatArray
     high: FloatArray
-    flat: int
-    count: int
+    flat: int  # number of values where the function is flat, on either side
+    count: int  # number of all values
 
     def merge(self, other: NonlinearityInputs) -> NonlinearityInputs:
         """Return the inputs of both together."""
@@ -236,18 +190,13 @@ class NonlinearityInputs:
 
 @dataclass(frozen=True, eq=False)
 class GradientNorms:
-    """Norms of the gradients of the loss, the largest over the batches.
+    """Norms of the gradients of the loss, the largest over the batches."""
 
-    Attributes:
-        outputs: those of the outputs of modules, by path.
-        model: that of the model's output.
-        parameters: those of trainable parameters, by name; None if the loss depends on the parameter in no batch.
-        not_finite: path of the first module in the backward pass whose gradient was NaN or Inf; None if all are finite.
-    """
-
-    outputs: Mapping[str, float]
-    model: float
+    outputs: Mapping[str, float]  # those of the outputs of modules, by path
+    model: float  # that of the model's output
+    # those of trainable parameters, by name; None if the loss depends on the parameter in no batch
     parameters: Mapping[str, float | None]
+    # path of the first module in the backward pass whose gradient was NaN or Inf; None if all are finite
     not_finite: str | None
 
 
@@ -262,47 +211,29 @@ class BatchNormModes:
 
 @dataclass(frozen=True, eq=False)
 class DataSummary:
-    """Statistics and counts of inputs, the first of each sample, and labels.
+    """Statistics and counts of inputs, the first of each sample, and labels."""
 
-    Attributes:
-        mean, std: (C,) of the inputs' channels; empty if the inputs are not floating-point.
-        not_finite: number of values that are NaN or Inf.
-        images: number of samples that were compared with each other.
-        total: number of samples in the data set.
-        copies: number of samples that equal an earlier one, bit for bit.
-        conflicting: number of copies whose label differs from that of the earlier sample.
-        held_out: number of held-out samples that were compared.
-        leaked: number of held-out samples that are among the others.
-        labels: (N,) class labels, of all positions; None if labels are no classes.
-        classes: number of classes that the model scores; None if unknown.
-    """
-
+    # mean, std: (C,) of the inputs' channels; empty if the inputs are not floating-point
     mean: FloatArray
     std: FloatArray
-    not_finite: int
-    images: int
-    total: int
-    copies: int
-    conflicting: int
-    held_out: int
-    leaked: int
-    labels: IntArray | None
-    classes: int | None
+    not_finite: int  # number of values that are NaN or Inf
+    images: int  # number of samples that were compared with each other
+    total: int  # number of samples in the data set
+    copies: int  # number of samples that equal an earlier one, bit for bit
+    conflicting: int  # number of copies whose label differs from that of the earlier sample
+    held_out: int  # number of held-out samples that were compared
+    leaked: int  # number of held-out samples that are among the others
+    labels: IntArray | None  # (N,) class labels, of all positions; None if labels are no classes
+    classes: int | None  # number of classes that the model scores; None if unknown
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """The first step of an optimizer.
+    """The first step of an optimizer."""
 
-    Attributes:
-        lr: its learning rate.
-        momentum: of SGD.
-        adaptive: whether it moves every weight by `lr`, as Adam's does.
-    """
-
-    lr: float
-    momentum: float = 0.0
-    adaptive: bool = False
+    lr: float  # its learning rate
+    momentum: float = 0.0  # of SGD
+    adaptive: bool = False  # whether it moves every weight by `lr`, as Adam's does
 
 
 CheckFunction = Callable[[Observation], Iterable[Finding]]

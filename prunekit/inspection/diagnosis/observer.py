@@ -45,15 +45,10 @@ CURVATURE_IMAGES = 32
 
 @dataclass(frozen=True)
 class Training:
-    """The loss that models are trained by.
+    """The loss that models are trained by."""
 
-    Attributes:
-        task: how models are called for its loss; None: with the inputs.
-        given: a loss in place of the task's; None: that, or the cross entropy of a classifier.
-    """
-
-    task: Task | None = None
-    given: Loss | None = None
+    task: Task | None = None  # how models are called for its loss; None: with the inputs
+    given: Loss | None = None  # a loss in place of the task's; None: that, or the cross entropy of a classifier
 
     @property
     def classifies(self) -> bool:

@@ -33,23 +33,14 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassMap(Displayed):
-    """Maps of where in each image a model sees a class, on the CPU.
+    """Maps of where in each image a model sees a class, on the CPU."""
 
-    Attributes:
-        method: the method that computed the maps.
-        layer: path of the layer whose activations were used; None for maps of pixels.
-        values: (B, h, w), float32 or float64; not negative, except for `cam`.
-        classes: (B,) int64, the class of each map.
-        probabilities: (B,), softmax of these classes; of scores of pixels, its mean over pixels.
-        predicted: (B,) int64, the class of the highest score.
-    """
-
-    method: str
-    layer: str | None
-    values: Tensor
-    classes: Tensor
-    probabilities: Tensor
-    predicted: Tensor
+    method: str  # the method that computed the maps
+    layer: str | None  # path of the layer whose activations were used; None for maps of pixels
+    values: Tensor  # (B, h, w), float32 or float64; not negative, except for `cam`
+    classes: Tensor  # (B,) int64, the class of each map
+    probabilities: Tensor  # (B,), softmax of these classes; of scores of pixels, its mean over pixels
+    predicted: Tensor  # (B,) int64, the class of the highest score
 
     def rows(self) -> list[dict[str, Any]]:
         """Return for each image the class of its map, its probability, and the class of the highest score."""
@@ -72,19 +63,12 @@ class ClassMap(Displayed):
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Settings of SmoothGrad.
+    """Settings of SmoothGrad."""
 
-    Attributes:
-        samples: number of noisy copies of each image.
-        noise: standard deviation of the noise, as a share of the range of the image's values.
-        seed: seed of the noise.
-        batch: number of copies in a batch.
-    """
-
-    samples: int = 25
-    noise: float = 0.15
-    seed: int = 0
-    batch: int = 8
+    samples: int = 25  # number of noisy copies of each image
+    noise: float = 0.15  # standard deviation of the noise, as a share of the range of the image's values
+    seed: int = 0  # seed of the noise
+    batch: int = 8  # number of copies in a batch
 
 
 @public_call

@@ -19,20 +19,14 @@ NO_RANGE = (torch.inf, -torch.inf)
 
 @dataclass(frozen=True)
 class Distribution:
-    """A histogram of equal bins.
+    """A histogram of equal bins."""
 
-    Attributes:
-        low, high: the least and the greatest value.
-        counts: number of values in each bin.
-        zeros: number of values that are exactly 0.
-        not_finite: number of NaN and Inf, which are in no bin.
-    """
-
+    # low, high: the least and the greatest value
     low: float
     high: float
-    counts: tuple[int, ...]
-    zeros: int
-    not_finite: int
+    counts: tuple[int, ...]  # number of values in each bin
+    zeros: int  # number of values that are exactly 0
+    not_finite: int  # number of NaN and Inf, which are in no bin
 
     @property
     def total(self) -> int:

@@ -28,24 +28,16 @@ PRUNED = "pruned"
 
 @dataclass(frozen=True, eq=False)
 class LayerFeatures:
-    """The output of one call of a layer for an image, in one or two models.
+    """The output of one call of a layer for an image, in one or two models."""
 
-    Attributes:
-        path, call: path of the module, and number of its call in a forward pass.
-        view: how the output is shown.
-        what: description of the output of the first model.
-        sides: name of a model -> (C, h, w), with NaN for pruned channels.
-        kept: which channels are kept, (C,); None if unknown, or if nothing was pruned.
-        note: a remark for the reader.
-    """
-
+    # path, call: path of the module, and number of its call in a forward pass
     path: str
     call: int
-    view: View
-    what: str
-    sides: Mapping[str, Tensor]
-    kept: NDArray[np.bool_] | None
-    note: str = ""
+    view: View  # how the output is shown
+    what: str  # description of the output of the first model
+    sides: Mapping[str, Tensor]  # name of a model -> (C, h, w), with NaN for pruned channels
+    kept: NDArray[np.bool_] | None  # which channels are kept, (C,); None if unknown, or if nothing was pruned
+    note: str = ""  # a remark for the reader
 
     @property
     def channels(self) -> int:
@@ -167,17 +159,11 @@ def in_dense_places(values: Tensor, kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class OutputView:
-    """The output of a layer for one image, in a view.
+    """The output of a layer for one image, in a view."""
 
-    Attributes:
-        view: how it is shown.
-        values: (C, h, w); (C, 1, 1) as bars.
-        what: description of the output.
-    """
-
-    view: View
-    values: Tensor
-    what: str
+    view: View  # how it is shown
+    values: Tensor  # (C, h, w); (C, 1, 1) as bars
+    what: str  # description of the output
 
 
 def view_of(values: Tensor, image: Sequence[int], layer: str, view: View | None = None) -> OutputView:

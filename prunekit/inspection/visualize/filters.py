@@ -19,19 +19,12 @@ from prunekit.inspection.visualize.image_grids import GONE, grid, headed, kept_o
 
 @dataclass(frozen=True, eq=False)
 class LayerFilters:
-    """The filters of one layer.
+    """The filters of one layer."""
 
-    Attributes:
-        path: path of the layer.
-        sides: name of a model -> weights (N, in, height, width), with NaN for pruned filters.
-        kept: which filters are kept, (N,); None if unknown, or if nothing was pruned.
-        note: a remark for the reader.
-    """
-
-    path: str
-    sides: Mapping[str, Tensor]
-    kept: NDArray[np.bool_] | None
-    note: str = ""
+    path: str  # path of the layer
+    sides: Mapping[str, Tensor]  # name of a model -> weights (N, in, height, width), with NaN for pruned filters
+    kept: NDArray[np.bool_] | None  # which filters are kept, (N,); None if unknown, or if nothing was pruned
+    note: str = ""  # a remark for the reader
 
 
 def first_filters(

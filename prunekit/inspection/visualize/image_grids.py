@@ -33,14 +33,10 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class GridSettings:
-    """Settings of a grid.
+    """Settings of a grid."""
 
-    Attributes:
-        most: limit of channels, which are evenly spread; None: all.
-        together: whether all channels of a layer have one scale; else each has its own, the same in all models.
-    """
-
-    most: int | None = 64
+    most: int | None = 64  # limit of channels, which are evenly spread; None: all
+    # whether all channels of a layer have one scale; else each has its own, the same in all models
     together: bool = False
 
 

@@ -28,20 +28,15 @@ _ELSE = "name a layer before it, or see which pixels matter: prunekit visualize 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a layer's output that is an image.
+    """The layout of a layer's output that is an image."""
 
-    Attributes:
-        order: `channels_first` (B, C, h, w), `channels_last` (B, h, w, C), or `tokens` (B, prefix + h w, C).
-        height, width: h and w.
-        prefix: tokens before those of the image.
-        fits: whether h and w are those of the image over a stride; else they are only assumed to be.
-    """
-
+    # `channels_first` (B, C, h, w), `channels_last` (B, h, w, C), or `tokens` (B, prefix + h w, C)
     order: Literal["channels_first", "channels_last", "tokens"]
+    # height, width: h and w
     height: int
     width: int
-    prefix: int = 0
-    fits: bool = True
+    prefix: int = 0  # tokens before those of the image
+    fits: bool = True  # whether h and w are those of the image over a stride; else they are only assumed to be
 
     def maps(self, values: Tensor) -> Tensor:
         """Return an output in this layout, or its gradient, as (B, C, h, w)."""
@@ -264,23 +259,15 @@ def _below(output: Tensor) -> GradientEdge:
 
 @dataclass(eq=False)
 class SpatialCall:
-    """One call of a layer whose output is an image.
+    """One call of a layer whose output is an image."""
 
-    Attributes:
-        layer: path of the layer; of several that pass on the same tensor, of the outermost one.
-        output: the output, which may be overwritten later.
-        values: a copy of the output, (B, C, h, w).
-        stop: the edge where the output's gradient is known; None if it has none.
-        gradient: the gradient, like `values`; None before the backward pass.
-    """
-
-    layer: str
-    output: Tensor
+    layer: str  # path of the layer; of several that pass on the same tensor, of the outermost one
+    output: Tensor  # the output, which may be overwritten later
     layout: Layout
-    values: Tensor
+    values: Tensor  # a copy of the output, (B, C, h, w)
     version: int
-    stop: GradientEdge | None = None
-    gradient: Tensor | None = None
+    stop: GradientEdge | None = None  # the edge where the output's gradient is known; None if it has none
+    gradient: Tensor | None = None  # the gradient, like `values`; None before the backward pass
 
     def note(self, gradient: Tensor, index: int) -> None:
         """Take the gradient of the output."""

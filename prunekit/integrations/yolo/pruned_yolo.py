@@ -132,16 +132,11 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
 
     A mixin in front of the class that was pruned (`YOLO`, `RTDETR`, `YOLOWorld`, `YOLOE`), so that all else is that
     class's: `val`, `predict`, `save`, `export`, `track`. What it saves is loaded by ultralytics alone: `YOLO(path)`.
-
-    Attributes:
-        pruned: what `prunekit.prune` returned; None where the model was loaded from a file.
-        plan: that it was pruned by; None where the model was loaded from a file.
-        notes: remarks of the integration, besides those in `pruned`.
     """
 
-    pruned: Pruned | None = None
-    plan: Plan | None = None
-    notes: tuple[str, ...] = ()
+    pruned: Pruned | None = None  # what `prunekit.prune` returned; None where the model was loaded from a file
+    plan: Plan | None = None  # that it was pruned by; None where the model was loaded from a file
+    notes: tuple[str, ...] = ()  # remarks of the integration, besides those in `pruned`
 
     @classmethod
     def around(cls, yolo: Model, model: nn.Module | None = None, pruned: Pruned | None = None) -> Self:

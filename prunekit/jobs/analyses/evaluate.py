@@ -34,23 +34,14 @@ from prunekit.utils.display import size as bytes_text
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Displayed):
-    """The scores of a model on test data.
+    """The scores of a model on test data."""
 
-    Attributes:
-        model: its name.
-        task: whose scores they are.
-        scores: of the task, on the test split.
-        costs: parameters and MACs, or the bytes of an exported file.
-        device: where the model ran.
-        corrupt: images that could not be read.
-    """
-
-    model: str
-    task: Task
-    scores: Scores
-    costs: dict[str, Any]
-    device: str
-    corrupt: dict[str, Any]
+    model: str  # its name
+    task: Task  # whose scores they are
+    scores: Scores  # of the task, on the test split
+    costs: dict[str, Any]  # parameters and MACs, or the bytes of an exported file
+    device: str  # where the model ran
+    corrupt: dict[str, Any]  # images that could not be read
 
     def figures(self) -> dict[str, Any]:
         """Return scores and costs as plain data."""

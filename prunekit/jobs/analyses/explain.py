@@ -314,22 +314,15 @@ def _sides(row: OperatorRow) -> tuple[tuple[str, OperatorFigures | None], ...]:
 
 @dataclass(frozen=True)
 class CauseSearch:
-    """Two models, and their times by operator, in which causes are searched for.
+    """Two models, and their times by operator, in which causes are searched for."""
 
-    Attributes:
-        dense, pruned: on the device, in eval mode.
-        inputs: an example, see `prunekit.utils.inputs.as_example`, on the device.
-        batch: samples in them.
-        device: where they run.
-        found: the time of both by operator.
-    """
-
+    # dense, pruned: on the device, in eval mode
     dense: nn.Module
     pruned: nn.Module
-    inputs: tuple[Any, ...]
-    batch: int
-    device: torch.device
-    found: Breakdown
+    inputs: tuple[Any, ...]  # an example, see `prunekit.utils.inputs.as_example`, on the device
+    batch: int  # samples in them
+    device: torch.device  # where they run
+    found: Breakdown  # the time of both by operator
 
     @property
     def on_cpu(self) -> bool:

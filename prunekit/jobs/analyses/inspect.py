@@ -30,15 +30,10 @@ WHOLE = 10_000
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection(Displayed):
-    """An inspection of a model.
+    """An inspection of a model."""
 
-    Attributes:
-        target: the model.
-        channel_map: of it.
-    """
-
-    target: Subject
-    channel_map: ChannelMap
+    target: Subject  # the model
+    channel_map: ChannelMap  # of it
 
     def figures(self) -> dict[str, Any]:
         """Return channel groups, locks, blocks and layers as plain data."""
@@ -112,13 +107,9 @@ def _costs(row: dict[str, Any], total: int) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FileInspection(Displayed):
-    """The contents of an exported file, as it states them.
+    """The contents of an exported file, as it states them."""
 
-    Attributes:
-        model: the file.
-    """
-
-    model: ExportedModel
+    model: ExportedModel  # the file
 
     def figures(self) -> dict[str, Any]:
         """Return the sizes of its files, and its interface, as plain data."""

@@ -38,17 +38,11 @@ INPUT = "input.png"
 
 @dataclass(frozen=True)
 class FeatureMapSettings:
-    """The feature maps that are drawn, and their form.
+    """The feature maps that are drawn, and their form."""
 
-    Attributes:
-        layers: see `prunekit.capture`; None: the children of the model.
-        view: of every output; None: the one that fits it.
-        grid: of the pictures.
-    """
-
-    layers: Layers | None = None
-    view: View | None = None
-    grid: GridSettings = field(default_factory=GridSettings)
+    layers: Layers | None = None  # see `prunekit.capture`; None: the children of the model
+    view: View | None = None  # of every output; None: the one that fits it
+    grid: GridSettings = field(default_factory=GridSettings)  # of the pictures
 
 
 def write_features(
@@ -85,15 +79,10 @@ FindClassMap = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]
 
 @dataclass(frozen=True, eq=False)
 class ClassMaps:
-    """The class maps of one image by the models of a pair.
+    """The class maps of one image by the models of a pair."""
 
-    Attributes:
-        maps: `dense`, `pruned` or both, in this order; of one class and one layer.
-        correlation: Pearson's, of the two maps; None if there is one alone, or if one is constant.
-    """
-
-    maps: Mapping[str, ClassMap]
-    correlation: float | None
+    maps: Mapping[str, ClassMap]  # `dense`, `pruned` or both, in this order; of one class and one layer
+    correlation: float | None  # Pearson's, of the two maps; None if there is one alone, or if one is constant
 
     @property
     def first(self) -> ClassMap:
@@ -170,15 +159,11 @@ CHANNEL_COLUMNS = ("model", "layer", "channel", "finding", "like", "correlation"
 
 @dataclass(frozen=True)
 class StatisticsSettings:
-    """The layers whose activations are looked at, and when channels count as redundant.
+    """The layers whose activations are looked at, and when channels count as redundant."""
 
-    Attributes:
-        layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
-        threshold: see `redundant_channels`.
-    """
-
+    # see `prunekit.capture`; None: convolutions, linear layers and projections of attention
     layers: Layers | None = None
-    threshold: float = 0.99
+    threshold: float = 0.99  # see `redundant_channels`
 
 
 def write_statistics(

@@ -44,19 +44,13 @@ from prunekit.utils.user_code import is_reference
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """The dense model with its weights.
+    """The dense model with its weights."""
 
-    Attributes:
-        model: on the CPU.
-        rows: epochs of its training; empty if the weights were given.
-        clamps, compilation: figures of gradient clamps and of compiling, if it was trained now.
-        reused: whether it came from the cache; then the main process alone has `rows` and `clamps`.
-    """
-
-    model: nn.Module
-    rows: tuple[EpochRow, ...]
+    model: nn.Module  # on the CPU
+    rows: tuple[EpochRow, ...]  # epochs of its training; empty if the weights were given
+    # clamps, compilation: figures of gradient clamps and of compiling, if it was trained now
     clamps: tuple[ClampRow, ...]
-    reused: bool
+    reused: bool  # whether it came from the cache; then the main process alone has `rows` and `clamps`
     compilation: Compilation | None = None
 
 

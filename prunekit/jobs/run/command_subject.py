@@ -64,27 +64,17 @@ RECIPE_ONLY = Own()
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model that is ready to run, and what is known of its input, its data and its task.
+    """A model that is ready to run, and what is known of its input, its data and its task."""
 
-    Attributes:
-        model: on the CPU.
-        name: for tables.
-        sample_shape: shape of one input without the batch, such as (3, 224, 224).
-        splits: its data with its task, if it came from a job or `with_data` has read it.
-        trained: whether weights were loaded; the accuracy of random ones means nothing.
-        inputs: an example, samples first; None for models of one image.
-        interface: how it is fed, if its folder, its file or its zoo says so.
-        build: how the dense model is built, as model folders have it: name, zoo (`own` for `file.py:factory`) and
-            arguments; None if its folder says so, or nobody knows.
-    """
-
-    model: nn.Module
-    name: str
-    sample_shape: tuple[int, ...]
-    splits: Splits | None = None
-    trained: bool = True
-    inputs: tuple[Any, ...] | None = None
-    interface: ModelInterface | None = None
+    model: nn.Module  # on the CPU
+    name: str  # for tables
+    sample_shape: tuple[int, ...]  # shape of one input without the batch, such as (3, 224, 224)
+    splits: Splits | None = None  # its data with its task, if it came from a job or `with_data` has read it
+    trained: bool = True  # whether weights were loaded; the accuracy of random ones means nothing
+    inputs: tuple[Any, ...] | None = None  # an example, samples first; None for models of one image
+    interface: ModelInterface | None = None  # how it is fed, if its folder, its file or its zoo says so
+    # how the dense model is built, as model folders have it: name, zoo (`own` for `file.py:factory`) and arguments;
+    # None if its folder says so, or nobody knows
     build: Mapping[str, Any] | None = None
 
     @property

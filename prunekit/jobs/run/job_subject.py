@@ -70,22 +70,14 @@ from prunekit.utils.user_code import ForbiddenReference, is_reference, run_facto
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JobSubject(Subject):
-    """The subject of a job: its dense model as its constructor, weights file or factory gives it, with its data.
+    """The subject of a job: its dense model as its constructor, weights file or factory gives it, with its data."""
 
-    Attributes:
-        splits: the data of the job, with its task.
-        job: the settings.
-        device: where to train.
-        structure: of the dense model as plain data, independent of its weights.
-        own_optimizer: makes the user's own optimizer, if one is given.
-        optimizer_source, task_source: hashes of the code of the user's own optimizer and task.
-    """
-
-    splits: Splits
-    job: JobSettings
-    device: torch.device
-    structure: Any
-    own_optimizer: MakeOptimizer | None = None
+    splits: Splits  # the data of the job, with its task
+    job: JobSettings  # the settings
+    device: torch.device  # where to train
+    structure: Any  # of the dense model as plain data, independent of its weights
+    own_optimizer: MakeOptimizer | None = None  # makes the user's own optimizer, if one is given
+    # optimizer_source, task_source: hashes of the code of the user's own optimizer and task
     optimizer_source: str | None = None
     task_source: str | None = None
 

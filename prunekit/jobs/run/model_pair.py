@@ -39,25 +39,16 @@ DENSE, PRUNED = "dense", "pruned"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelPair(Subject):
-    """A dense and a pruned model, or one of them; in eval mode on the CPU.
+    """A dense and a pruned model, or one of them; in eval mode on the CPU."""
 
-    Attributes:
-        models: `dense`, `pruned` or both, in this order.
-        own: the user's own code that its data is from.
-        plan: of the pruned model; None if unknown.
-        rows: which outputs of the dense layer are kept, (channels,), by module path, of layers with smaller weights.
-        notes: what to know when reading pictures and figures of the models.
-        run: folder of the run that the pruned model is from.
-        job: the recipe of the models; None without one.
-    """
-
-    models: Mapping[str, nn.Module]
-    own: Own = RECIPE_ONLY
-    plan: Plan | None = None
+    models: Mapping[str, nn.Module]  # `dense`, `pruned` or both, in this order
+    own: Own = RECIPE_ONLY  # the user's own code that its data is from
+    plan: Plan | None = None  # of the pruned model; None if unknown
+    # which outputs of the dense layer are kept, (channels,), by module path, of layers with smaller weights
     rows: Mapping[str, Mask] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    run: Path | None = None
-    job: JobSettings | None = None
+    notes: tuple[str, ...] = ()  # what to know when reading pictures and figures of the models
+    run: Path | None = None  # folder of the run that the pruned model is from
+    job: JobSettings | None = None  # the recipe of the models; None without one
 
     @property
     def task(self) -> Task | None:

@@ -59,17 +59,11 @@ def as_raised() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class AnalysisRun(Generic[Found]):
-    """A finished analysis of a job.
+    """A finished analysis of a job."""
 
-    Attributes:
-        folder: with the tables of the analysis, its JSON, and the result of `finish`.
-        result: the analysis.
-        metrics: what its JSON file holds.
-    """
-
-    folder: Path
-    result: Found
-    metrics: dict[str, Any]
+    folder: Path  # with the tables of the analysis, its JSON, and the result of `finish`
+    result: Found  # the analysis
+    metrics: dict[str, Any]  # what its JSON file holds
 
 
 RESUME = "resume"
@@ -78,19 +72,12 @@ RESUME = "resume"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder that a run writes into, with its log.
+    """The folder that a run writes into, with its log."""
 
-    Attributes:
-        path: of the folder.
-        started: when the run was started.
-        log: writes a line into the log, and shows it.
-        resumed: when the run was resumed, each time.
-    """
-
-    path: Path
-    started: str
-    log: Log
-    resumed: tuple[str, ...] = ()
+    path: Path  # of the folder
+    started: str  # when the run was started
+    log: Log  # writes a line into the log, and shows it
+    resumed: tuple[str, ...] = ()  # when the run was resumed, each time
 
     @property
     def resume(self) -> Path:
@@ -327,16 +314,11 @@ class Attempts:
     """Measurements that may fail, as models are saved by then: a failure costs a figure, and not the run.
 
     A model's own code may raise anything if it runs in another way than in training.
-
-    Attributes:
-        log: gets a line for each failure.
-        failures: what was not measured, and why.
-        done: what is done, in messages: measured, or made.
     """
 
-    log: Log
-    failures: list[str] = field(default_factory=list)
-    done: str = "measured"
+    log: Log  # gets a line for each failure
+    failures: list[str] = field(default_factory=list)  # what was not measured, and why
+    done: str = "measured"  # what is done, in messages: measured, or made
 
     def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
         """Return the result of a measurement; None if it failed, which is logged."""

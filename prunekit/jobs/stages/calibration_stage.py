@@ -36,19 +36,12 @@ from prunekit.utils.progress import Log, StageCounter, stage, wanted
 
 @dataclass(frozen=True, eq=False)
 class CalibrationResult:
-    """Channel statistics and their files.
+    """Channel statistics and their files."""
 
-    Attributes:
-        stats: of every leaf module's inputs and outputs; empty outside the main process.
-        path: the safetensors file.
-        csv: the same as a table.
-        reused: whether they came from an earlier run.
-    """
-
-    stats: ChannelStats
-    path: Path
-    csv: Path
-    reused: bool
+    stats: ChannelStats  # of every leaf module's inputs and outputs; empty outside the main process
+    path: Path  # the safetensors file
+    csv: Path  # the same as a table
+    reused: bool  # whether they came from an earlier run
 
 
 def calibrate(

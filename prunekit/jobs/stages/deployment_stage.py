@@ -39,25 +39,15 @@ NAME = "model"
 
 @dataclass(frozen=True, eq=False)
 class Deployed:
-    """A deployed model, and how it differs from the compact one.
+    """A deployed model, and how it differs from the compact one."""
 
-    Attributes:
-        model: loaded from its folder.
-        folded: the number of norms that were folded into the layers before them.
-        kept: why each other norm is kept, by its path.
-        max_relative_difference: of the outputs from the compact model's, in float64.
-        after_rounding: the same after the folded weights are rounded to their dtype and saved.
-        inputs: images that both were compared on.
-        channels_last: whether its kernels have that memory format.
-    """
-
-    model: nn.Module
-    folded: int
-    kept: dict[str, str]
-    max_relative_difference: float
-    after_rounding: float
-    inputs: int
-    channels_last: bool
+    model: nn.Module  # loaded from its folder
+    folded: int  # the number of norms that were folded into the layers before them
+    kept: dict[str, str]  # why each other norm is kept, by its path
+    max_relative_difference: float  # of the outputs from the compact model's, in float64
+    after_rounding: float  # the same after the folded weights are rounded to their dtype and saved
+    inputs: int  # images that both were compared on
+    channels_last: bool  # whether its kernels have that memory format
 
     def figures(self) -> dict[str, Any]:
         """Return what `metrics.json` holds of the deployment."""

@@ -165,29 +165,18 @@ class Exported(Displayed):
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A request for an export.
+    """A request for an export."""
 
-    Attributes:
-        to: name of the format.
-        path: of the file or folder; None: named after the model, in the working directory.
-        options: of the format.
-        dynamic: axes of any size besides the batch: `image` (height and width), `sequence`, or `INPUT:AXIS`.
-        batch: the only batch size that the export takes; None: any.
-        force: whether an existing file or folder is replaced.
-        timed: batch sizes to time beside eager; empty: none.
-        threads: of the CPU, for timing.
-        quantize: how the file is quantized after it was checked; None: not.
-    """
-
-    to: str = "onnx"
-    path: Path | None = None
-    options: ExportOptions = field(default_factory=ExportOptions)
+    to: str = "onnx"  # name of the format
+    path: Path | None = None  # of the file or folder; None: named after the model, in the working directory
+    options: ExportOptions = field(default_factory=ExportOptions)  # of the format
+    # axes of any size besides the batch: `image` (height and width), `sequence`, or `INPUT:AXIS`
     dynamic: tuple[str, ...] = ()
-    batch: int | None = None
-    force: bool = False
-    timed: tuple[int, ...] = (1, 16)
-    threads: int = 1
-    quantize: QuantizeSettings | None = None
+    batch: int | None = None  # the only batch size that the export takes; None: any
+    force: bool = False  # whether an existing file or folder is replaced
+    timed: tuple[int, ...] = (1, 16)  # batch sizes to time beside eager; empty: none
+    threads: int = 1  # of the CPU, for timing
+    quantize: QuantizeSettings | None = None  # how the file is quantized after it was checked; None: not
 
 
 def require_exportable(request: ExportRequest, name: str) -> Path:

@@ -46,23 +46,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """Figures of the dense model, its control and the compact model that was loaded from its folder.
+    """Figures of the dense model, its control and the compact model that was loaded from its folder."""
 
-    Attributes:
-        models: by name, what `results.csv` holds of each.
-        accuracies: scores by the model's name.
-        latency: of all models but the control.
-        activations: figures of the activation masks (`measure_masks`); None without masks.
-        explanation: why the pruned model is not faster (`explain_job`); None if it was not asked for.
-        failures: what could not be measured; its figure is None, or missing.
-    """
-
-    models: dict[str, dict[str, Any]]
-    accuracies: dict[str, Scores]
-    latency: LatencyReport
-    activations: dict[str, Any] | None = None
+    models: dict[str, dict[str, Any]]  # by name, what `results.csv` holds of each
+    accuracies: dict[str, Scores]  # scores by the model's name
+    latency: LatencyReport  # of all models but the control
+    activations: dict[str, Any] | None = None  # figures of the activation masks (`measure_masks`); None without masks
+    # why the pruned model is not faster (`explain_job`); None if it was not asked for
     explanation: dict[str, Any] | None = None
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()  # what could not be measured; its figure is None, or missing
 
 
 def measure_models(

@@ -12,22 +12,16 @@ from prunekit.jobs.run.job_subject import JobSubject
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a job.
+    """A stage of a job."""
 
-    Attributes:
-        name: as the terminal counts it.
-        work: carries it out: takes the run of the job, and by name what the stage needs; returns what it gives.
-        needs: names of results of stages before it.
-        gives: names of its results; one that a stage before it gave is replaced. `work` returns a tuple of several.
-        counted: whether the terminal counts it.
-        require: raises for what this stage would fail of, before hours of work.
-    """
-
-    name: str
+    name: str  # as the terminal counts it
+    # carries it out: takes the run of the job, and by name what the stage needs; returns what it gives
     work: Callable[..., Any]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # names of results of stages before it
+    # names of its results; one that a stage before it gave is replaced. `work` returns a tuple of several.
     gives: tuple[str, ...] = ()
-    counted: bool = True
+    counted: bool = True  # whether the terminal counts it
+    # raises for what this stage would fail of, before hours of work
     require: Callable[[JobSubject], object] = lambda subject: None
 
 

@@ -26,21 +26,13 @@ from prunekit.utils.inputs import call
 
 @dataclass(frozen=True)
 class OperatorCalls:
-    """The calls of an operator in a module during one forward pass.
+    """The calls of an operator in a module during one forward pass."""
 
-    Attributes:
-        calls: number of them, without views.
-        macs: multiply-accumulates of the whole batch; None if no rule is known.
-        bytes: of inputs, parameters and results.
-        subnormal: subnormal numbers in the results.
-        layer: of the first call; None if it cannot be run at other widths.
-    """
-
-    calls: int
-    macs: int | None
-    bytes: int
-    subnormal: int
-    layer: IsolatedLayer | None
+    calls: int  # number of them, without views
+    macs: int | None  # multiply-accumulates of the whole batch; None if no rule is known
+    bytes: int  # of inputs, parameters and results
+    subnormal: int  # subnormal numbers in the results
+    layer: IsolatedLayer | None  # of the first call; None if it cannot be run at other widths
 
 
 def record_calls(model: nn.Module, inputs: tuple[Any, ...]) -> dict[OperatorKey, OperatorCalls]:
@@ -90,16 +82,11 @@ Widths = tuple[int, int]
 
 @dataclass(frozen=True)
 class IsolatedLayer:
-    """A convolution or matrix product of a model that can be run on its own, at other widths.
+    """A convolution or matrix product of a model that can be run on its own, at other widths."""
 
-    Attributes:
-        widths: in the model.
-        tied: whether input and output channels are the same ones, as in a depthwise convolution.
-        build: returns a call of the operator on random tensors of the given widths.
-    """
-
-    widths: Widths
-    tied: bool
+    widths: Widths  # in the model
+    tied: bool  # whether input and output channels are the same ones, as in a depthwise convolution
+    # returns a call of the operator on random tensors of the given widths
     build: Callable[[Widths], Callable[[], object]]
 
 
@@ -169,78 +156,56 @@ def _form(tensor: Tensor) -> torch.memory_format:
 
 @dataclass(frozen=True)
 class OperatorFigures:
-    """The figures of an operator of a module in one of the two models.
+    """The figures of an operator of a module in one of the two models."""
 
-    Attributes:
-        ms: median of its time in one forward pass of the batch.
-        calls: number of calls in that pass.
-        macs: multiply-accumulates of one sample; None if no rule is known.
-        bytes: read and written for the batch, parameters included.
-        intensity: multiply-accumulates per byte; None if there are none.
-    """
-
-    ms: float
-    calls: int
-    macs: float | None
-    bytes: int
-    intensity: float | None
+    ms: float  # median of its time in one forward pass of the batch
+    calls: int  # number of calls in that pass
+    macs: float | None  # multiply-accumulates of one sample; None if no rule is known
+    bytes: int  # read and written for the batch, parameters included
+    intensity: float | None  # multiply-accumulates per byte; None if there are none
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """An operator of a module in both models.
-
-    Attributes:
-        dense, pruned: its figures; None if the model does not run it.
-        speedup: dense over pruned time.
-        ideal: dense over pruned multiply-accumulates; None for operators that have none.
-        share: of the pruned model's time.
-        excess_ms: pruned time beyond the dense time over the ideal; for operators without multiply-accumulates over the
-            ideal of the whole model.
-    """
+    """An operator of a module in both models."""
 
     module: str
     operator: str
+    # dense, pruned: its figures; None if the model does not run it
     dense: OperatorFigures | None
     pruned: OperatorFigures | None
-    speedup: float | None
-    ideal: float | None
-    share: float
+    speedup: float | None  # dense over pruned time
+    ideal: float | None  # dense over pruned multiply-accumulates; None for operators that have none
+    share: float  # of the pruned model's time
+    # pruned time beyond the dense time over the ideal; for operators without multiply-accumulates over the ideal of the
+    # whole model
     excess_ms: float
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The times of two models, as they are and operator by operator.
+    """The times of two models, as they are and operator by operator."""
 
-    Attributes:
-        dense_ms, pruned_ms: median of a forward pass of the batch, without an operator clock.
-        speedup: dense over pruned, paired.
-        macs_ratio: dense over pruned multiply-accumulates.
-        dense_outside_ms, pruned_outside_ms: time outside of operators: Python, dispatch, and on CUDA the gaps between
-            kernels. The smaller of the median and the difference of the fastest rounds, as other processes only add to
-            it; 0 unless the median's 95 % interval lies above 0.
-        dense_operators_ms, pruned_operators_ms: sum of the medians of all operators. With the time outside it is nearly
-            the whole; the rest was taken by other processes.
-        floor_ms: time of an operator on one number.
-        rows: the pruned model's slowest first.
-        dense_calls, pruned_calls: calls of operators in each model, for experiments.
-        contention: for the CPU; None on other devices.
-    """
-
+    # dense_ms, pruned_ms: median of a forward pass of the batch, without an operator clock
     dense_ms: float
     pruned_ms: float
-    speedup: Estimate
-    macs_ratio: float
+    speedup: Estimate  # dense over pruned, paired
+    macs_ratio: float  # dense over pruned multiply-accumulates
+    # dense_outside_ms, pruned_outside_ms: time outside of operators: Python, dispatch, and on CUDA the gaps between
+    # kernels. The smaller of the median and the difference of the fastest rounds, as other processes only add to it; 0
+    # unless the median's 95 % interval lies above 0.
     dense_outside_ms: float
     pruned_outside_ms: float
+    # dense_operators_ms, pruned_operators_ms: sum of the medians of all operators. With the time outside it is nearly
+    # the whole; the rest was taken by other processes.
     dense_operators_ms: float
     pruned_operators_ms: float
-    floor_ms: float
-    rows: tuple[OperatorRow, ...]
+    floor_ms: float  # time of an operator on one number
+    rows: tuple[OperatorRow, ...]  # the pruned model's slowest first
+    # dense_calls, pruned_calls: calls of operators in each model, for experiments
     dense_calls: Mapping[OperatorKey, OperatorCalls]
     pruned_calls: Mapping[OperatorKey, OperatorCalls]
-    contention: Contention | None = None
+    contention: Contention | None = None  # for the CPU; None on other devices
 
     @property
     def shortfall_ms(self) -> float:

@@ -21,35 +21,23 @@ LEAST = 0.02
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of time that the multiply-accumulates do not explain.
+    """A cause of time that the multiply-accumulates do not explain."""
 
-    Attributes:
-        name: for tables.
-        ms: estimate of the time in a forward pass of the pruned model; causes overlap, so that these do not add up. 0
-            for a cause that makes no difference here.
-        evidence: the measurements, in sentences.
-        fix: the change to make.
-        modules: paths of the modules concerned, the slowest first; empty for the whole model.
-    """
-
-    name: str
+    name: str  # for tables
+    # estimate of the time in a forward pass of the pruned model; causes overlap, so that these do not add up. 0 for a
+    # cause that makes no difference here.
     ms: float
-    evidence: str
-    fix: str
-    modules: tuple[str, ...] = ()
+    evidence: str  # the measurements, in sentences
+    fix: str  # the change to make
+    modules: tuple[str, ...] = ()  # paths of the modules concerned, the slowest first; empty for the whole model
 
 
 @dataclass(frozen=True)
 class OperatorGroup:
-    """Operators that the pruned model ran, taken together.
+    """Operators that the pruned model ran, taken together."""
 
-    Attributes:
-        rows: the slowest first.
-        figures: of each in the pruned model.
-    """
-
-    rows: tuple[OperatorRow, ...]
-    figures: tuple[OperatorFigures, ...]
+    rows: tuple[OperatorRow, ...]  # the slowest first
+    figures: tuple[OperatorFigures, ...]  # of each in the pruned model
 
     @staticmethod
     def select(rows: Iterable[OperatorRow], wanted: Callable[[OperatorRow, OperatorFigures], bool]) -> OperatorGroup:
@@ -99,29 +87,21 @@ SLACK = 1.01
 
 @dataclass(frozen=True)
 class WidthTimes:
-    """The times of a layer run alone: at its widths in the pruned model, and at widths rounded to a step.
+    """The times of a layer run alone: at its widths in the pruned model, and at widths rounded to a step."""
 
-    Attributes:
-        module: its path.
-        row_ms: its time in the model.
-        step: 8 or 16.
-        now, down, up: (input, output) channels.
-        tied: whether input and output channels are the same ones, as in a depthwise convolution.
-        now_ms, down_ms, up_ms: medians.
-        up_over_now: paired ratio of times.
-    """
-
-    module: str
-    row_ms: float
-    step: int
+    module: str  # its path
+    row_ms: float  # its time in the model
+    step: int  # 8 or 16
+    # now, down, up: (input, output) channels
     now: Widths
     down: Widths
     up: Widths
+    # now_ms, down_ms, up_ms: medians
     now_ms: float
     down_ms: float
     up_ms: float
-    up_over_now: Estimate
-    tied: bool = False
+    up_over_now: Estimate  # paired ratio of times
+    tied: bool = False  # whether input and output channels are the same ones, as in a depthwise convolution
 
     @property
     def more_macs(self) -> float:
@@ -204,25 +184,18 @@ SLOWER = 0.9
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """The times of a layer run alone, at its widths in the pruned and in the dense model.
+    """The times of a layer run alone, at its widths in the pruned and in the dense model."""
 
-    Attributes:
-        module: its path.
-        row_ms: its time in the model.
-        now, dense: (input, output) channels.
-        more_macs: multiply-accumulates at the dense widths over those now.
-        now_ms, dense_ms: medians.
-        dense_over_now: paired ratio of times.
-    """
-
-    module: str
-    row_ms: float
+    module: str  # its path
+    row_ms: float  # its time in the model
+    # now, dense: (input, output) channels
     now: Widths
     dense: Widths
-    more_macs: float
+    more_macs: float  # multiply-accumulates at the dense widths over those now
+    # now_ms, dense_ms: medians
     now_ms: float
     dense_ms: float
-    dense_over_now: Estimate
+    dense_over_now: Estimate  # paired ratio of times
 
     @property
     def slower(self) -> bool:

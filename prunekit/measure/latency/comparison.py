@@ -60,28 +60,21 @@ class LatencyReport:
     Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format (in torch's own
     runtimes that of the model, if its weights are channels last); and `stable`: if it is not, the figure supports no
     claim, for the reasons in `doubts`.
-
-    Attributes:
-        rows: one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its
-            95 % interval low_ms to high_ms, p10_ms, p90_ms, p99_ms; samples_per_s; peak_memory_bytes of the model
-            (None if unknown); repeats, and warm_up calls before them; clock_mhz of the device right after (None if
-            unknown).
-        speedup: one per setting and model after the first: how many times faster than the first: median of the paired
-            ratios, low and high of its 95 % interval.
-        samples: the milliseconds behind each row, in the order they were taken; `samples[i]` belongs to `rows[i]`.
-        notes: on what could not be measured here.
-        failures: settings in which outputs differ or something failed, with a `reason`.
-        machine: that of `describe_machine`, and `clock_mhz_after`.
-        not_apart: those of the notes that say that a runtime had no process of its own.
     """
 
+    # one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its 95 %
+    # interval low_ms to high_ms, p10_ms, p90_ms, p99_ms; samples_per_s; peak_memory_bytes of the model (None if
+    # unknown); repeats, and warm_up calls before them; clock_mhz of the device right after (None if unknown)
     rows: tuple[Row, ...]
+    # one per setting and model after the first: how many times faster than the first: median of the paired ratios, low
+    # and high of its 95 % interval
     speedup: tuple[Row, ...]
+    # the milliseconds behind each row, in the order they were taken; `samples[i]` belongs to `rows[i]`
     samples: tuple[tuple[float, ...], ...]
-    notes: tuple[str, ...]
-    failures: tuple[Row, ...] = ()
-    machine: Row = field(default_factory=dict)
-    not_apart: tuple[str, ...] = ()
+    notes: tuple[str, ...]  # on what could not be measured here
+    failures: tuple[Row, ...] = ()  # settings in which outputs differ or something failed, with a `reason`
+    machine: Row = field(default_factory=dict)  # that of `describe_machine`, and `clock_mhz_after`
+    not_apart: tuple[str, ...] = ()  # those of the notes that say that a runtime had no process of its own
 
     def sample_rows(self) -> Iterator[Row]:
         """Yield every sample as a row of its own: model, device, runtime, batch, threads, dtype, memory_format, ms."""
@@ -212,19 +205,14 @@ def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tup
 
 @dataclass
 class _ModelSources:
-    """The models in the forms that runtimes take, each made once: runtimes share files.
-
-    Attributes:
-        files: by model, format and key.
-        errors: of the export, by format and key.
-    """
+    """The models in the forms that runtimes take, each made once: runtimes share files."""
 
     models: Mapping[str, nn.Module]
     inputs: Inputs
     folder: Path
     log: Log
-    files: dict[tuple[str, str], dict[FileKey, Path]] = field(default_factory=dict)
-    errors: dict[tuple[str, FileKey], str] = field(default_factory=dict)
+    files: dict[tuple[str, str], dict[FileKey, Path]] = field(default_factory=dict)  # by model, format and key
+    errors: dict[tuple[str, FileKey], str] = field(default_factory=dict)  # of the export, by format and key
 
     def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
         """Return the sources for a runtime, the settings that they exist for, and failures for the others."""

@@ -90,16 +90,12 @@ CALLS_BEFORE, BEFORE_MS = 3, 200.0
 
 @dataclass(frozen=True)
 class PairedTiming:
-    """A model timed as it is and run another way, alternately.
+    """A model timed as it is and run another way, alternately."""
 
-    Attributes:
-        now_ms, other_ms: medians.
-        gain: now over other: above 1 the other way is faster.
-    """
-
+    # now_ms, other_ms: medians
     now_ms: float
     other_ms: float
-    gain: Estimate
+    gain: Estimate  # now over other: above 1 the other way is faster
 
     @property
     def saved_ms(self) -> float:
@@ -183,21 +179,13 @@ SLACK = 0.25
 
 @dataclass(frozen=True)
 class Contention:
-    """Contention for the CPU while a model was timed.
+    """Contention for the CPU while a model was timed."""
 
-    Attributes:
-        threads: of the model.
-        cores: logical cores that this process may use.
-        others: cores that other processes kept busy.
-        quota: cores that the process's container may keep busy.
-        throttled: share of the quota's periods in which it was used up, and the process stopped.
-    """
-
-    threads: int
-    cores: int
-    others: float
-    quota: float = math.inf
-    throttled: float = 0.0
+    threads: int  # of the model
+    cores: int  # logical cores that this process may use
+    others: float  # cores that other processes kept busy
+    quota: float = math.inf  # cores that the process's container may keep busy
+    throttled: float = 0.0  # share of the quota's periods in which it was used up, and the process stopped
 
     @property
     def free(self) -> float:

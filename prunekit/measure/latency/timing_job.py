@@ -163,43 +163,28 @@ costs in accuracy is measured where a model is delivered, not where it is timed.
 
 @dataclass(frozen=True, eq=False)
 class TimingJob:
-    """The work of one process: models to time in all settings of one runtime.
-
-    Attributes:
-        sources: models by name.
-        expected: tensors that each model returns in eager float32, by name and batch.
-        inputs: of the models.
-        repeats: rounds.
-        limit_s: seconds that the rounds of a setting may take; a few are run in any case.
-    """
+    """The work of one process: models to time in all settings of one runtime."""
 
     runtime: Backend
     settings: tuple[Setting, ...]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Source]  # models by name
+    # tensors that each model returns in eager float32, by name and batch
     expected: Mapping[tuple[str, int], list[Tensor]]
-    inputs: Inputs
-    repeats: int
-    limit_s: float = math.inf
+    inputs: Inputs  # of the models
+    repeats: int  # rounds
+    limit_s: float = math.inf  # seconds that the rounds of a setting may take; a few are run in any case
 
 
 @dataclass(frozen=True, eq=False)
 class SettingTimes:
-    """The times of models in one setting.
-
-    Attributes:
-        times: milliseconds, (models, repeats).
-        warm_up: number of calls before them, by model.
-        memory: peak bytes by model, None if unknown.
-        contention: for the CPU; None on other devices.
-        clock_mhz: of the device, right after; None if unknown.
-    """
+    """The times of models in one setting."""
 
     setting: Setting
-    times: Times
-    warm_up: tuple[int, ...]
-    memory: tuple[int | None, ...]
-    contention: Contention | None
-    clock_mhz: float | None
+    times: Times  # milliseconds, (models, repeats)
+    warm_up: tuple[int, ...]  # number of calls before them, by model
+    memory: tuple[int | None, ...]  # peak bytes by model, None if unknown
+    contention: Contention | None  # for the CPU; None on other devices
+    clock_mhz: float | None  # of the device, right after; None if unknown
 
 
 @dataclass(frozen=True)

@@ -59,22 +59,15 @@ from prunekit.utils.tensors import lies_channels_last
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The times of a network, measured alternately with the dense one; all are lower quartiles over the rounds.
+    """The times of a network, measured alternately with the dense one; all are lower quartiles over the rounds."""
 
-    Attributes:
-        whole_ms: of a forward pass of the batch, without a layer clock.
-        dense_ms: of the dense network, in the same process: what slows the machine slows both.
-        modules_ms: of the operators of each module, by its path; "" is the model's own code. A module that the runtime
-            fuses into another has none.
-        rest_ms: of operators of no module, such as changes of layout; 0 in eager.
-        doubts: why the ratio of `whole_ms` and `dense_ms` supports no claim; empty if it does.
-    """
-
-    whole_ms: float
-    dense_ms: float
+    whole_ms: float  # of a forward pass of the batch, without a layer clock
+    dense_ms: float  # of the dense network, in the same process: what slows the machine slows both
+    # of the operators of each module, by its path; "" is the model's own code. A module that the runtime fuses into
+    # another has none.
     modules_ms: Mapping[str, float]
-    rest_ms: float
-    doubts: tuple[str, ...] = ()
+    rest_ms: float  # of operators of no module, such as changes of layout; 0 in eager
+    doubts: tuple[str, ...] = ()  # why the ratio of `whole_ms` and `dense_ms` supports no claim; empty if it does
 
 
 def read_times(file: Path) -> LayerTimes | None:
@@ -231,16 +224,11 @@ def blocks_drawn(blocks: Sequence[Block], generator: np.random.Generator) -> lis
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A network to measure.
-
-    Attributes:
-        outline: a module with the same structure, which may be on the meta device.
-        build: returns the network itself.
-    """
+    """A network to measure."""
 
     name: str
-    outline: nn.Module
-    build: Callable[[], nn.Module]
+    outline: nn.Module  # a module with the same structure, which may be on the meta device
+    build: Callable[[], nn.Module]  # returns the network itself
 
 
 def has_layer_clock(runtime: str) -> bool:
@@ -389,20 +377,15 @@ class PreparedNetwork:
 
 @dataclass(eq=False)
 class NetworkTimer:
-    """Measures the networks that it is called with alternately with the dense one, whose session it keeps.
-
-    Attributes:
-        repeats: rounds, at least; more if they take less than `least_ms` milliseconds.
-        limit_s: seconds that the rounds may take; a few are run in any case.
-    """
+    """Measures the networks that it is called with alternately with the dense one, whose session it keeps."""
 
     runtime: Backend
     dense: PreparedNetwork
     inputs: Inputs
     setting: Setting
-    repeats: int
+    repeats: int  # rounds, at least; more if they take less than `least_ms` milliseconds
     least_ms: float = 0.0
-    limit_s: float = inf
+    limit_s: float = inf  # seconds that the rounds may take; a few are run in any case
     dense_session: Session | None = None
 
     def __call__(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:

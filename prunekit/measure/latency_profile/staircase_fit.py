@@ -32,29 +32,19 @@ MOST = 8
 
 @dataclass(frozen=True, eq=False)
 class WidthProduct:
-    """A weighted sum of products of widths; of a single product, unless a module has too many.
+    """A weighted sum of products of widths; of a single product, unless a module has too many."""
 
-    Attributes:
-        weights: of the products.
-        factors: the labels of each width of the products, in the numbering of the trace.
-    """
-
-    weights: tuple[float, ...]
-    factors: tuple[tuple[Labels, ...], ...]
+    weights: tuple[float, ...]  # of the products
+    factors: tuple[tuple[Labels, ...], ...]  # the labels of each width of the products, in the numbering of the trace
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleFeatures:
-    """The products of widths that a module's time may depend on.
-
-    Attributes:
-        kind: name of the operator that multiplies the most, or of the first if none multiplies.
-        signature: equal for modules that do the same at different widths.
-    """
+    """The products of widths that a module's time may depend on."""
 
     module: str
-    kind: str
-    signature: str
+    kind: str  # name of the operator that multiplies the most, or of the first if none multiplies
+    signature: str  # equal for modules that do the same at different widths
     products: tuple[WidthProduct, ...]
 
 
@@ -383,14 +373,10 @@ Cut = tuple[int, float, Points]
 
 @dataclass(frozen=True, eq=False)
 class LeafFit:
-    """A fit of a leaf of the tree: it holds within bounds of the widths.
+    """A fit of a leaf of the tree: it holds within bounds of the widths."""
 
-    Attributes:
-        coefficients: (columns,), none of them negative.
-        bounds: by the index of a width, from the first to below the second; only of widths that are bounded.
-    """
-
-    coefficients: Numbers
+    coefficients: Numbers  # (columns,), none of them negative
+    # by the index of a width, from the first to below the second; only of widths that are bounded
     bounds: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 

@@ -25,19 +25,12 @@ BITS = 40
 
 @dataclass(frozen=True, eq=False)
 class Countable:
-    """Everything that a budget may count.
+    """Everything that a budget may count."""
 
-    Attributes:
-        channel_map: of the model.
-        parts: groups of labels whose number a plan decides.
-        target: device and runtime that costs are counted for.
-        latency: table that predicts times on the target; None if no budget is one of time.
-    """
-
-    channel_map: ChannelMap
-    parts: Sequence[GroupPart]
-    target: Target = field(default_factory=Target)
-    latency: LatencyTable | None = None
+    channel_map: ChannelMap  # of the model
+    parts: Sequence[GroupPart]  # groups of labels whose number a plan decides
+    target: Target = field(default_factory=Target)  # device and runtime that costs are counted for
+    latency: LatencyTable | None = None  # table that predicts times on the target; None if no budget is one of time
 
     def terms(self, name: str) -> list[Term]:
         """Return the terms that another budget counts; multiply one with `Term.times`."""
@@ -161,30 +154,20 @@ class Budgets:
 
     A figure that is a minimum is here its reciprocal: a speedup as the share of the time. A budget may have several
     limits: memory is the maximum of what is alive at several moments.
-
-    Attributes:
-        facts: of the budgets that were asked for.
-        asked: (budgets,) the most of each that may be left.
-        dense: (budgets,) the dense model's amount of each; 1 where it is a share.
-        left: counts (..., parts) -> the amount that is left of each budget, (..., budgets).
-        limited: counts (..., parts) -> the amounts that are limited, (..., limits), without those that stay below
-            their limit at any counts.
-        limits: (limits,) the most of each that may be left.
-        owner: (limits,) index of the budget of each limit.
-        steps: that widths are rounded up to where time is counted.
-        non_monotonic: whether more channels may take less time, as another kernel takes over at some width.
-        breakpoints: for each part, the counts at which one does; none of widths that several parts decide.
     """
 
-    facts: tuple[BudgetFacts, ...]
-    asked: Numbers
-    dense: Numbers
-    left: Callable[[Labels], Numbers]
+    facts: tuple[BudgetFacts, ...]  # of the budgets that were asked for
+    asked: Numbers  # (budgets,) the most of each that may be left
+    dense: Numbers  # (budgets,) the dense model's amount of each; 1 where it is a share
+    left: Callable[[Labels], Numbers]  # counts (..., parts) -> the amount that is left of each budget, (..., budgets)
+    # counts (..., parts) -> the amounts that are limited, (..., limits), without those that stay below their limit at
+    # any counts
     limited: Callable[[Labels], Numbers]
-    limits: Numbers
-    owner: Labels
-    steps: tuple[int, ...]
-    non_monotonic: bool
+    limits: Numbers  # (limits,) the most of each that may be left
+    owner: Labels  # (limits,) index of the budget of each limit
+    steps: tuple[int, ...]  # that widths are rounded up to where time is counted
+    non_monotonic: bool  # whether more channels may take less time, as another kernel takes over at some width
+    # for each part, the counts at which one does; none of widths that several parts decide
     breakpoints: tuple[tuple[int, ...], ...]
 
     @property

@@ -25,18 +25,12 @@ it counts as 1 there instead of by its size."""
 
 @dataclass(frozen=True, eq=False)
 class GroupPart:
-    """Labels of one channel group that are planned together.
+    """Labels of one channel group that are planned together."""
 
-    Attributes:
-        labels: from the most to the least important, so that keeping k means `labels[:k]`.
-        counts: numbers of labels that may be kept, ascending; the last keeps all.
-        channels: how many channels one label stands for; more than 1 where whole convolution groups are coupled.
-        together: how many labels are kept or removed at once, one or more of each of several groups of equal widths.
-    """
-
-    labels: Labels
-    counts: Labels
-    channels: int
+    labels: Labels  # from the most to the least important, so that keeping k means `labels[:k]`
+    counts: Labels  # numbers of labels that may be kept, ascending; the last keeps all
+    channels: int  # how many channels one label stands for; more than 1 where whole convolution groups are coupled
+    # how many labels are kept or removed at once, one or more of each of several groups of equal widths
     together: int = 1
 
     def at_most(self, wanted: float) -> int:
@@ -114,15 +108,10 @@ def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Lookup:
-    """Number of kept labels of a factor, by the counts of one part, or of several if labels are joint.
+    """Number of kept labels of a factor, by the counts of one part, or of several if labels are joint."""
 
-    Attributes:
-        parts: indices of the parts.
-        table: numbers of kept labels, (size + 1,) for one part, (size + 1, size + 1) for two.
-    """
-
-    parts: tuple[int, ...]
-    table: Labels
+    parts: tuple[int, ...]  # indices of the parts
+    table: Labels  # numbers of kept labels, (size + 1,) for one part, (size + 1, size + 1) for two
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,32 +130,19 @@ class CostModel:
     A cost is a sum of products of widths, each rounded up to its step. A width is a sum of table entries, one for each
     part that it depends on, so labels that occur several times on an axis, or are joint, are counted as often. A span
     of widths is one more factor, which is 0 or 1.
-
-    Attributes:
-        tables: (entries,) the tables of all lookups, concatenated.
-        at: (lookups,) where each table begins.
-        parts: (most, lookups) the parts whose counts index a table; any where a table has fewer.
-        strides: (most, lookups) of their counts; 0 where a table has fewer.
-        starts: (widths,) the first lookup of each width.
-        fixed: (widths,) the number of labels of each width that always stay.
-        counting: (4, widths) the numbers of each width's `Counting`.
-        factors: (terms, most factors) indices of widths, one beyond the last as padding.
-        constants: (terms, resources)
-        base: (resources,) what depends on no part.
-        together: (parts,) counts are multiples of these, and tables are indexed by how often.
     """
 
-    tables: Labels
-    at: Labels
-    parts: Labels
-    strides: Labels
-    starts: Labels
-    fixed: Labels
-    counting: Numbers
-    factors: Labels
-    constants: Numbers
-    base: Numbers
-    together: Labels
+    tables: Labels  # (entries,) the tables of all lookups, concatenated
+    at: Labels  # (lookups,) where each table begins
+    parts: Labels  # (most, lookups) the parts whose counts index a table; any where a table has fewer
+    strides: Labels  # (most, lookups) of their counts; 0 where a table has fewer
+    starts: Labels  # (widths,) the first lookup of each width
+    fixed: Labels  # (widths,) the number of labels of each width that always stay
+    counting: Numbers  # (4, widths) the numbers of each width's `Counting`
+    factors: Labels  # (terms, most factors) indices of widths, one beyond the last as padding
+    constants: Numbers  # (terms, resources)
+    base: Numbers  # (resources,) what depends on no part
+    together: Labels  # (parts,) counts are multiples of these, and tables are indexed by how often
 
     def of(self, resources: Labels) -> CostModel:
         """Return the costs of some of the resources."""
@@ -262,18 +238,13 @@ def _compiled(
 
 @dataclass(frozen=True, eq=False)
 class _LabelOwners:
-    """The part that decides on each label, and the count from which on it is kept.
-
-    Attributes:
-        owner: (n_labels,) index of the part, -1 for labels that always stay.
-        rank: (n_labels,) a label is kept if its part keeps more labels than this, in multiples of those kept at once.
-        sizes: of the parts, in these multiples.
-    """
+    """The part that decides on each label, and the count from which on it is kept."""
 
     channel_map: ChannelMap
-    owner: Labels
+    owner: Labels  # (n_labels,) index of the part, -1 for labels that always stay
+    # (n_labels,) a label is kept if its part keeps more labels than this, in multiples of those kept at once
     rank: Labels
-    sizes: list[int]
+    sizes: list[int]  # of the parts, in these multiples
 
     @classmethod
     def of(cls, channel_map: ChannelMap, parts: list[GroupPart]) -> _LabelOwners:

@@ -14,33 +14,23 @@ from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """A range of widths in which a term counts, because kernels are chosen by widths.
+    """A range of widths in which a term counts, because kernels are chosen by widths."""
 
-    Attributes:
-        factor: labels of the width, in the numbering of the trace.
-        low, high: the range; `high` is not in it.
-    """
-
-    factor: Labels
+    factor: Labels  # labels of the width, in the numbering of the trace
+    # low, high: the range; `high` is not in it
     low: float
     high: float
 
 
 @dataclass(frozen=True, eq=False)
 class LatencyTerm:
-    """A time that grows with a product of widths.
+    """A time that grows with a product of widths."""
 
-    Attributes:
-        ms: milliseconds for a product of 1.
-        factors: labels of each width, in the numbering of the trace; a width is the number of those that are kept.
-        steps: for each factor, the step that its width is rounded up to, as kernels work in blocks.
-        spans: the term is 0 unless the widths lie in all of them.
-    """
-
-    ms: float
+    ms: float  # milliseconds for a product of 1
+    # labels of each width, in the numbering of the trace; a width is the number of those that are kept
     factors: tuple[Labels, ...]
-    steps: tuple[int, ...]
-    spans: tuple[Span, ...] = ()
+    steps: tuple[int, ...]  # for each factor, the step that its width is rounded up to, as kernels work in blocks
+    spans: tuple[Span, ...] = ()  # the term is 0 unless the widths lie in all of them
 
     def at(self, kept: Keep) -> float:
         """Return milliseconds with the labels in `kept`, in the numbering of the trace."""
@@ -59,19 +49,12 @@ def round_up(width: Any, step: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class LayerLatency:
-    """The time that one module takes, without the modules inside it.
+    """The time that one module takes, without the modules inside it."""
 
-    Attributes:
-        module: its path; empty for the model's own code.
-        constant: milliseconds that do not depend on widths.
-        terms: times that do.
-        error: median relative error on the networks that it was fitted to; None if it takes no time.
-    """
-
-    module: str
-    constant: float
-    terms: tuple[LatencyTerm, ...]
-    error: float | None = None
+    module: str  # its path; empty for the model's own code
+    constant: float  # milliseconds that do not depend on widths
+    terms: tuple[LatencyTerm, ...]  # times that do
+    error: float | None = None  # median relative error on the networks that it was fitted to; None if it takes no time
 
     def at(self, kept: Keep) -> float:
         """Return milliseconds with the labels in `kept`, in the numbering of the trace."""
@@ -80,21 +63,13 @@ class LayerLatency:
 
 @dataclass(frozen=True, eq=False)
 class LatencyTable:
-    """A model's latency under any plan, on one runtime, device, batch, number of threads, dtype and memory format.
+    """A model's latency under any plan, on one runtime, device, batch, number of threads, dtype and memory format."""
 
-    Attributes:
-        setting: runtime, device and the others, by name.
-        layers: modules in the order in which they run.
-        outside: milliseconds that belong to no layer and do not depend on widths.
-        factor: of the sum of the layers.
-        dense_ms: measured milliseconds of the dense model.
-    """
-
-    setting: Mapping[str, Any]
-    layers: tuple[LayerLatency, ...]
-    outside: float
-    factor: float
-    dense_ms: float
+    setting: Mapping[str, Any]  # runtime, device and the others, by name
+    layers: tuple[LayerLatency, ...]  # modules in the order in which they run
+    outside: float  # milliseconds that belong to no layer and do not depend on widths
+    factor: float  # of the sum of the layers
+    dense_ms: float  # measured milliseconds of the dense model
 
     def at(self, channel_map: ChannelMap, keep: Keep | None = None) -> float:
         """Return the milliseconds of a forward pass of the batch."""

@@ -22,23 +22,14 @@ MOVED = 0.3
 
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """A layer's weights before a stage.
+    """A layer's weights before a stage."""
 
-    Attributes:
-        layer: in what its channels leave of it.
-        size: (o, i, t) squared weights, which zeros are spread over layers by; finite.
-        score: (o, i, t) what weights are kept for, the higher the sooner; finite.
-        alive: (o, i, t) bool, True where weights are not masked.
-        returning: whether masked weights may come back by their scores.
-        gradient: (o, i, t) squared gradients, the largest of which come back; None: none does.
-    """
-
-    layer: PatternLayer
-    size: Tensor
-    score: Tensor
-    alive: Tensor
-    returning: bool = False
-    gradient: Tensor | None = None
+    layer: PatternLayer  # in what its channels leave of it
+    size: Tensor  # (o, i, t) squared weights, which zeros are spread over layers by; finite
+    score: Tensor  # (o, i, t) what weights are kept for, the higher the sooner; finite
+    alive: Tensor  # (o, i, t) bool, True where weights are not masked
+    returning: bool = False  # whether masked weights may come back by their scores
+    gradient: Tensor | None = None  # (o, i, t) squared gradients, the largest of which come back; None: none does
 
     def require_finite(self) -> None:
         """Raise if a score is not finite."""

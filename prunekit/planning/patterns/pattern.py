@@ -30,12 +30,6 @@ NAMED = 6
 class Pattern:
     """A pattern: the weights of a layer that are zero together.
 
-    Attributes:
-        name: as settings have it.
-        outputs, inputs: of a block; 1 and 1 where weights are zero one by one.
-        whole_kernels: whether all taps of a kernel go together.
-        kept_of: (N, M): of each M neighbors along the inputs, N are kept; None for other patterns.
-
     Example:
         >>> import torch
         >>> pattern = Pattern("2:4", kept_of=(2, 4))
@@ -43,10 +37,12 @@ class Pattern:
         [True, False, True, False]
     """
 
-    name: str
+    name: str  # as settings have it
+    # outputs, inputs: of a block; 1 and 1 where weights are zero one by one
     outputs: int = 1
     inputs: int = 1
-    whole_kernels: bool = False
+    whole_kernels: bool = False  # whether all taps of a kernel go together
+    # (N, M): of each M neighbors along the inputs, N are kept; None for other patterns
     kept_of: tuple[int, int] | None = None
 
     @classmethod
@@ -121,20 +117,14 @@ def highest(scores: Tensor, zeros: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PatternLayer:
-    """A layer whose weight gets zeros, in what its channels leave of it.
+    """A layer whose weight gets zeros, in what its channels leave of it."""
 
-    Attributes:
-        layer: all calls of the weight as one.
-        rows, columns: (o,) and (i,) kept indices of its outputs and inputs; inputs are those of a group.
-        taps: positions of its kernel; 1 of a linear layer.
-        zeros: share of zeros that settings name for it; None: what the budget leaves to it.
-    """
-
-    layer: LayerCall
+    layer: LayerCall  # all calls of the weight as one
+    # rows, columns: (o,) and (i,) kept indices of its outputs and inputs; inputs are those of a group
     rows: Tensor
     columns: Tensor
-    taps: int
-    zeros: float | None = None
+    taps: int  # positions of its kernel; 1 of a linear layer
+    zeros: float | None = None  # share of zeros that settings name for it; None: what the budget leaves to it
 
     @property
     def weight(self) -> str:
@@ -170,14 +160,10 @@ class PatternLayer:
 
 
 class PatternLayers(NamedTuple):
-    """The layers of a model that get zeros.
+    """The layers of a model that get zeros."""
 
-    Attributes:
-        layers: in the order in which they run.
-        dense: for each layer that stays dense its weight, how many weights are left of it, and the reason.
-    """
-
-    layers: tuple[PatternLayer, ...]
+    layers: tuple[PatternLayer, ...]  # in the order in which they run
+    # for each layer that stays dense its weight, how many weights are left of it, and the reason
     dense: tuple[tuple[str, int, str], ...]
 
     @property

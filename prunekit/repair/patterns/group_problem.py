@@ -94,25 +94,15 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class GroupProblem:
-    """The choice of zeros in one group of a layer, and the fit of what is kept.
+    """The choice of zeros in one group of a layer, and the fit of what is kept."""
 
-    Attributes:
-        fit: the layer's inputs, and what is wanted at the end of its chain.
-        inputs: (N, d) of the fit, with a constant last if there is a bias.
-        gram: (d, d) of the rows to fit on, float64.
-        present: (o, d) weights; the constant's are 0, as the present bias is part of the chain.
-        usable: bool (o,), whether the norm's factor determines an output's weights; the fit is about these.
-        fitted: whether weights are fitted to what is wanted; else to what they compute now.
-        settings: of the fit.
-    """
-
-    fit: FitProblem
-    inputs: Tensor
-    gram: Tensor
-    present: Tensor
-    usable: Tensor
-    fitted: bool
-    settings: RepairSettings
+    fit: FitProblem  # the layer's inputs, and what is wanted at the end of its chain
+    inputs: Tensor  # (N, d) of the fit, with a constant last if there is a bias
+    gram: Tensor  # (d, d) of the rows to fit on, float64
+    present: Tensor  # (o, d) weights; the constant's are 0, as the present bias is part of the chain
+    usable: Tensor  # bool (o,), whether the norm's factor determines an output's weights; the fit is about these
+    fitted: bool  # whether weights are fitted to what is wanted; else to what they compute now
+    settings: RepairSettings  # of the fit
 
     @classmethod
     def of(
@@ -231,23 +221,14 @@ class GroupProblem:
 
 @dataclass(frozen=True, eq=False)
 class SmallGroups:
-    """The choice of zeros in some groups of a layer, and the fit of what is kept; all float64.
+    """The choice of zeros in some groups of a layer, and the fit of what is kept; all float64."""
 
-    Attributes:
-        fit: of the groups.
-        inputs: (g, N, d) with a constant last if there is a bias.
-        gram: (g, d, d) of the rows to fit on.
-        present: (g, o, d) weights; the constants' are 0.
-        fitted: whether weights are fitted to what is wanted; else to what they compute now.
-        settings: of the fit.
-    """
-
-    fit: GroupedProblem
-    inputs: Tensor
-    gram: Tensor
-    present: Tensor
-    fitted: bool
-    settings: RepairSettings
+    fit: GroupedProblem  # of the groups
+    inputs: Tensor  # (g, N, d) with a constant last if there is a bias
+    gram: Tensor  # (g, d, d) of the rows to fit on
+    present: Tensor  # (g, o, d) weights; the constants' are 0
+    fitted: bool  # whether weights are fitted to what is wanted; else to what they compute now
+    settings: RepairSettings  # of the fit
 
     @classmethod
     def of(cls, fit: GroupedProblem, present: Tensor, settings: RepairSettings, *, fitted: bool) -> SmallGroups:

@@ -34,19 +34,12 @@ EXACT = 2e8
 
 @dataclass(frozen=True, eq=False)
 class Zeros:
-    """Zeros of the layers of a model: where, how many, and by what they are chosen.
+    """Zeros of the layers of a model: where, how many, and by what they are chosen."""
 
-    Attributes:
-        pattern: where they may lie.
-        method: by what they are chosen.
-        shares: of zeros, for each weight.
-        fitted: whether kept weights are fitted to the dense outputs.
-    """
-
-    pattern: Pattern
-    method: PatternMethod
-    shares: Mapping[str, float]
-    fitted: bool
+    pattern: Pattern  # where they may lie
+    method: PatternMethod  # by what they are chosen
+    shares: Mapping[str, float]  # of zeros, for each weight
+    fitted: bool  # whether kept weights are fitted to the dense outputs
 
     @property
     def compensated(self) -> bool:
@@ -216,19 +209,12 @@ class PatternFitter(LayerFitter):
 
 @dataclass(frozen=True, eq=False)
 class PrunedWeights:
-    """The result of `prune_weights`.
+    """The result of `prune_weights`."""
 
-    Attributes:
-        model: the masked model, in its dense size.
-        plan: the one that was given, with masks of single weights.
-        report: errors of each layer with the zeros alone and with the fit, and of the model's output.
-        layers: which have zeros, and which stay dense.
-    """
-
-    model: nn.Module
-    plan: Plan
-    report: RepairReport
-    layers: PatternLayers
+    model: nn.Module  # the masked model, in its dense size
+    plan: Plan  # the one that was given, with masks of single weights
+    report: RepairReport  # errors of each layer with the zeros alone and with the fit, and of the model's output
+    layers: PatternLayers  # which have zeros, and which stay dense
 
 
 def prune_weights(

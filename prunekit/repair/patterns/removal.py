@@ -26,15 +26,10 @@ GONE = 0.1
 
 @dataclass(frozen=True, eq=False)
 class RemovalOrder:
-    """The order in which units of weights are removed, for each row of outputs that share their zeros.
+    """The order in which units of weights are removed, for each row of outputs that share their zeros."""
 
-    Attributes:
-        units: (r, n) which unit goes, the first first: an index of (inputs', taps') of `Pattern.units`, flattened.
-        costs: (r, n) squared error that it adds, never less than the one before.
-    """
-
-    units: Tensor
-    costs: Tensor
+    units: Tensor  # (r, n) which unit goes, the first first: an index of (inputs', taps') of `Pattern.units`, flattened
+    costs: Tensor  # (r, n) squared error that it adds, never less than the one before
 
     def scores(self, units: int) -> Tensor:
         """Return the cost of each of that many units, (r, units); infinite for those that are never removed."""

@@ -42,21 +42,13 @@ MOST_LETTERS = 40
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison.
+    """One run of a comparison."""
 
-    Attributes:
-        letter: name of the run in tables and figures.
-        run: its files.
-        recipe: its recipe.
-        tested: what its scores depend on; scores of runs with the same are comparable.
-        machine: what its latencies depend on, including `tested`.
-    """
-
-    letter: str
-    run: Run
-    recipe: dict[str, Any]
-    tested: tuple[str, ...]
-    machine: tuple[str, ...]
+    letter: str  # name of the run in tables and figures
+    run: Run  # its files
+    recipe: dict[str, Any]  # its recipe
+    tested: tuple[str, ...]  # what its scores depend on; scores of runs with the same are comparable
+    machine: tuple[str, ...]  # what its latencies depend on, including `tested`
 
     @property
     def score(self) -> tuple[str, str]:
@@ -100,27 +92,18 @@ def _side(name: str, run: Run) -> ComparedRun:
 
 @dataclass(frozen=True)
 class Point:
-    """One model: its score against its cost, each with the ends of its interval if it has one.
+    """One model: its score against its cost, each with the ends of its interval if it has one."""
 
-    Attributes:
-        label: letters of the runs, after the kind of the model unless it is pruned.
-        kind: dense, control, pruned or deployed.
-        group: points with the same group are comparable.
-        sizes: multiply-accumulates and parameters of the model.
-        stable: whether the cost supports a claim.
-        lower_is_better: whether less of the score is better.
-    """
-
-    label: str
-    kind: str
-    group: tuple[str, ...]
-    sizes: tuple[Any, Any]
+    label: str  # letters of the runs, after the kind of the model unless it is pruned
+    kind: str  # dense, control, pruned or deployed
+    group: tuple[str, ...]  # points with the same group are comparable
+    sizes: tuple[Any, Any]  # multiply-accumulates and parameters of the model
     cost: float
     score: float
     cost_ends: tuple[float, float] | None = None
     score_ends: tuple[float, float] | None = None
-    stable: bool = True
-    lower_is_better: bool = False
+    stable: bool = True  # whether the cost supports a claim
+    lower_is_better: bool = False  # whether less of the score is better
 
     @property
     def merit(self) -> float:

@@ -195,15 +195,10 @@ def _parts(found: Sequence[ComparedRun], by: str) -> str:
 
 @dataclass(frozen=True)
 class Differences:
-    """Keys of recipes whose values differ, with the value of each recipe as text.
+    """Keys of recipes whose values differ, with the value of each recipe as text."""
 
-    Attributes:
-        rows: (key, values).
-        missing: keys that recipes of another version do not have, and on which the others agree.
-    """
-
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
-    missing: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]  # (key, values)
+    missing: tuple[str, ...]  # keys that recipes of another version do not have, and on which the others agree
 
 
 def differences(recipes: Sequence[Mapping[str, Any]]) -> Differences:

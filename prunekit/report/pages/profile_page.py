@@ -138,17 +138,11 @@ def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
 
 @dataclass(frozen=True)
 class Alike:
-    """Layers that do the same at the same widths, and so share a fit.
+    """Layers that do the same at the same widths, and so share a fit."""
 
-    Attributes:
-        layers: the layers as in `fits.json`, the slowest first.
-        ms: their time together in the dense model.
-        main: number of the width on the horizontal axis: the one that changes their time most.
-    """
-
-    layers: tuple[Layer, ...]
-    ms: float
-    main: int
+    layers: tuple[Layer, ...]  # the layers as in `fits.json`, the slowest first
+    ms: float  # their time together in the dense model
+    main: int  # number of the width on the horizontal axis: the one that changes their time most
 
     @property
     def widths(self) -> Sequence[Mapping[str, Any]]:

@@ -16,53 +16,34 @@ from prunekit.planning.plan import Plan
 
 @dataclass(frozen=True)
 class History:
-    """Result of a training run.
+    """Result of a training run."""
 
-    Attributes:
-        rows: one for each epoch, in order.
-        best_epoch: the epoch whose weights the model was left with; 0 if there was none.
-        clamps: how often gradient clamps were needed.
-        compilation: what came of compiling; None if it was not asked for.
-        paused: the state of a run that was left before its end, see `transfer_run`; None if it came to its end.
-    """
-
-    rows: tuple[EpochRow, ...]
-    best_epoch: int
-    clamps: tuple[ClampRow, ...] = ()
-    compilation: Compilation | None = None
+    rows: tuple[EpochRow, ...]  # one for each epoch, in order
+    best_epoch: int  # the epoch whose weights the model was left with; 0 if there was none
+    clamps: tuple[ClampRow, ...] = ()  # how often gradient clamps were needed
+    compilation: Compilation | None = None  # what came of compiling; None if it was not asked for
+    # the state of a run that was left before its end, see `transfer_run`; None if it came to its end
     paused: PausedRun | None = None
 
 
 @dataclass(frozen=True)
 class EpochRow:
-    """The figures of one epoch.
+    """The figures of one epoch."""
 
-    Attributes:
-        epoch: counted from 1.
-        lr: learning rate of the epoch's last step.
-        train_loss: mean over the images trained on, label smoothing, auxiliary heads and distillation included.
-        train_score: the task's main score, percent, in train mode and while the weights change; of a mixed image
-            (mixup, CutMix) the share of the class that is predicted counts. None if what the model returns for the
-            loss has no score.
-        validation_loss: mean of the task's loss over the validation samples, without label smoothing, of the average of
-            weights if there is one; None if the task has no loss in eval mode.
-        validation_score: percent.
-        images_per_s: training samples per second, validation left out.
-        seconds: of the whole epoch.
-        skipped: steps that were not made, because float16 gradients overflowed or whole batches could not be read.
-        score: name of the score: `top1` for classifiers.
-    """
-
-    epoch: int
-    lr: float
-    train_loss: float
+    epoch: int  # counted from 1
+    lr: float  # learning rate of the epoch's last step
+    train_loss: float  # mean over the images trained on, label smoothing, auxiliary heads and distillation included
+    # the task's main score, percent, in train mode and while the weights change; of a mixed image (mixup, CutMix) the
+    # share of the class that is predicted counts. None if what the model returns for the loss has no score.
     train_score: float | None
+    # mean of the task's loss over the validation samples, without label smoothing, of the average of weights if there
+    # is one; None if the task has no loss in eval mode
     validation_loss: float | None
-    validation_score: float
-    images_per_s: float
-    seconds: float
-    skipped: int
-    score: str = "top1"
+    validation_score: float  # percent
+    images_per_s: float  # training samples per second, validation left out
+    seconds: float  # of the whole epoch
+    skipped: int  # steps that were not made, because float16 gradients overflowed or whole batches could not be read
+    score: str = "top1"  # name of the score: `top1` for classifiers
 
     def figures(self) -> dict[str, Any]:
         """Return the row of a table, whose columns are named for the score: `train_top1`, `validation_top1`."""
@@ -76,36 +57,22 @@ def columns(score: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ClampRow:
-    """Share of gradients that a clamp changed at one module.
+    """Share of gradients that a clamp changed at one module."""
 
-    Attributes:
-        clamp: which of the two clamps.
-        module: path of the module.
-        by: value or norm.
-        limit: for the unscaled gradient.
-        share: share of the values (by norm: of the gradients) that were beyond the limit, 0..1.
-    """
-
-    clamp: str
-    module: str
-    by: str
-    limit: float
-    share: float
+    clamp: str  # which of the two clamps
+    module: str  # path of the module
+    by: str  # value or norm
+    limit: float  # for the unscaled gradient
+    share: float  # share of the values (by norm: of the gradients) that were beyond the limit, 0..1
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """Result of compiling the training steps of a run.
+    """Result of compiling the training steps of a run."""
 
-    Attributes:
-        graphs: how many graphs were compiled; more than one if shapes or hooks changed.
-        seconds: what compiling took, the first pass through each graph included.
-        fallback: why steps ran in eager from some step on; None if all ran compiled.
-    """
-
-    graphs: int
-    seconds: float
-    fallback: str | None
+    graphs: int  # how many graphs were compiled; more than one if shapes or hooks changed
+    seconds: float  # what compiling took, the first pass through each graph included
+    fallback: str | None  # why steps ran in eager from some step on; None if all ran compiled
 
     def __str__(self) -> str:
         if self.fallback is not None:
@@ -115,17 +82,11 @@ class Compilation:
 
 @dataclass(frozen=True)
 class PausedRun:
-    """A run that was left between two steps, from which another one can continue.
+    """A run that was left between two steps, from which another one can continue."""
 
-    Attributes:
-        state: the whole state, as in a checkpoint.
-        parameters: names of the optimizer's parameters, in its order.
-        callbacks: types of the run's callbacks, in their order.
-    """
-
-    state: Mapping[str, Any]
-    parameters: tuple[str, ...]
-    callbacks: tuple[type, ...]
+    state: Mapping[str, Any]  # the whole state, as in a checkpoint
+    parameters: tuple[str, ...]  # names of the optimizer's parameters, in its order
+    callbacks: tuple[type, ...]  # types of the run's callbacks, in their order
 
 
 CurrentPlan = Callable[[], Plan | None]
@@ -137,25 +98,18 @@ ClampCounts = Mapping[str, Mapping[str, tuple[int, int]]]
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The run that a callback belongs to.
+    """The run that a callback belongs to."""
 
-    Attributes:
-        model: the model that is trained, on `device`; under `sharding: full` in several processes a sharded copy of
-            the model that was given, whose parameters, gradients and moments are DTensors.
-        optimizer: torch's own.
-        device: where the model is trained.
-        steps: steps of an epoch in which none is skipped.
-        epochs: epochs of the run.
-        clamped: returns how often gradient clamps were needed so far, in all processes; all of them call it together.
-        scale: returns what gradients are multiplied by before a step: float16's loss scale.
-    """
-
+    # the model that is trained, on `device`; under `sharding: full` in several processes a sharded copy of the model
+    # that was given, whose parameters, gradients and moments are DTensors
     model: nn.Module
-    optimizer: Optimizer
-    device: torch.device
-    steps: int
-    epochs: int
+    optimizer: Optimizer  # torch's own
+    device: torch.device  # where the model is trained
+    steps: int  # steps of an epoch in which none is skipped
+    epochs: int  # epochs of the run
+    # returns how often gradient clamps were needed so far, in all processes; all of them call it together
     clamped: Callable[[], ClampCounts] = dict
+    # returns what gradients are multiplied by before a step: float16's loss scale
     scale: Callable[[], float] = lambda: 1.0
 
 
@@ -217,15 +171,10 @@ class Callback:
 
 @dataclass(frozen=True)
 class ContextCallback(Callback):
-    """A callback that is a context around the whole run, such as masks.
+    """A callback that is a context around the whole run, such as masks."""
 
-    Attributes:
-        enter: returns the context of a run.
-        metrics: returns further figures for the progress bar.
-    """
-
-    enter: Callable[[TrainingRun], AbstractContextManager[Any]]
-    metrics: Callable[[], Mapping[str, Any]] = dict
+    enter: Callable[[TrainingRun], AbstractContextManager[Any]]  # returns the context of a run
+    metrics: Callable[[], Mapping[str, Any]] = dict  # returns further figures for the progress bar
 
     def active(self, run: TrainingRun) -> AbstractContextManager[Any]:
         """Return the context."""

@@ -37,15 +37,10 @@ ModuleCall = tuple[str, int]
 
 @dataclass(frozen=True)
 class TeacherCost:
-    """The time that the teacher took.
+    """The time that the teacher took."""
 
-    Attributes:
-        seconds: of all its forward passes.
-        step_share: share of the time of the training steps, without reading of images, 0..1.
-    """
-
-    seconds: float
-    step_share: float
+    seconds: float  # of all its forward passes
+    step_share: float  # share of the time of the training steps, without reading of images, 0..1
 
 
 class Distillation(Callback):

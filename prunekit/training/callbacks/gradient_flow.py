@@ -21,24 +21,17 @@ MOST = 8191
 
 @dataclass(frozen=True)
 class FlowRow:
-    """The gradient of one layer's weight in one step.
+    """The gradient of one layer's weight in one step."""
 
-    Attributes:
-        step: counted from 1.
-        epoch: epochs made with this step.
-        layer: path of the weight's module; of a module with several weights, with the weight's name.
-        p10, median, p90: percentiles of the absolute values that are not exactly zero, NaN where all are; of a weight
-            with more than `MOST` entries, those of `MOST` evenly spread ones.
-        zeros: share of exact zeros, such as what masks prune, 0..1.
-    """
-
-    step: int
-    epoch: float
-    layer: str
+    step: int  # counted from 1
+    epoch: float  # epochs made with this step
+    layer: str  # path of the weight's module; of a module with several weights, with the weight's name
+    # p10, median, p90: percentiles of the absolute values that are not exactly zero, NaN where all are; of a weight
+    # with more than `MOST` entries, those of `MOST` evenly spread ones
     p10: float
     median: float
     p90: float
-    zeros: float
+    zeros: float  # share of exact zeros, such as what masks prune, 0..1
 
 
 class GradientFlow(Displayed, Callback):

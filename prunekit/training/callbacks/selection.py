@@ -26,24 +26,15 @@ STATISTICS_IMAGES = 2048
 
 @dataclass(frozen=True, eq=False)
 class CallbackInputs:
-    """Objects that callbacks need besides their settings.
+    """Objects that callbacks need besides their settings."""
 
-    Attributes:
-        splits: the data.
-        batch: images in a batch.
-        teacher: the trained dense model, for distillation.
-        channel_map: of the model, for regularizers.
-        removed: the plan whose channels `growing` shrinks; the model is not masked by it.
-        masks: returns the plan that masks the model.
-        cut: the plan by which the model was made compact, to compare its features with those of a dense teacher.
-    """
-
-    splits: Splits
-    batch: int
-    teacher: nn.Module | None = None
-    channel_map: ChannelMap | None = None
-    removed: Plan | None = None
-    masks: CurrentPlan = lambda: None
+    splits: Splits  # the data
+    batch: int  # images in a batch
+    teacher: nn.Module | None = None  # the trained dense model, for distillation
+    channel_map: ChannelMap | None = None  # of the model, for regularizers
+    removed: Plan | None = None  # the plan whose channels `growing` shrinks; the model is not masked by it
+    masks: CurrentPlan = lambda: None  # returns the plan that masks the model
+    # the plan by which the model was made compact, to compare its features with those of a dense teacher
     cut: Plan | None = None
 
 
