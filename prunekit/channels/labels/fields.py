@@ -32,6 +32,10 @@ class Field:
         """Return the same field with other labels."""
         return Field(labels, self.zero, self.true)
 
+    def behind(self, axes: int) -> Field:
+        """Return the field of a tensor that has as many axes of size 1 before the others."""
+        return self.with_labels(self.labels.reshape((1,) * axes + self.labels.shape)) if axes else self
+
 
 def along(labels: Labels, axis: int, ndim: int) -> Labels:
     """Return a vector of labels shaped to lie on one axis of an `ndim`-dimensional tensor."""

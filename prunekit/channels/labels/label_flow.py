@@ -59,71 +59,59 @@ MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the
 class LabelFlow:
     """The state of one trace, and the operations that rules share.
 
-    Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
-
-    Attributes:
-        model: the traced model, with the sizes that its modules remember.
-        owner: marks the fields of this trace.
-        union: which labels are merged, and which are locked.
-        first_made: labels from here on are of tensors that the forward pass made, not of parameters.
-        locks: every lock with its reason.
-        constraints: those that are solved once the trace is complete.
-        statistics: by module path, reductions over labeled axes in modules that may be norms.
-        macs: multiply-accumulates of every operator.
-        multiples: widths that operators take only in multiples of a number.
-        substituted: paths of modules whose equivalents run in their place.
-        interchangeable: by module path, positions that operators inside do not lock.
-        divided: labels of axes of parameters that are divided by, or whose slices are by their own norm: they must not
-            be zero where a channel is removed, and need not be, because a factor of the result is.
-        divisors: labels and sizes of tensors that are divided by, and are zero where a channel is removed.
-        parted: by a field on several axes that a norm read, the fields as which it did.
-        running: returns the paths of all modules that run now.
-        of_input: returns whether an axis of a tensor comes from the inputs of the model, or may.
-        expression: the expression that runs now, where its tensors may be taken at stated positions.
-        module, operator: which module and operator run now.
-        call: which of the calls of that module it is.
+    Fields, and what waits for a reader of a tensor, are kept on the tensors themselves, as long as these live.
     """
 
+    kept_as = "_prunekit"  # where tensors keep them: attributes that begin so
+
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model
-        self.owner = object()
+        self.model = model  # with the sizes that its modules remember
+        self.owner = object()  # marks the fields of this trace
         self.union = LabelUnion()
-        self.first_made: int | None = None
-        self._any_size: set[int] = set()
-        self._copies: list[int] = []
-        self._repeated: list[Repeated] = []
+        self.first_made: int | None = None  # labels from here on are of tensors that the forward pass made
+        self._any_size: set[int] = set()  # the first labels of axes on whose size Python alone decides
+        self._copies: list[int] = []  # ranges of labels of copies: first, end, first, end, ...
+        self._repeated: list[Repeated] = []  # what each of these ranges was made of
         self.locks: list[LockRecord] = []
-        self.constraints: list[Constraint] = []
-        self.statistics: dict[str, list[LockRecord]] = {}
+        self.constraints: list[Constraint] = []  # are solved once the trace is complete
+        self.statistics: dict[str, list[LockRecord]] = {}  # by path, reductions in modules that may be norms
         self.macs: list[MacTerm] = []
         self.multiples: list[WidthMultiple] = []
         self.count_macs = True
-        self.batch = 1
-        self.substituted: set[str] = set()
-        self.interchangeable: dict[str, Positions] = {}
-        self.running: Callable[[], Iterable[str]] = tuple
+        self.batch = 1  # samples in the example
+        self.substituted: set[str] = set()  # paths of modules whose equivalents run in their place
+        self.interchangeable: dict[str, Positions] = {}  # by path, positions that operators inside do not lock
+        self.running: Callable[[], Iterable[str]] = tuple  # returns the paths of all modules that run now
+        # returns whether an axis of a tensor comes from the inputs of the model, or may
         self.of_input: Callable[[torch.Tensor, int], bool] = lambda tensor, axis: True
-        self.expression: Expression | None = None
+        self.expression: Expression | None = None  # runs now, and its tensors may be taken at stated positions
+        # labels of axes of parameters that are divided by, or whose slices are by their own norm: they must not be zero
+        # where a channel is removed, and need not be, because a factor of the result is
         self.divided: list[Labels] = []
+        # labels and sizes of tensors that are divided by, and are zero where a channel is removed
         self.divisors: list[tuple[Labels, int]] = []
-        self.parted: dict[Field, list[Field]] = {}
-        self.module = ""
-        self.operator = ""
-        self.call: ModuleCall | None = None
+        self.parted: dict[Field, list[Field]] = {}  # by a field that a norm read, the fields as which it did
+        self.module, self.operator = "", ""  # run now
+        self.call: ModuleCall | None = None  # the call of the module in which the operator runs
 
     def end_run(self) -> None:
-        """Forget what is asked while a model runs, and so its tensors."""
+        """Drop the functions that hold the tensors of a run."""
         self.running, self.of_input = tuple, lambda tensor, axis: True
 
     def fields(self, tensor: Any) -> tuple[Field, ...]:
         """Return the fields of a tensor that this trace set; none for anything but a tensor."""
-        owner, found = getattr(tensor, "_prunekit_fields", (None, ()))
-        return found if owner is self.owner else ()
+        return self._kept_on(tensor, "fields")
 
     def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
         """Set the fields of a tensor, without those that lie on no axis."""
-        kept = tuple([field for field in fields if field.labels.size > 1])
-        tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
+        self._keep_on(tensor, "fields", tuple([field for field in fields if field.labels.size > 1]))
+
+    def _kept_on(self, tensor: Any, what: str) -> tuple[Any, ...]:
+        owner, found = getattr(tensor, f"{self.kept_as}_{what}", (None, ()))
+        return found if owner is self.owner else ()
+
+    def _keep_on(self, tensor: torch.Tensor, what: str, values: tuple[Any, ...]) -> None:
+        setattr(tensor, f"{self.kept_as}_{what}", (self.owner, values))
 
     def forget_zeros(self, tensors: Iterable[torch.Tensor], written: Sequence[Labels]) -> None:
         """Take back the promise of zeros on tensors that share their memory with one where some labels lost theirs."""
@@ -161,9 +149,7 @@ class LabelFlow:
 
     def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():
-            return False
-        if not (self._made(labels) | (labels == LOCKED)).all():
+        if self.first_made is None or not (self._made(labels) | (labels == LOCKED)).all():
             return False
         roots = self.union.find(labels)
         return bool((self._made(roots) | (roots == LOCKED)).all())
@@ -195,7 +181,7 @@ class LabelFlow:
     def repeated(self, field: Field, repeats: Field) -> Field:
         """Return new labels for the copies of a field on an axis that was merged with the repeated one.
 
-        They are removed with what they are copies of; or the same ones of all, which are then not zero.
+        Copies are removed with their source, or the same copies of every source: these are not zero then.
         """
         source, number = field.labels.reshape(-1), np.broadcast_to(repeats.labels, field.labels.shape).reshape(-1)
         _, first, index = np.unique(source * self.union.size + number, return_index=True, return_inverse=True)
@@ -230,23 +216,21 @@ class LabelFlow:
         """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
         if self._interchangeable_here(labels):
             return
-        tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
+        self._keep_on(tensor, "unread", (self.record(labels, reason),))
 
     def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
         """Leave constraints once an operator reads a tensor, unless its rule drops the axes that became one."""
-        tensor._prunekit_crossed = (self.owner, crossed)  # type: ignore[attr-defined]
+        self._keep_on(tensor, "crossed", tuple(crossed))
 
     def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
         """Return the constraints on a tensor's axes that were made of several labeled ones."""
-        owner, crossed = getattr(tensor, "_prunekit_crossed", (None, ()))
-        return crossed if owner is self.owner else ()
+        return self._kept_on(tensor, "crossed")
 
     def read(self, tensor: torch.Tensor, *, drops_axes: bool = False) -> None:
         """Take note that an operator or the model's output reads a tensor."""
         if not drops_axes:
             self.constraints.extend(self.crossed(tensor))
-        record = getattr(tensor, "_prunekit_unread", None)
-        if record is not None:
+        for record in self._kept_on(tensor, "unread"):
             self.union.lock(record.labels)
             self.locks.append(record)
 
@@ -323,11 +307,7 @@ class LabelFlow:
             self.macs.append(MacTerm(self.module, self.operator, constant / self.batch, labels))
 
     def pointwise(self, operands: Sequence[Operand], *, product: bool, others_zero: bool = True) -> list[Field]:
-        """Return the fields of several operands broadcast against each other, merged elementwise.
-
-        Args:
-            operands: shape and fields of each tensor operand, all with the same number of axes.
-        """
+        """Return the fields of several operands, of equally many axes, broadcast against each other and merged."""
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
         done: set[Field] = set()
         for index, (_, fields) in enumerate(operands):
@@ -351,9 +331,9 @@ class LabelFlow:
         return result
 
     def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
-        """Merge a field with those of another operand, or lock it if that has none.
+        """Merge a field with those of another operand, or lock it if that has none; return the fields to be dropped.
 
-        Returns the fields that can be dropped: locked ones, and those of the other operand that this one covers.
+        These are locked ones, and those of the other operand that this one covers.
         """
         full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
@@ -411,10 +391,7 @@ class LabelFlow:
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
     ) -> list[Field]:
         """Return the fields of an einsum of two tensors, whose axes are named by letters as in `torch.einsum`."""
-        operands = [
-            ((tuple(one.shape), self.fields(one)), axes) for one, axes in ((left, left_axes), (right, right_axes))
-        ]
-        return self.summed_fields(operands, out_axes)
+        return self.summed([(left, left_axes), (right, right_axes)], out_axes)
 
     def summed(
         self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True
@@ -481,15 +458,7 @@ class MadeAxes(LabelFlow):
     the rules that move the labels of parameters move these as well.
     """
 
-    def fields(self, tensor: Any) -> tuple[Field, ...]:
-        """Return the fields of a tensor in this flow."""
-        owner, found = getattr(tensor, "_prunekit_made", (None, ()))
-        return found if owner is self.owner else ()
-
-    def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
-        """Set the fields of a tensor in this flow."""
-        kept = tuple([field for field in fields if field.labels.size > 1])
-        tensor._prunekit_made = self.owner, kept  # type: ignore[attr-defined]
+    kept_as = "_prunekit_made"
 
     def add(self, tensor: torch.Tensor) -> None:
         """Give every axis of a tensor labels."""
@@ -499,13 +468,3 @@ class MadeAxes(LabelFlow):
     def made(self, tensor: torch.Tensor, axis: int) -> bool:
         """Return whether all positions of an axis were made by code."""
         return any(axis in field.span and bool(field.labels.all()) for field in self.fields(tensor))
-
-    def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
-        """Do nothing: a lock of these labels has no effect."""
-
-    def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
-        """Do nothing, as above."""
-
-    def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
-        """Return no constraints."""
-        return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from math import gcd
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from prunekit.channels.labels.fields import Field, WidthMultiple
 from prunekit.channels.labels.label_flow import LabelFlow
-from prunekit.channels.rules.pointwise import aligned
+from prunekit.channels.rules.pointwise import aligned, zero_where
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
 _EINSUM = {
@@ -22,8 +23,6 @@ _EINSUM = {
     "aten.vdot": ("k", "k", ""),
     "aten.outer": ("m", "n", "mn"),
 }
-
-
 _GROUPED = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
 Trait.COUNTED.declare(*aten("addmm _sparse_addmm baddbmm"))
 Trait.AFFINE.declare("aten.addmm")
@@ -82,8 +81,7 @@ def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
     for field in (*lefts, *rights):  # one axis is read in rows of memory, the other in gradients
         step = gcd(IN_STEPS_OF.get(call.name, 1), field.labels.size)
         flow.multiples += [WidthMultiple(field.labels.reshape(-1), step)] if step > 1 else []
-    lead = call.out.dim() - 2
-    flow.set(call.out, [f.with_labels(f.labels.reshape((1,) * lead + f.labels.shape)) for f in fields])
+    flow.set(call.out, [field.behind(call.out.dim() - 2) for field in fields])
 
 
 def _without_stack(flow: LabelFlow, tensor: torch.Tensor) -> list[Field]:
@@ -122,35 +120,28 @@ def reduced_rows(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.outs[1], [Field(field.labels, zero=False) for field in columns])  # where the extrema were
 
 
-_SPATIAL = {
-    f"aten.{name}{n}d{suffix}": n
-    for n in (1, 2, 3)
-    for suffix in ("", "_with_indices")
-    for name in ("max_pool", "avg_pool", "_adaptive_avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
-}
-_SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
-    ("upsample_nearest1d", 1), ("upsample_nearest2d", 2), ("upsample_nearest3d", 3), ("upsample_linear1d", 1),
-    ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3), ("_upsample_bilinear2d_aa", 2),
-    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact1d", 1), ("_upsample_nearest_exact3d", 3),
-    ("_upsample_bicubic2d_aa", 2),
-) for suffix in ("", ".vec")}  # fmt: skip
+_POOLS = " ".join(f"{kind}_pool{n}d" for n in (1, 2, 3)
+                  for kind in ("max", "avg", "_adaptive_avg", "adaptive_avg", "adaptive_max"))  # fmt: skip
+_UPSAMPLES = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
 
 
-def _leaves_alone(call: OperatorCall, index: int) -> bool:
-    """Return whether pooling leaves a spatial axis alone: windows of one position, one after the other."""
-    if "_pool" not in call.name or "adaptive" in call.name:
-        return False
-    size, stride, padding = call.args[1], call.arg(2, "stride", ()) or call.args[1], call.arg(3, "padding", 0)
-    of_axis = [given if isinstance(given, int) else given[index % len(given)] for given in (size, stride, padding)]
-    return of_axis == [1, 1, 0]
+def leaves_alone(index: int, *window: Sequence[int] | int) -> bool:
+    """Return whether a window that slides over spatial axes, given by size, stride and padding, leaves one alone."""
+    return [given if isinstance(given, int) else given[index % len(given)] for given in window] == [1, 1, 0]
 
 
-@register_rule(*_SPATIAL)
+@register_rule(*aten(_POOLS, ("", "_with_indices")), *aten(_UPSAMPLES, ("", ".vec")))
 def spatial(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass channels through pooling and interpolation, which treat each by itself."""
-    source = call.args[0]
-    first = source.dim() - _SPATIAL[call.name]
-    slid = [axis for axis in range(first, source.dim()) if not _leaves_alone(call, axis - first)]
+    source, size, window = call.args[0], call.args[1], None
+    if "_pool" in call.name and "adaptive" not in call.name:
+        window = size, call.arg(2, "stride", ()) or size, call.arg(3, "padding", 0)
+    first = source.dim() - next(int(letter) for letter in call.name if letter.isdecimal())
+    slid = [axis for axis in range(first, source.dim()) if window is None or not leaves_alone(axis - first, *window)]
     fields = flow.tied_along(slid, flow.fields(source), "pooling slides over these channels")
     for index, out in enumerate(call.outs):  # the second holds where the largest values were
         flow.set(out, fields if index == 0 else [Field(field.labels, zero=False) for field in fields])
@@ -165,17 +156,13 @@ def unpooled(flow: LabelFlow, call: OperatorCall) -> None:
     flow.lock([field for field in (*values, *places) if set(field.span) & set(slid)], "put at positions by number")
     shape = tuple(1 if axis in slid else size for axis, size in enumerate(call.out.shape))
     operands = [(shape, [field for field in fields if not set(field.span) & set(slid)]) for fields in (values, places)]
-    zero = {field.span for field in values if field.zero}
-    fields = flow.pointwise(operands, product=False)
-    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
+    flow.set(call.out, zero_where(flow.pointwise(operands, product=False), values))
 
 
 Trait.DROPS_AXES.declare(*aten("norm linalg_vector_norm"))  # weight normalization takes norms over all other axes
 _EXTREMA = frozenset(aten("max min"))
-_ZERO_OF_ZEROS = _EXTREMA | frozenset(
-    aten("sum nansum mean amax amin aminmax prod std var std_mean var_mean norm linalg_vector_norm any count_nonzero")
-)
 _STATISTICS = _EXTREMA | frozenset(aten("sum nansum mean amax amin var std var_mean std_mean norm linalg_vector_norm"))
+_ZERO_OF_ZEROS = _STATISTICS | frozenset(aten("aminmax prod any count_nonzero"))
 
 
 @register_rule(*_STATISTICS, *aten("prod all any argmax argmin aminmax count_nonzero logsumexp"))

@@ -12,6 +12,7 @@ from prunekit.channels.labels.constraints import NOT_ZERO, Grouped
 from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.labels.label_union import Labels
+from prunekit.channels.rules.compute import leaves_alone
 from prunekit.channels.rules.rule import OperatorCall, Trait, register_rule
 
 SLIDES = "a convolution slides over these channels"
@@ -25,14 +26,11 @@ def whole_groups(groups: int, channels_per_group: int) -> bool:
 
 @dataclass(frozen=True)
 class _Channels:
-    """Labels of the channels that a convolution reads, of both axes of its weight, and of its bias, with their zeros.
+    """Labels along the axes that channels lie on, and whether they are zero."""
 
-    The first axis of the weight holds the channels that are made, or those that are read if it is transposed.
-    """
-
-    source: tuple[Labels | None, bool]
-    first: tuple[Labels | None, bool]
-    second: tuple[Labels | None, bool]
+    source: tuple[Labels | None, bool]  # of the channels that are read
+    first: tuple[Labels | None, bool]  # of the weight: channels that are made, or read if it is transposed
+    second: tuple[Labels | None, bool]  # of the weight: the others
     bias: tuple[Labels | None, bool] | None
 
 
@@ -45,7 +43,8 @@ def convolution(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge input channels with the weight, and give its output channels to the result, in any number of dimensions."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
-    untouched = {axis for axis in range(2, source.dim()) if _leaves_alone(call, axis - 2)}
+    window = weight.shape[2:], call.args[3], call.args[4]
+    untouched = {axis for axis in range(2, source.dim()) if leaves_alone(axis - 2, *window)}
     slid = [axis for axis in range(2, source.dim()) if axis not in untouched]
     fields = flow.tied_along(slid, flow.fields(source), SLIDES)
     fields = [flow.tied(flow.tied(field, untouched), [1] if 0 in field.span else []) for field in fields]
@@ -111,13 +110,6 @@ def _made(flow: LabelFlow, call: OperatorCall, labels: _Channels, groups: int, *
         out = flow.join(out, labels.bias[0], FIXED_PARTNER)
         made_zero = made_zero and labels.bias[1]
     return [] if out is None else [Field(along(out, 1, call.out.dim()), made_zero)]
-
-
-def _leaves_alone(call: OperatorCall, index: int) -> bool:
-    """Return whether a convolution leaves a spatial axis alone: kernel size 1, stride 1 and no padding."""
-    stride, padding = call.args[3], call.args[4]
-    step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
-    return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
 
 
 def _by_whole_groups(

@@ -14,7 +14,7 @@ from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow, Operand
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.meta_shapes import numbers_in
-from prunekit.channels.rules.pointwise import IN_PLACE, aligned, is_zero
+from prunekit.channels.rules.pointwise import IN_PLACE, aligned, is_zero, zero_spans
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 from prunekit.channels.rules.shape import BY_POSITION, PICKED, part, replay
 from prunekit.hooks.model_copy import has_gradients, named_tensors
@@ -54,21 +54,19 @@ def select(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, _without(flow, others, axis, ""))
 
 
-@register_rule(
-    "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk"
-)
+@register_rule("aten.unbind")
+def unbind(flow: LabelFlow, call: OperatorCall) -> None:
+    """Lock the axis that falls into single positions, or tie along it, and give all of these the others."""
+    axis = call.arg(1, "dim", 0) % call.args[0].dim()
+    rest = _without(flow, flow.fields(call.args[0]), axis, "unbound into single positions")
+    for out in call.outs:
+        flow.set(out, rest)
+
+
+@register_rule(*aten("split split_with_sizes chunk unsafe_split unsafe_chunk"))
 def split(flow: LabelFlow, call: OperatorCall) -> None:
     """Split labels, equal parts of which must stay equal; the trial tells whether sizes of unequal parts can be set."""
-    source = call.args[0]
-    position = 1 if call.name == "aten.unbind" else 2
-    axis = call.arg(position, "dim", 0) % source.dim()
-    outs = list(call.out)
-    fields = flow.fields(source)
-    if call.name == "aten.unbind":
-        rest = _without(flow, fields, axis, "unbound into single positions")
-        for out in outs:
-            flow.set(out, rest)
-        return
+    axis, outs, fields = call.arg(2, "dim", 0) % call.args[0].dim(), call.outs, flow.fields(call.args[0])
     sizes = [out.shape[axis] for out in outs]
     equal = len(outs) > 1 and len(set(sizes)) == 1
     for field in fields:
@@ -81,15 +79,19 @@ def split(flow: LabelFlow, call: OperatorCall) -> None:
         flow.set(out, part(flow, fields, axis, int(end) - size, int(end)))
 
 
-@register_rule("aten.cat", "aten.stack")
+@register_rule("aten.stack")
+def stack(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge the labels of tensors that are put side by side along a new axis, which has none."""
+    axis = call.arg(1, "dim", 0) % call.out.dim()
+    fields = _common(flow, [tuple(t.shape) for t in call.args[0]], [list(flow.fields(t)) for t in call.args[0]])
+    flow.set(call.out, [field.with_labels(np.expand_dims(field.labels, axis)) for field in fields])
+
+
+@register_rule("aten.cat")
 def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
     """Concatenate labels; a part without labels on that axis has locked positions."""
     axis = call.arg(1, "dim", 0) % call.out.dim()
     tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > axis and tensor.shape[axis]]
-    if call.name == "aten.stack":
-        fields = _common(flow, [tuple(t.shape) for t in call.args[0]], [list(flow.fields(t)) for t in call.args[0]])
-        flow.set(call.out, [field.with_labels(np.expand_dims(field.labels, axis)) for field in fields])
-        return
     columns: list[Labels] = []
     zero = True
     joint = _joint(flow, tensors, axis)
@@ -292,12 +294,10 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
     table = call.args[0]
     flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
     columns, zero = flow.on_axis(table, 1, "channels that are spread over both rows and columns of a table")
-    flow.lock(
-        [f for a in call.args[1:] for f in flow.fields(a)], "decides which rows of a table are taken, or how often"
-    )
-    outs = call.outs
-    for out in outs:
-        if columns is not None and out.shape == outs[0].shape:  # of a bag also where its maxima were
+    given = [field for argument in call.args[1:] for field in flow.fields(argument)]
+    flow.lock(given, "decides which rows of a table are taken, or how often")
+    for out in call.outs:
+        if columns is not None and out.shape == call.outs[0].shape:  # of a bag also where its maxima were
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
 
 
@@ -308,24 +308,17 @@ def bucketize(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(call.args[0])])
 
 
-_VALUES = frozenset(
-    f"aten.{name}"
-    for name in ("sort", "mode", "median", "nanmedian", "cummax", "cummin", "cumprod", "topk", "kthvalue")
-)
+_FEW = frozenset(aten("topk kthvalue"))
+"""Operators that are also given a number, in front of `dim`."""
+_VALUES = _FEW | frozenset(aten("sort mode median nanmedian cummax cummin cumprod"))
 """Operators whose first result holds some of the values, or products of them: zero where all values are."""
-_ORDERED = {
-    **dict.fromkeys(("aten.sort", "aten.argsort", "aten.mode", "aten.median", "aten.nanmedian"), 1),
-    **dict.fromkeys(("aten.cummax", "aten.cummin", "aten.cumprod", "aten.logcumsumexp"), 1),
-    **dict.fromkeys(("aten.topk", "aten.kthvalue"), 2),
-}
-"""Operator -> the position of its argument `dim`, which is -1 by default."""
 
 
-@register_rule(*_ORDERED)
+@register_rule(*_VALUES, *aten("argsort logcumsumexp"))
 def ordered(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock the axis whose positions are compared with each other, or tie along it, and pass the others."""
     source, outs = call.args[0], call.outs
-    axis = call.arg(_ORDERED[call.name], "dim", -1) % max(source.dim(), 1)
+    axis = call.arg(2 if call.name in _FEW else 1, "dim", -1) % max(source.dim(), 1)
     whole = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
     axes = range(source.dim()) if whole else [axis]
     rest = flow.tied_along(axes, flow.fields(source), f"{call.name} compares these channels with each other")
@@ -454,6 +447,6 @@ def _lock_cut(flow: LabelFlow, tensors: Sequence[torch.Tensor], index: torch.Ten
 
 def _merged(flow: LabelFlow, operands: Sequence[Operand], writers: Sequence[Operand]) -> list[Field]:
     """Return merged fields, which are zero where all that is written is: sums, means and extrema of zeros are zero."""
-    zeros = [{field.span for field in fields if field.zero} for _, fields in writers]
+    zeros = [zero_spans(fields) for _, fields in writers]
     fields = flow.pointwise(operands, product=False)
     return [Field(field.labels, all(field.span in spans for spans in zeros)) for field in fields]

@@ -15,23 +15,13 @@ from prunekit.hooks.model_copy import named_tensors
 
 Tensor = torch.Tensor | None
 
-Trait.AFFINE.declare(
-    *aten("native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training"),
-    *aten("native_layer_norm native_group_norm"),
-)
+_BATCH_NORMS = aten("native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
+Trait.AFFINE.declare(*_BATCH_NORMS, *aten("native_layer_norm native_group_norm"))
 Trait.LAST_AXIS.declare("aten.native_layer_norm")
 TOGETHER = "a norm takes its statistics over these channels together"
 
 
-@register_rule(
-    "aten.native_batch_norm",
-    "aten._native_batch_norm_legit",
-    "aten._native_batch_norm_legit_no_training",
-    "aten._batch_norm_with_update",
-    "aten._batch_norm_no_update",
-    "aten.cudnn_batch_norm",
-    "aten.batch_norm",
-)
+@register_rule(*_BATCH_NORMS, *aten("_batch_norm_with_update _batch_norm_no_update batch_norm"))
 def batch_norm(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge the parameters and statistics of each channel with the labels of the input."""
     source = call.args[0]
@@ -81,7 +71,10 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _parts(flow: LabelFlow, field: Field, together: set[int]) -> list[Field]:
-    """Return a field that lies on one axis of `together` and on others as one of each; others as they are, or tied."""
+    """Return what a norm over some axes reads of a field: its rows and the positions in them, or the field, tied.
+
+    Rows and positions are told apart where the field lies on one of these axes and on others.
+    """
     if field not in flow.parted:
         inside = [axis for axis in field.span if axis in together]
         alone = len(inside) != 1 or len(field.span) == 1

@@ -6,7 +6,7 @@ Tensors of one number that a forward pass makes, such as the first state of a re
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,23 @@ def aligned(flow: LabelFlow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, li
 
     An expanded axis counts as size 1: `expand_as` takes whatever size is kept.
     """
-    lead = (1,) * (ndim - tensor.dim())
-    fields = [field.with_labels(field.labels.reshape(lead + field.labels.shape)) for field in flow.fields(tensor)]
-    repeated = {len(lead) + axis for axis, step in enumerate(tensor.stride()) if step == 0}
+    lead = ndim - tensor.dim()
+    fields = [field.behind(lead) for field in flow.fields(tensor)]
+    repeated = {lead + axis for axis, step in enumerate(tensor.stride()) if step == 0}
     repeated -= {axis for field in fields for axis in field.span}
-    shape = [1 if axis in repeated else size for axis, size in enumerate(lead + tuple(tensor.shape))]
+    shape = [1 if axis in repeated else size for axis, size in enumerate((1,) * lead + tuple(tensor.shape))]
     return tuple(shape), fields
+
+
+def zero_where(fields: Iterable[Field], others: Iterable[Field]) -> list[Field]:
+    """Return fields that are zero where others on the same axes are."""
+    zero = zero_spans(others)
+    return [Field(field.labels, field.span in zero) for field in fields]
+
+
+def zero_spans(fields: Iterable[Field]) -> set[Shape]:
+    """Return the axes of each field that is zero where its labels are removed."""
+    return {field.span for field in fields if field.zero}
 
 
 def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> list[Field]:
@@ -72,11 +83,7 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
     here = flow.expression
     if here is not None and len(tensors) == 2:
         aligned_operands = [_taken(flow, tensors, aligned_operands, index, here) for index in (0, 1)]
-    return flow.pointwise(
-        aligned_operands,
-        product=product,
-        others_zero=not any(number != 0 for number in numbers),
-    )
+    return flow.pointwise(aligned_operands, product=product, others_zero=not any(number != 0 for number in numbers))
 
 
 def _taken(
@@ -172,32 +179,31 @@ def products(flow: LabelFlow, call: OperatorCall) -> None:
     if "mul" not in call.name and "and" not in call.name:
         if "xlogy" not in call.name:
             flow.divide_by(call.args[1])
-        above, below = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args[:2])
-        fields = [Field(f.labels, f.span in above and not any(set(f.span) & set(span) for span in below))
-                  for f in fields]  # fmt: skip
+        above, below = (zero_spans(_aligned(flow, operand, call.out.dim())) for operand in call.args[:2])
+        finite = [{*field.span}.isdisjoint({axis for span in below for axis in span}) for field in fields]
+        fields = [Field(f.labels, f.span in above and is_finite) for f, is_finite in zip(fields, finite, strict=True)]
     flow.set(call.out, fields)
 
 
-@register_rule(*aten(SLOPES, IN_PLACE))
-def slopes(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merge a gradient with what it is multiplied by in a pointwise backward pass; zero where the gradient is."""
-    tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
-    fields = broadcast(flow, tensors, product=False)
-    zero = _zero_spans(flow, call.args[0], call.out.dim())
-    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
+@register_rule(*aten(SLOPES, IN_PLACE), "aten.polar")
+def zero_with_first(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge all tensors; the result is zero where the first is.
+
+    It is a gradient in a pointwise backward pass, or the lengths of complex numbers that are given by angles.
+    """
+    fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
+    flow.set(call.out, zero_where(fields, _aligned(flow, call.args[0], call.out.dim())))
 
 
-def _zero_spans(flow: LabelFlow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
-    if not isinstance(operand, torch.Tensor):
-        return set()
-    return {field.span for field in aligned(flow, operand, ndim)[1] if field.zero}
+def _aligned(flow: LabelFlow, operand: Any, ndim: int) -> list[Field]:
+    return aligned(flow, operand, ndim)[1] if isinstance(operand, torch.Tensor) else []
 
 
 @register_rule(*aten("addcmul addcdiv where masked_fill", IN_PLACE), "aten._prelu_kernel")
 def ternary(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge all operands; the result is zero where every value that it may be made of is."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
-    first, *others = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args)
+    first, *others = (zero_spans(_aligned(flow, operand, call.out.dim())) for operand in call.args)
     if "addcdiv" in call.name:
         flow.divide_by(call.args[2])
     if "addc" in call.name:
@@ -227,13 +233,9 @@ def number(flow: LabelFlow, call: OperatorCall) -> None:
 def copy(flow: LabelFlow, call: OperatorCall) -> None:
     """Give the target the fields of the source; axes along which the source is broadcast have no labels."""
     target, source = call.args[:2]
-    written = (
-        broadcast(flow, [target, source], product=False)
-        if flow.fields(target)
-        else aligned(flow, source, target.dim())[1]
-    )
-    zero = {field.span for field in aligned(flow, source, target.dim())[1] if field.zero}
-    flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])
+    read = aligned(flow, source, target.dim())[1]
+    fields = broadcast(flow, [target, source], product=False) if flow.fields(target) else read
+    flow.set(call.out, zero_where(fields, read))
 
 
 @register_rule(*aten("zeros ones empty full rand randn"), traits=[Trait.MAKES])

@@ -62,15 +62,7 @@ Trait.REARRANGES.declare(*aten("view _unsafe_view permute transpose unsqueeze sq
 Trait.KEEPS_CONSTANTS.declare(*aten("view _unsafe_view reshape permute transpose t expand roll slice"))
 
 
-@register_rule(
-    "aten.view",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.unsqueeze",
-    "aten.squeeze",
-    "aten.unsqueeze_",
-    "aten.squeeze_",
-)
+@register_rule(*aten("view _unsafe_view reshape unsqueeze squeeze unsqueeze_ squeeze_"))
 def view(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat labels where axes are merged; leave a rectangle constraint for each pair that an axis is split into."""
     source, out = call.args[0], call.out
@@ -125,6 +117,7 @@ def _view_in_place(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _constrain(flow: LabelFlow, labels: Labels, axes: list[int]) -> None:
+    """Leave a rectangle for each place at which an axis that became several is cut in two, (rows, columns)."""
     grid = np.moveaxis(labels, axes, range(labels.ndim - len(axes), labels.ndim))
     sizes = grid.shape[labels.ndim - len(axes) :]
     grid = grid.reshape(-1, int(np.prod(sizes)))
@@ -174,8 +167,7 @@ def expand(flow: LabelFlow, call: OperatorCall) -> None:
     An index has new labels there: arithmetic on it makes a tensor of that size, which may be that of the channels.
     """
     source, out = call.args[0], call.out
-    lead = (1,) * (out.dim() - source.dim())
-    fields = [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(source)]
+    fields = [field.behind(out.dim() - source.dim()) for field in flow.fields(source)]
     axes = _repeated(call) if fields or out.dtype in _INDICES else ()
     flow.set(out, [*fields, *flow.made_labels(out, axes)])
 
@@ -194,7 +186,7 @@ BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
 def cut(flow: LabelFlow, call: OperatorCall) -> None:
     """Cut labels like the values; the trial tells whether the positions can be set to match the kept ones.
 
-    Labels of a part of every head are tied along it, so that whole heads are removed.
+    Labels of a part of every head are tied along that part, so that whole heads are removed.
     """
     source = call.args[0]
     axis = call.arg(1, "dim", 0) % source.dim()
@@ -307,10 +299,8 @@ def repeat(flow: LabelFlow, call: OperatorCall) -> None:
 
     A mask or an index is repeated as often as there are channels.
     """
-    lead = (1,) * (call.out.dim() - call.args[0].dim())
     fields = flow.made_labels(call.out, _repeated(call))
-    for field in flow.fields(call.args[0]):
-        labels = field.labels.reshape(lead + field.labels.shape)
-        times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
-        fields.append(field.with_labels(np.tile(labels, times)))
+    for field in (one.behind(call.out.dim() - call.args[0].dim()) for one in flow.fields(call.args[0])):
+        times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], field.labels.shape, strict=True)]
+        fields.append(field.with_labels(np.tile(field.labels, times)))
     flow.set(call.out, fields)

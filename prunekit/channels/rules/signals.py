@@ -5,6 +5,7 @@ Complex tensors, which Fourier transforms return, are made of real ones and take
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from prunekit.channels.labels.fields import Field, along
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.rules.pointwise import broadcast, keeps_zero, sums
+from prunekit.channels.rules.pointwise import keeps_zero, sums, zero_where
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
 
 SAMPLED = "sampled between places along these channels"
@@ -24,38 +25,36 @@ def _channels(flow: LabelFlow, tensor: Any, axis: int) -> tuple[Labels | None, b
     return flow.vector(fields, axis, "channels that are spread over the batch as well")
 
 
-def _set(flow: LabelFlow, out: Any, labels: Labels | None, axis: int, zero: bool) -> None:
-    if labels is not None:
-        flow.set(out, [Field(along(labels, axis, out.dim()), zero)])
+def _map_channels(
+    flow: LabelFlow, call: OperatorCall, axis: int, change: Callable[[Labels], Labels] = lambda labels: labels
+) -> None:
+    """Give the results the labels of the channels of the first argument, changed by a function."""
+    labels, zero = _channels(flow, call.args[0], axis)
+    for out in call.outs if labels is not None else ():
+        flow.set(out, [Field(along(change(labels), axis, out.dim()), zero)])  # type: ignore[arg-type]
 
 
 @register_rule("aten.pixel_shuffle", "aten.col2im")
 def gathered(flow: LabelFlow, call: OperatorCall) -> None:
     """Tie the channels that become positions of one channel."""
     axis = call.out.dim() - 3
-    labels, zero = _channels(flow, call.args[0], axis)
-    if labels is not None:
-        labels = flow.union.tie(labels.reshape(call.out.shape[axis], -1), [1]).reshape(-1)
-    _set(flow, call.out, labels, axis, zero)
+    size = call.out.shape[axis]
+    _map_channels(flow, call, axis, lambda labels: flow.union.tie(labels.reshape(size, -1), [1]).reshape(-1))
 
 
 @register_rule("aten.pixel_unshuffle", "aten.im2col")
 def scattered(flow: LabelFlow, call: OperatorCall) -> None:
     """Repeat the label of a channel whose positions become several channels."""
     axis = call.args[0].dim() - 3
-    labels, zero = _channels(flow, call.args[0], axis)
-    if labels is not None:
-        labels = np.repeat(labels, call.out.shape[axis] // labels.size)
-    _set(flow, call.out, labels, axis, zero)
+    _map_channels(flow, call, axis, lambda labels: np.repeat(labels, call.out.shape[axis] // labels.size))
 
 
 @register_rule("aten.channel_shuffle", "aten.native_channel_shuffle")
 def channel_shuffle(flow: LabelFlow, call: OperatorCall) -> None:
     """Tie the same channels of every group, which are dealt out in turn."""
-    labels, zero = _channels(flow, call.args[0], 1)
-    if labels is not None:
-        labels = np.repeat(flow.union.tie(labels.reshape(call.args[1], -1), [0]).reshape(-1), call.args[1])
-    _set(flow, call.out, labels, 1, zero)
+    groups = call.args[1]
+    tie = flow.union.tie
+    _map_channels(flow, call, 1, lambda labels: np.repeat(tie(labels.reshape(groups, -1), [0]).reshape(-1), groups))
 
 
 @register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d")
@@ -67,18 +66,15 @@ def sampled_by_grid(flow: LabelFlow, call: OperatorCall) -> None:
     places = flow.tied_along(range(1, ndim), flow.fields(grid), "says where to sample")
     one = (1,) * (ndim - 1)
     together = flow.pointwise([((*source.shape[:2], *one[1:]), fields), ((grid.shape[0], *one), places)], product=False)
-    zero = {field.span for field in fields if field.zero}
-    flow.set(call.out, [Field(field.labels, field.span in zero) for field in together])
+    flow.set(call.out, zero_where(together, fields))
 
 
 @register_rule("torchvision.roi_align", "torchvision.roi_pool")
 def sampled(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass channels that are sampled at places which another tensor gives, and lock the batch."""
     flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "says where to sample")
-    labels, zero = _channels(flow, call.args[0], 1)
+    _map_channels(flow, call, 1)
     flow.lock([field for field in flow.fields(call.args[0]) if 0 in field.span], SAMPLED)
-    for out in call.outs:
-        _set(flow, out, labels, 1, zero)
 
 
 register_rule(*aten("_conj _conj_physical conj_physical _neg_view resolve_conj resolve_neg angle"))(keeps_zero)
@@ -107,11 +103,3 @@ def as_complex(flow: LabelFlow, call: OperatorCall) -> None:
     """Drop the last axis, which holds the two parts."""
     fields = flow.tied_along([call.out.dim()], flow.fields(call.args[0]), PARTS)
     flow.set(call.out, [field.with_labels(np.squeeze(field.labels, -1)) for field in fields])
-
-
-@register_rule("aten.polar")
-def polar(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merge lengths and angles; zero where the length is."""
-    zero = {field.span for field in broadcast(flow, call.args[:1], product=False) if field.zero}
-    fields = broadcast(flow, call.args[:2], product=False)
-    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
