@@ -79,9 +79,6 @@ def test_the_names_do_what_they_say() -> None:
     assert not private_torch.dispatches(x)
     assert private_torch.is_composite("aten::matmul")
     assert not private_torch.is_composite("aten::mm")
-    values = [torch.zeros(2)]
-    private_torch.lerp_all(values, [torch.ones(2)], 0.25)
-    assert values[0].tolist() == [0.25, 0.25]
 
 
 def test_accelerate_leaves_the_attributes_that_are_looked_for() -> None:

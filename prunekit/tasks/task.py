@@ -78,7 +78,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class BatchUnpacker:
-    """The part of a task that makes batches and takes them apart, which worker processes get instead of the whole task."""
+    """The part of a task that makes batches and takes them apart: worker processes get it instead of the task."""
 
     task: str  # its name, for messages
     unpack: Callable[[Any], tuple[Any, Any]]  # the task's

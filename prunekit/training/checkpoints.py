@@ -78,7 +78,11 @@ class Checkpoints:
         """Write a checkpoint, and remove those that are too old; warn if it cannot be written."""
         begun, path = time.monotonic(), self.folder / f"epoch-{epoch:04d}-batch-{batch:06d}"
         try:
-            self._write(path, state)
+            try:
+                write_state(path, state)
+            except OSError:  # make room, and try again
+                self._keep(1)
+                write_state(path, state)
         except OSError as error:
             self.warn(f"checkpoint {path} cannot be written ({error}); going on; the last good one: {self.last}")
         else:
@@ -86,13 +90,6 @@ class Checkpoints:
             self._keep(self.settings.keep)
         self._begun, self._step = time.monotonic(), step
         self._pause = (self._begun - begun) / SHARE
-
-    def _write(self, path: Path, state: Mapping[str, Any]) -> None:
-        try:
-            write_state(path, state)
-        except OSError:
-            self._keep(1)
-            write_state(path, state)
 
     def _keep(self, count: int) -> None:
         for path in self._found()[:-count]:
@@ -108,9 +105,8 @@ class Checkpoints:
     ) -> dict[str, Any] | None:
         """Return the newest state; None if there is none. A damaged checkpoint is reported and renamed.
 
-        Args:
-            check: called with a state and the name of its folder, before the state is used; raises an `ArtifactError`
-                if it is damaged.
+        `check` gets a state and the name of its folder, before the state is used, and raises an `ArtifactError` if the
+        state is damaged.
         """
         remove_leftovers(self.folder)
         for path in reversed(self._found()):
@@ -155,22 +151,14 @@ def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) 
 
 
 class BestWeights:
-    """The weights of the epoch with the best validation score so far; a later epoch wins a tie.
-
-    Args:
-        model: gets the best weights at the end.
-        path: of the `.safetensors` file; None for none.
-        warn: called with a message if the file cannot be written; `restore` tries again.
-        trained: the model that is trained, if that is a sharded copy.
-        lower_is_better: whether the best score is the lowest.
-    """
+    """The weights of the epoch with the best validation score so far; a later epoch wins a tie."""
 
     def __init__(
         self,
-        model: nn.Module,
-        path: Path | None,
-        warn: Callable[[str], None],
-        trained: nn.Module | None = None,
+        model: nn.Module,  # gets the best weights at the end
+        path: Path | None,  # of the `.safetensors` file; None for none
+        warn: Callable[[str], None],  # called with a message if the file cannot be written; `restore` tries again
+        trained: nn.Module | None = None,  # the model that is trained, if that is a sharded copy
         *,
         lower_is_better: bool = False,
     ) -> None:

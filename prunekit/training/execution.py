@@ -46,9 +46,6 @@ class LongStrides(HookOwner):
     its weight gradient holds what was in memory at the taps that only see padding, in most calls (torch 2.14.1 with
     AVX-512 BF16: `aten.convolution_backward` on inputs 1x1 with stride 2, 2x2 with stride 4; all others tried, and
     float16, are right). Such layers are small, so that float32 costs nothing.
-
-    Args:
-        model: its convolutions are hooked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,11 +96,7 @@ class CompiledForward:
     guarded by these hooks too, which `torch.compile` does not do by default: if one is added or removed, the next step
     is compiled again. If the model cannot be compiled as a whole, because of a hook for example, this and all later
     steps run in eager, and the reason is kept: nothing is left out or compiled in pieces. Calls in eval mode and
-    without gradients are eager.
-
-    Args:
-        model: enter masks and other hooks before the first call, or it is compiled twice.
-        backend: as for `torch.compile`.
+    without gradients are eager. Enter masks and other hooks before the first call, or the model is compiled twice.
     """
 
     def __init__(self, model: nn.Module, backend: Backend = "inductor") -> None:
@@ -150,10 +143,7 @@ class CompiledForward:
             except Exception:
                 if not self._missed:
                     raise
-        with (
-            torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
-            backward_compiled_at_once(),
-        ):
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), backward_compiled_at_once():
             return self._compiled(*arguments, **named)
 
     def _compile(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Forward:

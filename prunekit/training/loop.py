@@ -6,13 +6,12 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +197,7 @@ def fit(
         stack.enter_context(training_mode(model, True))
         stack.enter_context(gradient_checkpointing(model) if settings.gradient_checkpointing else nullcontext())
         replica = replica_of(model, train)
-        for context in (active, exact, clamps, bar):
+        for context in (active, exact, *clamps.contexts, closing(bar.bar)):
             stack.enter_context(context)
         restarts = called.learning_rate_restarts(run)
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, restarts)
@@ -501,11 +500,3 @@ class ProgressBar:
             shown = {"loss": f"{loss():.3f}", **scored, "img/s": f"{images_per_s:.0f}", **self.extra}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.close()

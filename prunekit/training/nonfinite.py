@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,24 +27,16 @@ class _FirstNonFinite(HookOwner):
         """Register the hooks."""
         for name, module in self.model.named_modules():
             if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False)):
-                self.own(after_forward(module, self._hook(name or type(module).__name__)))
+                self.own(after_forward(module, partial(self._look, name or type(module).__name__)))
 
-    def _hook(self, name: str) -> Any:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self.found is None:
-                self.found = _blame(name, module, output)
-
-        return look
-
-
-def _blame(name: str, module: nn.Module, output: Any) -> str | None:
-    for key, parameter in module.named_parameters(recurse=False):
-        if not torch.isfinite(parameter).all():
-            return f"parameter {key!r} of module {name!r} ({type(module).__name__})"
-    tensors = output if isinstance(output, (tuple, list)) else [output]
-    if any(isinstance(t, Tensor) and not torch.isfinite(t).all() for t in tensors):
-        return f"the output of module {name!r} ({type(module).__name__})"
-    return None
+    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = output if isinstance(output, (tuple, list)) else [output]
+        named: list[tuple[str, Tensor]] = [
+            (f"parameter {key!r}", parameter) for key, parameter in module.named_parameters(recurse=False)
+        ]
+        named += [("the output", each) for each in outputs if isinstance(each, Tensor)]
+        if self.found is None and (what := first_not_finite(named)) is not None:
+            self.found = f"{what} of module {name!r} ({type(module).__name__})"
 
 
 def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
@@ -100,17 +93,14 @@ class _FirstNonFiniteGradient(HookOwner):
             where = f"module {path or type(module).__name__!r} ({type(module).__name__})"
             own = list(module.named_parameters(recurse=False))
             if own or not any(True for _ in module.children()):
-                self.own_output_gradients(module, self._look(f"that of the output of {where}"))
+                self.own_output_gradients(module, partial(self._look, f"that of the output of {where}"))
             for name, parameter in own:
                 if parameter.requires_grad:
-                    self.own_tensor_gradient(parameter, self._look(f"that of parameter {name!r} of {where}"))
+                    self.own_tensor_gradient(parameter, partial(self._look, f"that of parameter {name!r} of {where}"))
 
-    def _look(self, what: str) -> Any:
-        def look(gradient: Tensor, index: int) -> None:
-            if self.found is None and not torch.isfinite(gradient).all():
-                self.found = what
-
-        return look
+    def _look(self, what: str, gradient: Tensor, index: int) -> None:
+        if self.found is None and not torch.isfinite(gradient).all():
+            self.found = what
 
 
 def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) -> str | None:
@@ -131,8 +121,19 @@ def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
 
     With `nan_only`, Inf does not count. All processes of a sharded model call this together, and get the same.
     """
-    given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
-    return _agreed(model, _not_finite({name: local_part(gradient) for name, gradient in given.items()}, nan_only))
+    given = {
+        name: local_part(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not parameter.grad.is_sparse
+    }
+    # One pass over all gradients; their norm may overflow although no value has, and then each is checked.
+    if bool(torch.isfinite(torch.nn.utils.get_total_norm(given.values()))):
+        found = None
+    elif nan_only:
+        found = next((name for name, gradient in given.items() if bool(gradient.isnan().any())), None)
+    else:
+        found = first_not_finite(given.items())
+    return _agreed(model, found)
 
 
 def finite_step(model: nn.Module, losses: Sequence[Tensor], *, gradients: bool) -> bool:
@@ -143,12 +144,3 @@ def finite_step(model: nn.Module, losses: Sequence[Tensor], *, gradients: bool) 
     found = [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse] if gradients else []
     norms = [torch.nn.utils.get_total_norm(found)] if found else []
     return bool(torch.stack([torch.isfinite(number.detach()).all() for number in (*losses, *norms)]).all())
-
-
-def _not_finite(gradients: Mapping[str, Tensor], nan_only: bool) -> str | None:
-    # One pass over all gradients; their norm may overflow although no value has, and then each is checked.
-    if bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients.values()))):
-        return None
-    if nan_only:
-        return next((name for name, gradient in gradients.items() if bool(gradient.isnan().any())), None)
-    return first_not_finite(gradients.items())

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,35 +48,24 @@ def build_optimizer(model: nn.Module, settings: TrainSettings, own: MakeOptimize
     ]
     groups = [group for group in groups if group["params"]]
     if own is None:
-        return _OPTIMIZERS[settings.optimizer](groups, settings)
+        # Fused, one pass updates weight, gradient and momentum, on the CPU as on CUDA. Not under a loss scale: if the
+        # first step is skipped, fused SGD continues with a momentum that was never written. Nor with shards: torch 2.15
+        # has no fused SGD for them.
+        fused = settings.precision != "fp16" and settings.sharding != "full"
+        if settings.optimizer == "sgd":
+            return SGD(groups, settings.lr, settings.momentum, nesterov=settings.nesterov, fused=fused)
+        kind = Adam if settings.optimizer == "adam" else AdamW
+        return kind(groups, settings.lr, fused=fused)
     optimizer = own(groups, lr=settings.lr)
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"your own optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     return optimizer
 
 
-def _fused(settings: TrainSettings) -> bool:
-    """Return whether one pass updates weight, gradient and momentum, on the CPU as on CUDA.
-
-    Not under a loss scale: if the first step is skipped, fused SGD continues with a momentum that was never written.
-    Nor with shards: torch 2.15 has no fused SGD for them.
-    """
-    return settings.precision != "fp16" and settings.sharding != "full"
-
-
-_OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSettings], Optimizer]] = {
-    "sgd": lambda groups, s: SGD(groups, lr=s.lr, momentum=s.momentum, nesterov=s.nesterov, fused=_fused(s)),
-    "adam": lambda groups, s: Adam(groups, lr=s.lr, fused=_fused(s)),
-    "adamw": lambda groups, s: AdamW(groups, lr=s.lr, fused=_fused(s)),
-}
-
-
 def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Sequence[int] = ()) -> LambdaLR:
     """Return a linear warm-up followed by a cosine to zero (Loshchilov & Hutter 2017).
 
-    Args:
-        restarts: steps before which the schedule starts again, ascending, each round with its own share of warm-up:
-            the learning rate is rewound (Renda et al. 2020).
+    Both start again before the steps `restarts`, ascending, which rewinds the learning rate (Renda et al. 2020).
     """
     edges = [0, *restarts, steps]
 
@@ -162,17 +148,12 @@ def _cut_all(
 
 
 class GradientClamps:
-    """The gradient clamps that the settings ask for, as a context manager.
-
-    Raises:
-        UsageError: a glob matches nothing.
-    """
+    """The gradient clamps that the settings ask for; a `UsageError` if one of their globs matches nothing."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, settings: TrainSettings, scaler: torch.amp.GradScaler | None
     ) -> None:
         self._clamps: dict[str, tuple[GradientClamp, ClampSettings]] = {}
-        self._entered = ExitStack()
         if (wanted := settings.clamp_activation_grad) is not None:
             activation = clamp_activation_grad(model, _limits(wanted), by=wanted.by, loss_scale=scaler)
             self._clamps["clamp_activation_grad"] = activation, wanted
@@ -180,15 +161,10 @@ class GradientClamps:
             weight = clamp_weight_grad(model, optimizer, _limits(wanted), by=wanted.by)
             self._clamps["clamp_weight_grad"] = weight, wanted
 
-    def __enter__(self) -> Self:
-        for clamp, _ in self._clamps.values():
-            self._entered.enter_context(clamp)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
+    @property
+    def contexts(self) -> list[GradientClamp]:
+        """The clamps as contexts, in which gradients are clamped."""
+        return [clamp for clamp, _ in self._clamps.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how often each was needed so far."""
@@ -201,7 +177,14 @@ class GradientClamps:
 
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Return by clamp and module path how many were beyond the limit so far, and of how many, in all processes."""
-        return {name: _summed(gather_values(clamp.counts())) for name, (clamp, _) in self._clamps.items()}
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, (clamp, _) in self._clamps.items():
+            sums = found[name] = {}
+            for counts in gather_values(clamp.counts()):
+                for path, (beyond, of) in counts.items():
+                    before = sums.get(path, (0, 0))
+                    sums[path] = before[0] + beyond, before[1] + of
+        return found
 
     def rows(self) -> tuple[ClampRow, ...]:
         """Return one row for each module whose gradients were checked, over all processes."""
@@ -211,15 +194,6 @@ class GradientClamps:
             for path, (beyond, total) in counts.items()
             if total
         )
-
-
-def _summed(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    beyond: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
-    for count in counts:
-        beyond.update({path: many for path, (many, _) in count.items()})
-        totals.update({path: of for path, (_, of) in count.items()})
-    return {path: (beyond[path], of) for path, of in totals.items()}
 
 
 def check_clamps(model: nn.Module, settings: TrainSettings) -> None:

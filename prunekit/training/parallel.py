@@ -79,35 +79,24 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
         given = to_device(inputs_as_example(model, inputs), next(model.parameters()).device)
-    unused = _has_unused(model, given)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with _summed_output(model, given) as whole:
+        gradients = torch.autograd.grad(whole, weights, allow_unused=True)
+    unused = not everyone(all(gradient is not None for gradient in gradients))
     replica = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=True)
     replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
     if not unused:
-        _arrange_buckets(replica, given)
+        # Show DDP the order of gradients, by which it rearranges its buckets before the next step. Sums over more than
+        # two processes depend on a number's place in its bucket, and in the first step of a resumed run would differ
+        # from those of an uninterrupted one.
+        with _summed_output(replica, given) as whole:
+            whole.backward()  # type: ignore[no-untyped-call]
+        replica.zero_grad()
     return replica
 
 
-def _has_unused(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Return whether what a model returns depends on fewer than all of its trainable parameters."""
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with summed_output(model, inputs) as whole:
-        gradients = torch.autograd.grad(whole, weights, allow_unused=True)
-    return not everyone(all(gradient is not None for gradient in gradients))
-
-
-def _arrange_buckets(replica: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Show DDP the order of gradients, by which it rearranges its buckets before the next step.
-
-    Sums over more than two processes depend on a number's place in its bucket, and in the first step of a resumed run
-    would differ from those of an uninterrupted one.
-    """
-    with summed_output(replica, inputs) as whole:
-        whole.backward()  # type: ignore[no-untyped-call]
-    replica.zero_grad()
-
-
 @contextmanager
-def summed_output(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+def _summed_output(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
     """Yield the sum of a model's outputs for inputs in train mode; buffers and random state don't change."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
@@ -195,7 +184,7 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
     share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
-    with _CallCounter(model) as counter, summed_output(model, to_device(inputs_as_example(model, inputs), device)):
+    with _CallCounter(model) as counter, _summed_output(model, to_device(inputs_as_example(model, inputs), device)):
         units = list(_units(model, counter.called_once()))
     sharded = copied(model.cpu())
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # torch's stub: may be None

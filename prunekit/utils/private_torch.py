@@ -75,11 +75,6 @@ def explicit_kernel(operator: HigherOrderOperator) -> Any:
     return operator.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
 
 
-def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:
-    """Move values in place toward ends by a share of the way, all in one call."""
-    torch._foreach_lerp_(values, ends, weight)
-
-
 def backward_compiled_at_once() -> AbstractContextManager[Any]:
     """Return a context in which `torch.compile` compiles a backward pass together with its forward pass."""
     context: AbstractContextManager[Any] = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)

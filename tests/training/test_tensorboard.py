@@ -239,14 +239,14 @@ def test_histograms_are_of_what_is_finite() -> None:
     values = torch.tensor([1.0, float("nan"), -2.0, float("inf"), 0.0, 0.0])
     found = histogram(values)
     assert found is not None
-    assert (found.least, found.most, found.total, found.squares) == pytest.approx((-2.0, 1.0, -1.0, 5.0))
-    assert sum(found.counts) == 4
-    assert len(found.counts) == len(found.limits)
+    assert (found.min, found.max, found.sum, found.sum_squares) == pytest.approx((-2.0, 1.0, -1.0, 5.0))
+    assert sum(found.bucket_counts) == 4
+    assert len(found.bucket_counts) == len(found.bucket_limits)
     assert histogram(torch.tensor([float("nan")])) is None
     alike = histogram(torch.full((5,), 0.3, dtype=torch.bfloat16))
     assert alike is not None
-    assert alike.counts == [5.0]
+    assert alike.bucket_counts == [5.0]
     places, values = torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0])
     sparse = histogram(torch.sparse_coo_tensor(places, values, (3,), check_invariants=True))
     assert sparse is not None
-    assert (sparse.least, sparse.most, sum(sparse.counts)) == (3.0, 4.0, 2.0)
+    assert (sparse.min, sparse.max, sum(sparse.bucket_counts)) == (3.0, 4.0, 2.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from prunekit.data.loader import Batches
 from prunekit.hooks.model_copy import copied, has_gradients
@@ -18,7 +18,6 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.settings.train import AverageSettings
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
-from prunekit.utils.private_torch import lerp_all
 
 
 class Average(Callback):
@@ -29,16 +28,11 @@ class Average(Callback):
     weights at the ends of epochs (Izmailov et al. 2018, "Averaging weights leads to wider optima").
 
     BatchNorm's running statistics belong to the weights with which they were computed. They are averaged too, which
-    suits an `ema` whose weights are close together, or computed again with the average's own weights (`swa`). Counts of
-    batches are copied. Epochs that end before there is an average are not eligible for the best.
+    suits an `ema` whose weights are close together, or computed again on `images` with the average's own weights
+    (`swa`). Counts of batches are copied. Epochs that end before there is an average are not eligible for the best.
 
     What the current plan prunes is exactly zero in the average too, after every update, even if it was pruned after
     averaging began.
-
-    Args:
-        settings: how to average.
-        images: training images on which statistics are computed again.
-        plan: returns the plan that masks the model.
     """
 
     def __init__(self, settings: AverageSettings, images: Batches, plan: CurrentPlan = lambda: None) -> None:
@@ -65,13 +59,11 @@ class Average(Callback):
             for average, value in zip(averages, current, strict=True):
                 average.copy_(value)
             return
-        lerp_all(list(averages), list(current), self._share(int(self.average.n_averaged)))
-
-    def _share(self, updates: int) -> float:
-        """Return the share of the newest weights in the average, after this number of updates."""
-        if self._settings.method == "swa":
-            return 1 / (updates + 1)
-        return 1 - min(self._settings.decay, (1 + updates) / (10 + updates))
+        updates = int(self.average.n_averaged)
+        decay = min(self._settings.decay, (1 + updates) / (10 + updates))
+        swa = self._settings.method == "swa"
+        update = get_swa_multi_avg_fn() if swa else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        update(list(averages), list(current), updates)
 
     def before_step(self, step: int) -> None:
         """Set the learning rate of the averaging phase, if the settings have one."""
@@ -106,20 +98,15 @@ class Average(Callback):
         if not self.eligible_for_best():
             yield
             return
-        model = self._run.model
+        model, wanted = self._run.model, self._settings.statistics
         raw = [tensor.detach().clone() for tensor in _tensors(model)]
         try:
             _copy(_tensors(self.average.module), model)
-            if self._recalibrates:
+            if wanted == "recalibrated" or (wanted is None and self._settings.method == "swa"):
                 recalibrate_batchnorm(model, self._images, device=self._run.device, progress=False)
             yield
         finally:
             _copy(raw, model)
-
-    @property
-    def _recalibrates(self) -> bool:
-        wanted = self._settings.statistics
-        return self._settings.method == "swa" if wanted is None else wanted == "recalibrated"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average."""

@@ -48,14 +48,8 @@ class Distillation(Callback):
 
     The teacher runs in eval mode without gradients on the student's images, with the same augmentation and precision.
     It is not changed. Features are compared call by call, and only in the channels that the current plan keeps,
-    because pruned channels of a masked student are zero and nothing is to be learnt there.
-
-    Args:
-        teacher: returns logits as the student does, and has the modules that the globs name; moved to the student's
-            device during training.
-        settings: what is added to the loss.
-        plan: returns the plan that masks the student.
-        task: the task or its name, which says where class scores are in what the models return.
+    because pruned channels of a masked student are zero and nothing is to be learnt there. `task`, itself or its name,
+    says where class scores are in what the models return.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
@@ -173,9 +167,6 @@ def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: 
 
     Where several processes share a batch, |teacher|^2 is that of all of them, so that the mean of their results,
     weighted by their images, is that of a single process.
-
-    Args:
-        teacher: the same, in the same shapes.
     """
     pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
     sizes = [wanted.square().sum() for _, wanted in pairs]
@@ -201,11 +192,7 @@ def feature_paths(model: nn.Module, settings: DistillSettings) -> list[str]:
 class FeatureRecorder(HookOwner):
     """Records the outputs of some modules, in their kept channels.
 
-    Args:
-        model: the model whose modules are hooked.
-        paths: paths of the modules.
-        plan: returns the plan that says which channels are kept.
-        trained: whether outputs must carry a gradient; without gradients nothing is recorded then.
+    Those of a `trained` model must carry a gradient, and nothing is recorded in its passes without gradients.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], plan: CurrentPlan, *, trained: bool) -> None:

@@ -134,11 +134,7 @@ def flow_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def gradient_percentiles(weights: Sequence[nn.Parameter], scale: float = 1.0) -> Tensor:
-    """Return 10th, 50th and 90th percentile of each weight's absolute gradient, and its share of zeros.
-
-    Returns:
-        (weights, 4) float64, on the CPU.
-    """
+    """Return 10th, 50th and 90th percentile of each absolute gradient, and its share of zeros, (weights, 4) float64."""
     return torch.stack([_percentiles(weight, scale) for weight in weights]).double().cpu()
 
 

@@ -28,12 +28,7 @@ class PruningSchedule(Callback):
 
     A stage between two epochs comes after the validation, which so shows how far the model has recovered from the
     stage before; after the stage, BatchNorm statistics would include channels that have just been removed. Weights are
-    kept as the best only under the final plan.
-
-    Args:
-        settings: of the schedule.
-        start, planner: as for `ScheduledMasks`.
-        on_change: called after each change, once the masks are in force.
+    kept as the best only under the final plan. `on_change` is called after each change, once the masks are in force.
 
     Raises:
         UsageError: on enter, when the schedule does not fit the run.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from prunekit.channels.cut.model_match import require_model
@@ -32,12 +32,8 @@ class SparsityRegularizer(Callback):
     of the loss: Adam rescales it, and weight decay is added.
 
     The last epoch is kept and not the best one, because accuracy is highest before channels shrink. With `growing` the
-    best one is chosen among the epochs in which lambda is at its ceiling.
-
-    Args:
-        settings: the kind of penalty, and its strength.
-        channel_map: of the model.
-        plan: says which channels will be removed, for `growing` alone.
+    best one is chosen among the epochs in which lambda is at its ceiling. `growing` alone needs the plan, whose removed
+    channels it shrinks.
 
     Raises:
         UsageError: `growing` has no plan; on enter, when `bn_l1` finds no norm to act on.
@@ -66,13 +62,18 @@ class SparsityRegularizer(Callback):
 
     def _build(self, run: TrainingRun) -> Penalty:
         require_model(self._map, run.model, "the channel map")
-        settings, trained = self._settings, _trainable(run.model)
+        settings = self._settings
+        trained: dict[str, Tensor] = {
+            name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad
+        }
         if self._plan is not None and settings.method == "growing":
             increases = max(1, round(settings.rise * run.steps * run.epochs / settings.every))
             ceiling = settings.strength or CEILING
             return Growing(self._plan, trained, ceiling=ceiling, increases=increases, every=settings.every)
         if settings.method == "bn_l1":
-            trained = _scales(run.model, trained)
+            norms = [path for path, module in run.model.named_modules() if isinstance(module, NORMS)]
+            scales = [f"{path}.weight" if path else "weight" for path in norms]
+            trained = {name: trained[name] for name in scales if name in trained}
         lasso = GroupLasso(self._map, trained, settings.strength or LASSO)
         if lasso.empty:
             raise UsageError(
@@ -102,17 +103,6 @@ class SparsityRegularizer(Callback):
         return {} if self._penalty is None else {"penalty": f"{self._penalty.value(max(1, self._step)):.3g}"}
 
 
-def _trainable(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _scales(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of norms."""
-    paths = [path for path, module in model.named_modules() if isinstance(module, NORMS)]
-    names = [f"{path}.weight" if path else "weight" for path in paths]
-    return {name: trained[name] for name in names if name in trained}
-
-
 class Penalty(Protocol):
     """A term that is added to the loss by its gradient, which is known in closed form."""
 
@@ -138,11 +128,6 @@ class GroupLasso:
 
     Over the scales of norms alone it is network slimming (Liu et al. 2017): strength * |gamma| if one norm carries a
     label; if several do, as behind a shortcut, they shrink together.
-
-    Args:
-        channel_map: of the model.
-        parameters: by name, those that are penalized.
-        strength: lambda.
     """
 
     def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor], strength: float) -> None:
@@ -174,13 +159,6 @@ class Growing:
 
     Wang et al. 2021 ("Neural pruning via growing regularization", GReg-1): from 0 by equal amounts every few steps up
     to a ceiling, so that the network adapts to the removal of channels while it trains.
-
-    Args:
-        plan: says which entries will be removed.
-        parameters: by name.
-        ceiling: the greatest lambda.
-        increases: number of increases until then.
-        every: steps between increases.
     """
 
     def __init__(
@@ -220,16 +198,21 @@ class LabelNorms:
 
     The l2 norm of a label is taken over all slices of the parameters that carry it, in all layers that write or read
     the channel. An entry that carries two labels, as the weight of a convolution does, belongs to the slices of both.
-
-    Args:
-        channel_map: says which axis carries which labels.
-        parameters: by name; those that carry no free label are ignored.
+    Parameters that carry no free label are ignored.
     """
 
     def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor]) -> None:
         self._n_labels = channel_map.n_labels
-        found = (_carrier(channel_map, name, parameter) for name, parameter in parameters.items())
-        self._carriers = [carrier for carrier in found if carrier is not None]
+        self._carriers: list[_Carrier] = []
+        for name, parameter in parameters.items():
+            axes = [
+                (axis, torch.from_numpy(deciding).to(parameter.device))
+                for axis, labels in enumerate(channel_map.labels.get(name, ()))
+                if labels is not None and labels.any()
+                for deciding in channel_map.deciding(labels)
+            ]
+            if axes:
+                self._carriers.append(_Carrier(parameter, tuple(axes)))
         self.counts = self._sums((c, torch.ones(c.parameter.shape)) for c in self._carriers)  # entries, (n_labels,)
 
     def norms(self) -> Tensor:
@@ -263,7 +246,8 @@ class LabelNorms:
             if parameter.grad is None:
                 continue
             for axis, labels in carrier.axes:
-                sums = sums + factors[labels].to(parameter.dtype).view(carrier.along(axis))
+                along = [-1 if position == axis else 1 for position in range(parameter.ndim)]
+                sums = sums + factors[labels].to(parameter.dtype).view(along)
             parameter.grad.addcmul_(parameter.detach(), sums)
 
 
@@ -276,17 +260,3 @@ class _Carrier:
 
     parameter: Tensor
     axes: tuple[tuple[int, Tensor], ...]  # (axis, int64 (size,)), on the parameter's device
-
-    def along(self, axis: int) -> list[int]:
-        """Return a shape with which a vector lies along an axis."""
-        return [-1 if position == axis else 1 for position in range(self.parameter.ndim)]
-
-
-def _carrier(channel_map: ChannelMap, name: str, parameter: Tensor) -> _Carrier | None:
-    axes = [
-        (axis, torch.from_numpy(deciding).to(parameter.device))
-        for axis, labels in enumerate(channel_map.labels.get(name, ()))
-        if labels is not None and labels.any()
-        for deciding in channel_map.deciding(labels)
-    ]
-    return _Carrier(parameter, tuple(axes)) if axes else None

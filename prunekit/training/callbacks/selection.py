@@ -39,11 +39,7 @@ class CallbackInputs:
 
 
 def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Callback]:
-    """Return the callbacks that the settings ask for, to be entered after masks.
-
-    Raises:
-        UsageError: the teacher, channel map or plan that one of them needs is missing.
-    """
+    """Return the callbacks that the settings ask for, to be entered after masks."""
     callbacks: list[Callback] = []
     if settings.distill is not None:
         if inputs.teacher is None:

@@ -54,14 +54,8 @@ class TensorBoardLogger(Callback):
     parameter, of its mask and of its gradient in the epoch's first step (under its mask, before it is clamped, without
     the loss scale), the filters of the first convolution as an image, and a figure of the sparsity.
 
-    In several processes the main one writes. A file that cannot be written ends the log, not the training.
-
-    Args:
-        settings: what is written.
-        events: folder of this training's events.
-        table: CSV file of its scalars.
-        plan: returns the plan that masks the model, or by which it was made compact.
-        warn: called with a message if something cannot be written.
+    In several processes the main one writes, events to a folder and scalars to a table (CSV). A file that cannot be
+    written ends the log, not the training. `plan` returns the plan that masks the model, or that made it compact.
     """
 
     def __init__(
@@ -134,8 +128,12 @@ class TensorBoardLogger(Callback):
 
     def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
         """Write the scalars of an epoch, and finish it."""
-        known = {name: value for name, value in row.figures().items() if name != "epoch" and value is not None}
-        named = {_tag(name): float(value) for name, value in known.items()}
+        named: dict[str, float] = {}
+        for name, value in row.figures().items():
+            part, _, kind = name.partition("_")
+            tag = f"{kind}/{part}" if part in ("train", "validation") else name  # so that the two share a chart
+            if name != "epoch" and value is not None:
+                named[tag] = float(value)
         self._events.scalars(row.epoch, {**named, **(more or {})})
         self._events.finish_epoch(row.epoch)
 
@@ -173,12 +171,6 @@ class TensorBoardLogger(Callback):
         self._events.load_state_dict(state["events"])
         self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
         self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
-
-
-def _tag(name: str) -> str:
-    """Return the tag by which training and validation share a chart: `loss/train` for `train_loss`."""
-    part, _, kind = name.partition("_")
-    return f"{kind}/{part}" if part in ("train", "validation") else name
 
 
 def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
@@ -266,14 +258,17 @@ def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Distribution of values: `counts[i]` of them in (limits[i - 1], limits[i]], the first from `least` on."""
+    """Distribution of values, with the names that TensorBoard's `add_histogram_raw` takes.
 
-    least: float
-    most: float
-    total: float
-    squares: float
-    limits: list[float]
-    counts: list[float]
+    `bucket_counts[i]` of them are in (bucket_limits[i - 1], bucket_limits[i]], the first from `min` on.
+    """
+
+    min: float
+    max: float
+    sum: float
+    sum_squares: float
+    bucket_limits: list[float]
+    bucket_counts: list[float]
 
 
 def histogram(values: Tensor) -> Histogram | None:
@@ -283,10 +278,8 @@ def histogram(values: Tensor) -> Histogram | None:
     if not flat.numel():
         return None
     least, most = (float(end) for end in torch.aminmax(flat))
-    total, squares = (
-        float(flat.sum(dtype=torch.float64)),
-        float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2,
-    )
+    total = float(flat.sum(dtype=torch.float64))
+    squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
     if most - least <= 1e-6 * max(abs(least), abs(most)):  # too close for float32 to tell bins apart
         return Histogram(least, most, total, squares, [most], [float(flat.numel())])
     counts = torch.histc(flat, BINS, least, most).tolist()
@@ -304,17 +297,12 @@ class EventWriter:
     """The files of one training: TensorBoard's events, and a CSV table of all scalars.
 
     When a training is resumed, rows after the epoch where it continues are removed from the table, and hidden in
-    TensorBoard by an event.
-
-    Args:
-        folder: for events; None for none.
-        table: CSV file of all scalars.
+    TensorBoard by an event. Without a folder there are no events.
     """
 
     def __init__(self, folder: Path | None, table: Path) -> None:
         self.folder, self.table = folder, table
-        self.epoch = 0
-        """The last epoch that is written."""
+        self.epoch = 0  # the last one that is written
         self._rows: list[tuple[int, str, float]] | None = None
         self._writer: SummaryWriter | None = None
 
@@ -337,7 +325,11 @@ class EventWriter:
         """Write scalars of an epoch."""
         writer = self.writer
         if self._rows is None:
-            self._rows = _read(self.table, self.epoch) if self.epoch else []
+            self._rows = []
+            if self.epoch and self.table.exists():
+                with self.table.open(encoding="utf-8", newline="") as file:
+                    rows = [(int(row["epoch"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
+                self._rows = [row for row in rows if row[0] <= self.epoch]
         for tag, value in values.items():
             self._rows.append((epoch, tag, value))
             if writer is not None:
@@ -349,17 +341,7 @@ class EventWriter:
     def histogram(self, epoch: int, tag: str, found: Histogram) -> None:
         """Write a histogram."""
         if self.writer is not None:
-            self.writer.add_histogram_raw(
-                tag,
-                min=found.least,
-                max=found.most,
-                num=sum(found.counts),
-                sum=found.total,
-                sum_squares=found.squares,
-                bucket_limits=found.limits,
-                bucket_counts=found.counts,
-                global_step=epoch,
-            )
+            self.writer.add_histogram_raw(tag, num=sum(found.bucket_counts), **asdict(found), global_step=epoch)
 
     def finish_epoch(self, epoch: int) -> None:
         """Flush what is written of an epoch, so that TensorBoard shows it."""
@@ -387,12 +369,3 @@ def _wait_for_later_name(folder: Path) -> None:
     """Wait for the next second: TensorBoard reads files in the order of their names, which contain the second."""
     while any(path.name.split(".")[3] >= f"{int(time.time()):010d}" for path in folder.glob("events.out.tfevents.*")):
         time.sleep(0.05)
-
-
-def _read(table: Path, last: int) -> list[tuple[int, str, float]]:
-    """Return the rows of the table up to an epoch; none if there is no table."""
-    if not table.exists():
-        return []
-    with table.open(encoding="utf-8", newline="") as file:
-        rows = [(int(row["epoch"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
-    return [row for row in rows if row[0] <= last]
