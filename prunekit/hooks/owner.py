@@ -45,7 +45,10 @@ class Removable(Protocol):
 
 
 class HookOwner:
-    """Base of all classes that register hooks. Subclasses override `register` and call the `own` methods in it.
+    """An owner of hooks, which are registered on enter and removed on exit.
+
+    Subclasses override `register`, and call the `own` methods in it. An owner with nothing but hooks needs no class:
+    `HookOwner(function)` calls the function with itself, which then calls these methods.
 
     Owners nest and compose: each removes its own handles only, last in first out, and exactly once; the hooks of
     several owners run in the order in which they were registered. Hooks do nothing once their owner has left, also in
@@ -59,7 +62,8 @@ class HookOwner:
         called: whether one of them has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: Callable[[HookOwner], object] | None = None) -> None:
+        self._hooks = hooks
         self._undo: list[Callable[[], object]] = []
         self.active = False
         self._forward = False  # whether there are hooks that forward passes run
@@ -67,7 +71,9 @@ class HookOwner:
 
     def register(self) -> None:
         """Register this owner's hooks; called once by `__enter__`."""
-        raise NotImplementedError
+        if self._hooks is None:
+            raise NotImplementedError
+        self._hooks(self)
 
     def own(self, handle: Removable) -> None:
         """Remove a handle when this owner exits."""
@@ -143,7 +149,7 @@ class HookOwner:
         another model of the same class was compiled.
         """
         if self._forward:
-            self.own_context(_CompileCheck(self, model))
+            self.own_context(HookOwner(partial(_check_called, self, model)))
 
     def remove(self) -> None:
         """Remove every hook of this owner; harmless when called again."""
@@ -183,25 +189,15 @@ class HookOwner:
         self.remove()
 
 
-class _CompileCheck(HookOwner):
-    """A check that hooks of another owner run.
+def _check_called(owner: HookOwner, model: nn.Module, check: HookOwner) -> None:
+    """Raise a `ModelError` in a forward pass in which no hook of an owner runs and code of the model is compiled."""
 
-    Raises:
-        ModelError: in a forward pass, when none ran and code of the model is compiled.
-    """
+    def begin(*_: Any) -> None:
+        owner.called = False
 
-    def __init__(self, owner: HookOwner, model: nn.Module) -> None:
-        super().__init__()
-        self._owner, self._model = owner, model
+    def end(*_: Any) -> None:
+        if not owner.called:
+            require_not_compiled(model, type(owner).__name__)
 
-    def register(self) -> None:
-        """Register the hooks on the model."""
-        self.own_forward_pre(self._model, self._begin, again=True)
-        self.own_forward(self._model, self._end, again=True)
-
-    def _begin(self, *_: Any) -> None:
-        self._owner.called = False
-
-    def _end(self, *_: Any) -> None:
-        if not self._owner.called:
-            require_not_compiled(self._model, type(self._owner).__name__)
+    check.own_forward_pre(model, begin, again=True)
+    check.own_forward(model, end, again=True)

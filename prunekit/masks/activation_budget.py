@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -325,9 +326,14 @@ class _Readers(OperatorMode):
     def __init__(self, model: nn.Module, paths: Iterable[str], side: Side) -> None:
         super().__init__()
         self.macs = dict.fromkeys(paths, 0.0)
-        self.hooks = _MaskedValues(model, side, {path: self._marking(path) for path in self.macs})
+        self.hooks = HookOwner(partial(self._register, model, side))
         self._masked: dict[int, frozenset[str]] = {}
         self._alive: list[Tensor] = []
+
+    def _register(self, model: nn.Module, side: Side, hooks: HookOwner) -> None:
+        """Mark the values that masks would change."""
+        for path in self.macs:
+            change_activations(hooks, model, path, side, partial(self._marked, path))
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator; add its MACs to the masks that it reads, or pass these on to its result."""
@@ -351,22 +357,7 @@ class _Readers(OperatorMode):
         self._alive.append(tensor)  # freed memory would be another tensor's
         self._masked[memory_of(tensor)] = paths
 
-    def _marking(self, path: str) -> Callable[[Tensor], Tensor]:
-        def mark(tensor: Tensor) -> Tensor:
-            own = tensor.clone()  # as a mask makes a tensor of its own, that only this module's readers read
-            self._note(own, frozenset({path}))
-            return own
-
-        return mark
-
-
-class _MaskedValues(HookOwner):
-    """Hooks that mark the values that masks would change."""
-
-    def __init__(self, model: nn.Module, side: Side, marks: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        super().__init__()
-        self._model, self._side, self._marks = model, side, marks
-
-    def register(self) -> None:
-        for path, mark in self._marks.items():
-            change_activations(self, self._model, path, self._side, mark)
+    def _marked(self, path: str, tensor: Tensor) -> Tensor:
+        own = tensor.clone()  # as a mask makes a tensor of its own, that only this module's readers read
+        self._note(own, frozenset({path}))
+        return own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -171,46 +172,38 @@ def sketch_activations(
     masked: MaskedActivations, thresholds: Mapping[str, float]
 ) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
     """Return sketches of the activations in front of each mask, and the share of zeros behind it."""
-    sketches = _Sketches(masked.model, thresholds, masked.side)
+    sketches: dict[str, MagnitudeSketch] = {}
+    batch = 0
+
+    def begin(*_: Any) -> None:
+        nonlocal batch
+        batch += 1
+
+    def add(path: str, tensor: Tensor) -> Tensor:
+        if sketches.setdefault(path, MagnitudeSketch()).add(tensor).non_finite:
+            raise NonFiniteError(_blame(masked, path, tensor, batch))
+        return tensor
+
+    def register(hooks: HookOwner) -> None:
+        hooks.own_forward_pre(masked.model, begin, again=True)
+        for path in thresholds:
+            change_activations(hooks, masked.model, path, masked.side, partial(add, path))
+
     masks = ActivationMasks(masked.model, thresholds, side=masked.side)
-    if not watch(masked.model, masked.batches, sketches, masks, device=masked.device, title="threshold search"):
+    observers = HookOwner(register), masks  # the first to register sees values that are not masked yet
+    if not watch(masked.model, masked.batches, *observers, device=masked.device, title="threshold search"):
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
-    silent = [path for path in thresholds if path not in sketches.found]
+    silent = [path for path in thresholds if path not in sketches]
     if silent:
         raise ModelError(f"threshold search: {silent[0]} was not called in a forward pass; choose other modules")
-    return sketches.found, masks.sparsity().layers
+    return sketches, masks.sparsity().layers
 
 
-class _Sketches(HookOwner):
-    """Hooks that sketch activations; entered before the masks, they see values that are not masked yet."""
-
-    def __init__(self, model: nn.Module, paths: Iterable[str], side: Side) -> None:
-        super().__init__()
-        self._model, self._paths, self._side = model, paths, side
-        self.found: dict[str, MagnitudeSketch] = {}
-        self._batch = 0
-
-    def register(self) -> None:
-        self.own_forward_pre(self._model, self._begin, again=True)
-        for path in self._paths:
-            change_activations(self, self._model, path, self._side, self._add(path))
-
-    def _begin(self, *_: Any) -> None:
-        self._batch += 1
-
-    def _add(self, path: str) -> Callable[[Tensor], Tensor]:
-        def add(tensor: Tensor) -> Tensor:
-            if self.found.setdefault(path, MagnitudeSketch()).add(tensor).non_finite:
-                raise NonFiniteError(self._blame(path, tensor))
-            return tensor
-
-        return add
-
-    def _blame(self, path: str, tensor: Tensor) -> str:
-        axis = channel_axis(self._model.get_submodule(path), tensor.ndim)
-        first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-        channel = f", channel {first[axis]}" if first else ""
-        return (
-            f"threshold search: NaN or Inf in the {self._side} of {path}, batch {self._batch}{channel}; expected "
-            "finite activations: check the images, and the weights up to there"
-        )
+def _blame(masked: MaskedActivations, path: str, tensor: Tensor, batch: int) -> str:
+    axis = channel_axis(masked.model.get_submodule(path), tensor.ndim)
+    first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    channel = f", channel {first[axis]}" if first else ""
+    return (
+        f"threshold search: NaN or Inf in the {masked.side} of {path}, batch {batch}{channel}; expected finite "
+        "activations: check the images, and the weights up to there"
+    )

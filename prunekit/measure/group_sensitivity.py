@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, k
 from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.linear_layers import FunctionCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
+from prunekit.statistics.reductions import VarianceSum
 from prunekit.statistics.resumable_forward import DivergedError, PassState, ResumableRun
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
@@ -218,7 +219,7 @@ class _MaskablePasses(ResumableRun):
         super().__init__(model)
         self.names_of_calls: list[str] = []
         self.inside = False
-        self._start = _PassStart(model, self)
+        self._start = HookOwner(lambda hooks: hooks.own_forward_pre(model, self._enter_model, again=True))
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
@@ -228,6 +229,9 @@ class _MaskablePasses(ResumableRun):
         with self._start, super().intercepting():
             yield
 
+    def _enter_model(self, *_: Any) -> None:
+        self.inside = True
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside:
             return function(*args, **(kwargs or {}))
@@ -236,20 +240,6 @@ class _MaskablePasses(ResumableRun):
     def before(self, call: FunctionCall) -> None:
         """Note the name of a call."""
         self.names_of_calls.append(call.name)
-
-
-class _PassStart(HookOwner):
-    """A hook that says when a model's forward begins, after those that masks have registered."""
-
-    def __init__(self, model: nn.Module, passes: _MaskablePasses) -> None:
-        super().__init__()
-        self._model, self._passes = model, passes
-
-    def register(self) -> None:
-        self.own_forward_pre(self._model, self._begin, again=True)
-
-    def _begin(self, *_: Any) -> None:
-        self._passes.inside = True
 
 
 def _addresses(model: nn.Module) -> dict[str, int]:
@@ -406,42 +396,26 @@ FLAT = 1e-12
 """Smallest variance among samples, as a share of the mean square, of an output that depends on them."""
 
 
-@dataclass
 class OutputVariance:
-    """The variance of each value of the dense outputs over all samples: count, mean, sum of squared deviations.
+    """The variance of each value of the dense outputs over all samples."""
 
-    Batches are merged as in Chan, Golub & LeVeque 1983.
-    """
-
-    count: int = 0
-    means: list[Tensor] = field(default_factory=list)
-    squares: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._sums: list[VarianceSum] = []
 
     def add(self, output: ModelOutput) -> None:
         """Add the dense outputs of one batch."""
-        if not output.tensors:
-            return
-        new = len(output.tensors[0])
-        parts = [(tensor.mean(0), (tensor - tensor.mean(0)).square().sum(0)) for tensor in output.tensors]
-        if self.count and [mean.shape for mean, _ in parts] != [mean.shape for mean in self.means]:
+        if self._sums and [each.mean.shape for each in self._sums] != [each.shape[1:] for each in output.tensors]:
             raise ModelError("sensitivity: expected outputs of one size for every batch")
-        known = zip(self.means, self.squares, strict=True) if self.count else ((0 * m, 0 * s) for m, s in parts)
-        total = self.count + new
-        merged = [
-            (mean + (other - mean) * (new / total), square + more + (other - mean).square() * self.count * new / total)
-            for (mean, square), (other, more) in zip(known, parts, strict=True)
-        ]
-        self.count, self.means, self.squares = total, [m for m, _ in merged], [s for _, s in merged]
+        self._sums = self._sums or [VarianceSum() for _ in output.tensors]
+        for total, tensor in zip(self._sums, output.tensors, strict=True):
+            total.add_rows(tensor)
 
     def variances(self) -> list[float]:
         """Return the variance of each output tensor, mean over its values; 0 if it is the same for all samples."""
-        found = [
-            (float(square.mean()) / self.count, float(mean.square().mean()))
-            for mean, square in zip(self.means, self.squares, strict=True)
-        ]
+        found = [(float(one.squares.mean()) / one.count, float(one.mean.square().mean())) for one in self._sums]
         variances = [variance if variance > FLAT * level else 0.0 for variance, level in found]
         if variances and not any(variances):
-            raise same_output_error(self.count)
+            raise same_output_error(self._sums[0].count)
         return variances
 
 

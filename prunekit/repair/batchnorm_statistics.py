@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.errors import DataError
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.modes.public_call import public_call
+from prunekit.statistics.observers import watch
+from prunekit.statistics.reductions import VarianceSum
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, training_mode
-from prunekit.utils.inputs import call, concatenate, described, running, sample_count, to_device
-from prunekit.utils.progress import reporting, tracked
+from prunekit.utils.context import device_of
+from prunekit.utils.inputs import concatenate, described, sample_count
+from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import accumulation_dtype
-
-
-class _Moments(HookOwner):
-    """Count, mean and sum of squared deviations of a BatchNorm's inputs, per channel.
-
-    Merged as in Chan, Golub & LeVeque 1983, in float64 (float32 where the device has no float64).
-    """
-
-    def __init__(self, module: _BatchNorm) -> None:
-        super().__init__()
-        self.module, self.calls, self.count = module, 0, 0
-        self.mean: Tensor | float = 0.0  # (C,) after the first call
-        self.squares: Tensor | float = 0.0  # (C,)
-
-    def register(self) -> None:
-        """Register the hook."""
-        self.own(self.module.register_forward_pre_hook(self._see))
-
-    def _see(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        x = inputs[0].detach().transpose(0, 1).flatten(1)  # (C, positions)
-        variance, mean = torch.var_mean(x.to(accumulation_dtype(x.device)), 1, correction=0)  # (C,), (C,)
-        count = x.shape[1]
-        total, delta = self.count + count, mean - self.mean
-        self.squares = self.squares + variance * count + delta**2 * (self.count * count / total)
-        self.mean = self.mean + delta * (count / total)
-        self.count, self.calls = total, self.calls + 1
-
-    def write(self) -> None:
-        """Write mean and unbiased variance into the module; a module that never ran keeps what it had."""
-        if not self.calls or not isinstance(self.mean, Tensor) or not isinstance(self.squares, Tensor):
-            return
-        module = self.module
-        assert module.running_mean is not None
-        assert module.running_var is not None
-        module.running_mean.copy_(self.mean)
-        module.running_var.copy_(self.squares / max(1, self.count - 1))
-        if module.num_batches_tracked is not None:
-            module.num_batches_tracked.fill_(self.calls)
 
 
 @public_call
@@ -101,28 +67,26 @@ def recalibrate_batchnorm(
     """
     model = unwrapped(model, offloaded=True)
     require_trainable(model, "recalibrate_batchnorm")
-    moments = {
-        name: _Moments(module)
+    norms = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.running_mean is not None
     }
     place = device_of(model, device)
     if device is not None:
         model.to(place)
-    with ExitStack() as stack:
-        stack.enter_context(reporting(progress, "recalibrate_batchnorm"))
-        stack.enter_context(training_mode(model, False))
-        stack.enter_context(_batch_statistics([owner.module for owner in moments.values()]))
-        for owner in moments.values():
-            stack.enter_context(owner)
-        _run(model, ModelBatches(model, batches, task, "BatchNorm recalibration"), place)
-    for owner in moments.values():
-        owner.write()
-    return tuple(name for name, owner in moments.items() if owner.calls)
+    moments, given = _InputMoments(norms), ModelBatches(model, batches, task, "BatchNorm recalibration")
+    with reporting(progress, "recalibrate_batchnorm"):
+        total = length_hint(given)
+        if not watch(model, moments.described(given), moments, device=place, title="recalibration", total=total):
+            raise DataError("BatchNorm recalibration: expected at least one batch of samples, got none")
+    with torch.no_grad():
+        moments.write()
+    return tuple(name for name in norms if moments.calls[name])
 
 
 @contextmanager
-def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
+def _batch_statistics(modules: Collection[_BatchNorm]) -> Iterator[None]:
     """Let modules normalize by the batch without changing their buffers, also if a batch fails."""
     before = [(module, module.training, module.track_running_stats) for module in modules]
     try:
@@ -134,18 +98,47 @@ def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
             module.training, module.track_running_stats = training, tracked
 
 
-@torch.no_grad()
-def _run(model: nn.Module, batches: ModelBatches, device: torch.device) -> None:
-    count, given = 0, _without_single(batches)
-    for count, inputs in enumerate(tracked(given, "recalibration", total=length_hint(batches)), 1):
-        with running(model, inputs):
-            try:
-                call(model, to_device(inputs, device))
-            except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
-                shown = inputs[0] if len(inputs) == 1 else inputs
-                raise DataError(f"BatchNorm recalibration: batch {count} of {described(shown)}: {error}") from error
-    if not count:
-        raise DataError("BatchNorm recalibration: expected at least one batch of samples, got none")
+class _InputMoments(HookOwner):
+    """Mean and variance of what each BatchNorm reads, while all of them normalize by the batch."""
+
+    def __init__(self, norms: Mapping[str, _BatchNorm]) -> None:
+        super().__init__()
+        self.norms, self._batch = norms, ""
+        self.sums = {name: VarianceSum() for name in norms}  # per channel
+        self.calls = Counter[str]()
+
+    def described(self, batches: ModelBatches) -> Iterator[tuple[Any, None]]:
+        """Yield the inputs of batches, and note what error messages say of the running one."""
+        for number, inputs in enumerate(_without_single(batches), 1):
+            self._batch = f"batch {number} of {described(inputs[0] if len(inputs) == 1 else inputs)}"
+            yield inputs, None
+
+    def register(self) -> None:
+        """Register a hook on each BatchNorm."""
+        self.own_context(_batch_statistics(self.norms.values()))
+        for name, norm in self.norms.items():
+            self.own(norm.register_forward_pre_hook(partial(self._add, name)))
+
+    def _add(self, name: str, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0].detach().transpose(0, 1).flatten(1)  # (C, positions)
+        count = x.shape[1]
+        if count < 2:
+            raise DataError(
+                f"BatchNorm recalibration: {self._batch}: expected more than 1 value per channel of what {name} reads, "
+                f"got {tuple(inputs[0].shape)}, which has no variance"
+            )
+        variance, mean = torch.var_mean(x.to(accumulation_dtype(x.device)), 1, correction=0)  # (C,), (C,)
+        self.sums[name].add(count, mean, variance * count)
+        self.calls[name] += 1
+
+    def write(self) -> None:
+        """Write mean and unbiased variance into the modules; one that never ran keeps what it had."""
+        for name, calls in self.calls.items():
+            norm: Any = self.norms[name]
+            norm.running_mean.copy_(self.sums[name].mean)
+            norm.running_var.copy_(self.sums[name].variance())
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.fill_(calls)
 
 
 def _without_single(batches: ModelBatches) -> Iterator[Any]:

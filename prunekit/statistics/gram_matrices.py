@@ -41,6 +41,7 @@ from prunekit.statistics.layer_graph import (
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.observers import watch
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows
+from prunekit.statistics.reductions import VarianceSum
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.tensors import FileMemory, first_not_finite, in_parts, is_finite
@@ -122,29 +123,6 @@ class _Reading:
     readers: set[WeightUse]  # the layers, by their uses of weights
 
 
-class _Spread:
-    """The variance of each channel over rows that are added in parts (Chan, Golub and LeVeque 1983)."""
-
-    def __init__(self) -> None:
-        self._count, self._mean, self._squares = 0, torch.zeros(()), torch.zeros(())
-
-    def add(self, rows: Tensor) -> None:
-        """Add some rows, (N, channels), a part of those that are wide at a time."""
-        for part in in_parts(rows) if len(rows) else ():
-            self._add(part.double())
-
-    def _add(self, values: Tensor) -> None:
-        mean, count = values.mean(0), self._count + len(values)
-        apart = mean - self._mean.to(mean)
-        squares = (values - mean).square().sum(0) + apart.square() * (self._count * len(values) / count)
-        self._mean = self._mean.to(mean) + apart * (len(values) / count)
-        self._count, self._squares = count, self._squares.to(mean) + squares
-
-    def value(self) -> Tensor:
-        """Return the variance, (channels,), float64."""
-        return self._squares / max(1, self._count - 1)
-
-
 class _Collector(LayerFinder):
     """Sums the moments of layers over forward passes, and over all calls that use a weight alike.
 
@@ -178,7 +156,7 @@ class _Collector(LayerFinder):
         self.batch_samples = samples
         self.counted: Tensor | None = None
         self._samples = samples
-        self._ends: dict[WeightUse, _Spread] = {}
+        self._ends: dict[WeightUse, VarianceSum] = {}
         self._waiting: dict[int, list[Tensor]] = {}
         self._taps: dict[WeightUse, int] = {}
         self._layers = {layer.use: layer for layer in layers}
@@ -226,7 +204,9 @@ class _Collector(LayerFinder):
         if mark.stage == layer.end and not _is_product(layer):
             values = layer.geometry.outputs(result, self._rows[mark.layer])
             if layer.row_norm is None:
-                self._ends.setdefault(layer.use, _Spread()).add(values)
+                ends = self._ends.setdefault(layer.use, VarianceSum())
+                for part in in_parts(values) if len(values) else ():  # of those that are wide
+                    ends.add_rows(part.double())
             elif (waiting := self._waiting.pop(mark.layer, None)) is not None:
                 factors = layer.row_norm.squared_sizes(values).rsqrt()
                 self._add_reading(_Reading(None, waiting, factors, {layer.use}))
@@ -335,10 +315,10 @@ class _Collector(LayerFinder):
         if _is_product(layer):
             return _variance_of_product(layer.matrix(self._tensors[layer.weight]), total.grams[0], total.counts[0])
         if layer.stack:
-            made, variance = self._made[layer.use].double().clamp(min=1), self._ends[layer.use].value()
+            made, variance = self._made[layer.use].double().clamp(min=1), self._ends[layer.use].variance()
             return (variance / (made / made.sum())[:, None].to(variance)).flatten()
         if layer.row_norm is None:
-            return self._ends[layer.use].value()
+            return self._ends[layer.use].variance()
         scales = layer.row_norm.scales()
         return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
 

@@ -7,7 +7,6 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -15,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.hooks.model_copy import named_tensors, with_tensors
+from prunekit.hooks.owner import HookOwner
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
@@ -149,7 +148,7 @@ class _Slopes(CallInterceptor):
     A gradient of a weight is dropped as soon as it is used, and the weights of linear layers have none.
 
     Args:
-        model: whose parameters require no gradients; those that change do within `following`.
+        model: whose parameters require no gradients; those that change do within `HookOwner(slopes.follow)`.
         predictions: of linear layers by the names of their weights and whether these are transposed, each with its
             place among all layers.
         changes: of other layers, each with its place.
@@ -172,21 +171,13 @@ class _Slopes(CallInterceptor):
                     self._parts.setdefault(id(parameters[name]), []).append((index, part))
         self._predictions, self._slopes = predictions, [0.0] * layers
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
+    def follow(self, hooks: HookOwner) -> None:
         """Let the parameters that change have gradients, and use them."""
-        hooks = list[RemovableHandle]()
-        try:
-            for parameter in self._model.parameters():
-                parameter.requires_grad_(id(parameter) in self._parts)
-                if parameter.requires_grad:
-                    hooks.append(parameter.register_post_accumulate_grad_hook(self._use))  # type: ignore[no-untyped-call]
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for parameter in self._model.parameters():
-                parameter.requires_grad_(False)
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(id(parameter) in self._parts)
+            hooks.own_undo(partial(parameter.requires_grad_, False))
+            if parameter.requires_grad:
+                hooks.own_parameter_gradient(parameter, self._use)
 
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and follow the gradient of what a linear layer reads."""
@@ -265,7 +256,7 @@ def _gains_by_gradients(
             for key, values in judge.values(model, one, counted_positions(model, one)):
                 spread.add(key, values, values)
         around = spread.variations(0.0)
-        with slopes.following():
+        with HookOwner(slopes.follow):
             for one in tracked(each, "gains", unit="sample"):
                 with slopes.intercepting(), torch.enable_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which have gradients

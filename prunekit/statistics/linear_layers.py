@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_flo
 
 
 class WeightUse(NamedTuple):
-    """One of the ways in which a model uses a weight, as a tied decoder uses that of its encoder the other way round."""
+    """A way in which a model uses a weight: a tied decoder uses that of its encoder the other way round."""
 
     weight: str  # its name
     transposed: bool  # whether it is stored as (inputs, outputs)
@@ -142,7 +142,7 @@ class FunctionCall(NamedTuple):
 
 
 class WeightFunction(NamedTuple):
-    """A torch function that multiplies channels with a weight: where its arguments are, and how the weight is stored."""
+    """A torch function that multiplies channels with a weight: where its arguments are, how the weight is stored."""
 
     # inputs, weight, bias: positions of these arguments; `bias` is None if it takes none
     inputs: int
@@ -188,7 +188,7 @@ class Operands(NamedTuple):
     geometry: PatchGeometry = PatchGeometry()  # of what rows of a stack read
 
 
-class Stopped(BaseException):
+class _Stopped(BaseException):
     """Ends a forward pass; no `except Exception` of a model catches it."""
 
 
@@ -206,14 +206,26 @@ class CallInterceptor(TorchFunctionMode):
         super().__init__()
         self.names = {id(tensor): name for name, tensor in named_tensors(model)}
         self.number = self._inside = 0
-        self._norms = _NormHooks(self, [model.get_submodule(path) for path in norms])
+        self.stopped = False
+        modules = [model.get_submodule(path) for path in norms]
+        self._norms = HookOwner(partial(self._hook_norms, modules))
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:
-        """Intercept one forward pass, without gradients; compiled code runs as it is written."""
+        """Intercept one forward pass, without gradients, until `stop`; compiled code runs as it is written."""
         self.number = self._inside = 0
+        self.stopped = False
         with torch.no_grad(), self._norms, torch.compiler.set_stance("force_eager"), self:
-            yield
+            try:
+                yield
+            except (_Stopped, Exception):  # a callback from C++ may turn it into another exception
+                if not self.stopped:
+                    raise
+
+    def stop(self) -> NoReturn:
+        """End the pass; what the `with` of `intercepting` has yet to do is left out."""
+        self.stopped = True
+        raise _Stopped
 
     def during(self, inputs: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Intercept one forward pass over these inputs."""
@@ -249,6 +261,11 @@ class CallInterceptor(TorchFunctionMode):
     def compute(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
         """Call any other of torch's functions, also inside `norms`."""
         return function(*args, **named)
+
+    def _hook_norms(self, norms: Iterable[nn.Module], hooks: HookOwner) -> None:
+        for norm in norms:
+            hooks.own(before_forward(norm, lambda *_: self.enter_norm()))
+            hooks.own(after_forward(norm, lambda _, given, result: self.leave_norm(given, result)))
 
     def enter_norm(self) -> None:
         """Count no calls from here on."""
@@ -289,19 +306,6 @@ class CallInterceptor(TorchFunctionMode):
 
 def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:
     return result
-
-
-class _NormHooks(HookOwner):
-    """Hooks that tell an interceptor when a norm begins and ends."""
-
-    def __init__(self, interceptor: CallInterceptor, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self._interceptor, self._modules = interceptor, modules
-
-    def register(self) -> None:
-        for module in self._modules:
-            self.own(before_forward(module, lambda *_: self._interceptor.enter_norm()))
-            self.own(after_forward(module, lambda _, given, result: self._interceptor.leave_norm(given, result)))
 
 
 _GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})

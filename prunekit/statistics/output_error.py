@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layer_graph import LayerFinder
-from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall, Stopped
+from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
@@ -93,11 +93,7 @@ class OutputComparison:
         """Return the output, or None behind a number of calls of the layers, and the compared tensors."""
         layers, output = _LayerOutputs(model, self, counted, most), None
         with same_attributes(model), layers.intercepting():
-            try:
-                output = call(model, inputs)
-            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
-                if not layers.stopped:
-                    raise
+            output = call(model, inputs)
         self._calls.setdefault(_shapes(inputs), len(layers.found))
         tensors = [] if layers.stopped else plain_in(self.read.of(output))
         found: list[tuple[int | str, Tensor]] = [(place, rows_of(tensors[place], counted)) for place in self.outputs]
@@ -119,7 +115,6 @@ class _LayerOutputs(CallInterceptor):
     def __init__(self, model: nn.Module, judge: OutputComparison, counted: Tensor | None, most: int) -> None:
         super().__init__(model)
         self._counted, self._most = counted, most
-        self.stopped = False
         self.found: list[tuple[int | str, Tensor]] = []
         self._weights, self._channels = frozenset(judge.weights), judge.channels
         self._widths: dict[str, int] = {}
@@ -137,8 +132,7 @@ class _LayerOutputs(CallInterceptor):
                 values = values[..., kept.to(values.device)]
             self.found.append((operands.weight, values.flatten(0, -2)))
             if len(self.found) == self._most:
-                self.stopped = True
-                raise Stopped
+                self.stop()
         return result
 
 

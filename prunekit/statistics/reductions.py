@@ -140,6 +140,30 @@ def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
     return torch.cat(parts).view(-1, channels).sum(0)
 
 
+class VarianceSum:
+    """Mean and variance of each channel over rows that are added in parts (Chan, Golub and LeVeque 1983)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean, self.squares = torch.zeros(()), torch.zeros(())  # (channels,) after the first part
+
+    def add_rows(self, values: Tensor) -> None:
+        """Add rows, (N, channels)."""
+        mean = values.mean(0)
+        self.add(len(values), mean, (values - mean).square().sum(0))
+
+    def add(self, count: int, mean: Tensor, squares: Tensor) -> None:
+        """Add the mean of some rows and the sum of their squared deviations from it, (channels,) each."""
+        total, apart = self.count + count, mean - self.mean.to(mean)
+        between = apart.square() * (self.count * count / total)
+        self.mean = self.mean.to(mean) + apart * (count / total)
+        self.count, self.squares = total, self.squares.to(mean) + (squares + between)
+
+    def variance(self) -> Tensor:
+        """Return the unbiased variance, (channels,)."""
+        return self.squares / max(1, self.count - 1)
+
+
 def _blocks(values: Tensor) -> tuple[Tensor, ...]:
     """Split (samples * channels, positions), to be reduced along 1, or (samples, channels), along 0, into blocks."""
     matrix = values.flatten(0, -2)

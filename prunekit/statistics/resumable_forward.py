@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.tracing.storages import is_plain, memory_of, storage_of
-from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall, Stopped
+from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, sample_count
 from prunekit.utils.private_torch import OpOverload, is_functorch_wrapper, without_torch_function
@@ -207,16 +207,11 @@ class ResumableRun(CallInterceptor):
         with same_attributes(self._model), self.intercepting(), _DispatchMode(self), unfused:
             try:
                 return call(self._model, given)
-            except (Stopped, Exception):  # a callback from C++ may turn it into another exception
-                if not self._stopped:
-                    raise
-                return None
             finally:
                 self._kept = None
-                self._live.clear()
-                self._blanks.clear()
-                self._pinned.clear()
-                self._contents.clear()
+                for table in (self._live, self._blanks, self._pinned, self._contents):
+                    table.clear()
+        return None  # it was stopped
 
     def _begin(self, kept: PassState | None, keep_at: int, stop_at: int) -> None:
         self._owner, self._step, self._new = object(), 0, 0
@@ -227,7 +222,7 @@ class ResumableRun(CallInterceptor):
         self._live: dict[TensorKey, weakref.ref[Tensor]] = {}
         self._blanks: dict[TensorKey, Tensor] = {}
         self._blank_ids: set[int] = set()
-        self.opaque = self._leaked = self._stopped = False
+        self.opaque = self._leaked = False
         self._pinned: dict[TensorKey, Tensor] = {}
         self._untracked: dict[int, weakref.ref[Tensor]] = {}
         self._contents: dict[int, tuple[int, int]] = {}
@@ -275,8 +270,7 @@ class ResumableRun(CallInterceptor):
             self.lifetimes.steps[call.number] = self._step
         self.before(call)
         if call.number == self._stop_at:
-            self._stopped = True
-            raise Stopped
+            self.stop()
         result = call.run()
         self.after(call, result)
         return result

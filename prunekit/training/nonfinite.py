@@ -15,30 +15,6 @@ from prunekit.utils.inputs import call
 from prunekit.utils.tensors import first_not_finite, gather, is_finite
 
 
-class _FirstNonFinite(HookOwner):
-    """Hooks on leaf modules and modules with own parameters, which note the first with a NaN or Inf."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.found: str | None = None
-
-    def register(self) -> None:
-        """Register the hooks."""
-        for name, module in self.model.named_modules():
-            if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False)):
-                self.own(after_forward(module, partial(self._look, name or type(module).__name__)))
-
-    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = output if isinstance(output, (tuple, list)) else [output]
-        named: list[tuple[str, Tensor]] = [
-            (f"parameter {key!r}", parameter) for key, parameter in module.named_parameters(recurse=False)
-        ]
-        named += [("the output", each) for each in outputs if isinstance(each, Tensor)]
-        if self.found is None and (what := first_not_finite(named)) is not None:
-            self.found = f"{what} of module {name!r} ({type(module).__name__})"
-
-
 def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """Run a batch again and return what is first not finite: the input, a parameter or an output.
 
@@ -49,9 +25,25 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
         return "the input images" if len(inputs) == 1 else "the inputs"
     if is_sharded(model):
         return "unknown, because a sharded model is not run again (`sharding: replicas` names it)"
-    with _FirstNonFinite(model) as watch, torch.no_grad():
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = output if isinstance(output, (tuple, list)) else [output]
+        named: list[tuple[str, Tensor]] = [
+            (f"parameter {key!r}", parameter) for key, parameter in module.named_parameters(recurse=False)
+        ]
+        named += [("the output", each) for each in outputs if isinstance(each, Tensor)]
+        if not found and (what := first_not_finite(named)) is not None:
+            found.append(f"{what} of module {name!r} ({type(module).__name__})")
+
+    def register(hooks: HookOwner) -> None:
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False)):
+                hooks.own(after_forward(module, partial(look, name or type(module).__name__)))
+
+    with HookOwner(register), torch.no_grad():
         call(model, inputs)
-    return watch.found or "the loss alone; every module's output is finite"
+    return found[0] if found else "the loss alone; every module's output is finite"
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
@@ -79,30 +71,6 @@ def _agreed(model: nn.Module, found: str | None) -> str | None:
     return next(each for each in gather_values(found) if each is not None)
 
 
-class _FirstNonFiniteGradient(HookOwner):
-    """Hooks on the gradients of outputs and parameters, which note the first that is not finite."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.found: str | None = None
-
-    def register(self) -> None:
-        """Register the hooks."""
-        for path, module in self.model.named_modules():
-            where = f"module {path or type(module).__name__!r} ({type(module).__name__})"
-            own = list(module.named_parameters(recurse=False))
-            if own or not any(True for _ in module.children()):
-                self.own_output_gradients(module, partial(self._look, f"that of the output of {where}"))
-            for name, parameter in own:
-                if parameter.requires_grad:
-                    self.own_tensor_gradient(parameter, partial(self._look, f"that of parameter {name!r} of {where}"))
-
-    def _look(self, what: str, gradient: Tensor, index: int) -> None:
-        if self.found is None and not torch.isfinite(gradient).all():
-            self.found = what
-
-
 def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) -> str | None:
     """Return the first gradient that is not finite, in the order of computation; None if all are finite.
 
@@ -110,10 +78,26 @@ def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) ->
     """
     if is_sharded(model):
         return None
+    found: list[str] = []
+
+    def look(what: str, gradient: Tensor, index: int) -> None:
+        if not found and not torch.isfinite(gradient).all():
+            found.append(what)
+
+    def register(hooks: HookOwner) -> None:
+        for path, module in model.named_modules():
+            where = f"module {path or type(module).__name__!r} ({type(module).__name__})"
+            own = list(module.named_parameters(recurse=False))
+            if own or not any(True for _ in module.children()):
+                hooks.own_output_gradients(module, partial(look, f"that of the output of {where}"))
+            for name, parameter in own:
+                if parameter.requires_grad:
+                    hooks.own_tensor_gradient(parameter, partial(look, f"that of parameter {name!r} of {where}"))
+
     model.zero_grad(set_to_none=True)
-    with _FirstNonFiniteGradient(model) as watch:
+    with HookOwner(register):
         backward()
-    return watch.found
+    return found[0] if found else None
 
 
 def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:

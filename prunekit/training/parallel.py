@@ -184,8 +184,9 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
     share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
-    with _CallCounter(model) as counter, _summed_output(model, to_device(inputs_as_example(model, inputs), device)):
-        units = list(_units(model, counter.called_once()))
+    calls, example = Counter[str](), to_device(inputs_as_example(model, inputs), device)
+    with HookOwner(partial(_count_calls, model, calls)), _summed_output(model, example):
+        units = list(_units(model, {path for path, count in calls.items() if count == 1}))
     sharded = copied(model.cpu())
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # torch's stub: may be None
     for path in [*units, ""]:
@@ -224,29 +225,18 @@ def in_step(model: nn.Module, dealt: Batches) -> Iterator[tuple[Any, bool]]:
         yield last, batch is not None
 
 
-class _CallCounter(HookOwner):
-    """A count of the calls of modules that contain modules; a call that returns a view counts twice.
+def _count_calls(model: nn.Module, calls: Counter[str], hooks: HookOwner) -> None:
+    """Count the calls of modules that contain modules; a call that returns a view counts twice.
 
     So such modules are excluded: if a view is written to in place, FSDP2 is not told of its gradient.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-        self._calls: Counter[str] = Counter()
+    def count(path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        calls[path] += 2 if any(tensor._is_view() for tensor in gather(output)) else 1
 
-    def register(self) -> None:
-        """Register a hook on every module that contains modules."""
-        for path, module in self._model.named_modules():
-            if any(True for _ in module.children()):
-                self.own_forward(module, partial(self._count, path), again=True)
-
-    def _count(self, path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        self._calls[path] += 2 if any(tensor._is_view() for tensor in gather(output)) else 1
-
-    def called_once(self) -> set[str]:
-        """Return the paths of the modules that were called once."""
-        return {path for path, calls in self._calls.items() if calls == 1}
+    for path, module in model.named_modules():
+        if any(True for _ in module.children()):
+            hooks.own_forward(module, partial(count, path), again=True)
 
 
 def _units(model: nn.Module, called: set[str]) -> Iterator[str]:

@@ -39,6 +39,15 @@ def test_hooks_live_inside_the_with_only() -> None:
     assert (owner.calls, owner.active, count_hooks(model)) == (1, False, 0)
 
 
+def test_an_owner_with_nothing_but_hooks_needs_no_class() -> None:
+    model, calls = nn.Linear(2, 2), list[int]()
+    owner = HookOwner(lambda hooks: hooks.own_forward_pre(model, lambda *_: calls.append(1)))
+    for _ in range(2):
+        with owner:
+            model(torch.ones(1, 2))
+    assert (len(calls), count_hooks(model)) == (2, 0)
+
+
 def test_an_error_inside_or_while_registering_leaves_no_hook() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(KeyError), Counting(model):

@@ -6,7 +6,7 @@ Layers are chosen by glob, by class, or by channel group.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -49,10 +49,8 @@ class LayerHooks(PassHooks):
     """Hooks that pass the tensors of chosen layers to `on_tensor`, in the order in which they are computed.
 
     Args:
-        model: the model, which is not compiled.
-        layers: see `Layers`.
-        what: which tensors.
         every: only the first of so many forward passes is observed.
+        look: takes the place of a subclass's `on_tensor`.
 
     Raises:
         UsageError: a glob, a class or a group matches nothing, or `what` is no tensor of a layer.
@@ -62,7 +60,14 @@ class LayerHooks(PassHooks):
     purpose = "layers"
     """Name of the call that uses the hooks, with which messages begin."""
 
-    def __init__(self, model: nn.Module, layers: Layers, what: What | Iterable[What], every: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        what: What | Iterable[What],
+        every: int = 1,
+        look: Callable[[TensorKey, Tensor, int], Tensor | None] | None = None,
+    ) -> None:
         model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         name = self.purpose
@@ -71,13 +76,15 @@ class LayerHooks(PassHooks):
         if every < 1:
             raise UsageError(f"{name}: every: expected a whole number of at least 1, got {every}")
         self._chosen, self._every = select_layers(model, layers, name), every
-        self._begun = 0
+        self._begun, self._look = 0, look
         self._called: set[str] = set()
         self._idle = True
 
     def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> Tensor | None:
         """Return the tensor to use in place of one whose channels are on `axis`; None to leave it."""
-        raise NotImplementedError
+        if self._look is None:
+            raise NotImplementedError
+        return self._look(key, values, axis)
 
     @property
     def paths(self) -> tuple[str, ...]:

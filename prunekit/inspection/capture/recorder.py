@@ -412,25 +412,19 @@ def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], examp
     """Return the size of full copies of one forward pass, which runs in eval mode without gradients; see `capture`."""
     several: tuple[What, ...] = (what,) if isinstance(what, str) else tuple(what)
     sides: list[tuple[What, ...]] = [("input",) if one in ("input", "grad_input") else ("output",) for one in several]
+    sizes: list[tuple[int, int]] = []  # bytes and channels of each tensor
+    times = 1
+
+    def count(key: TensorKey, values: Tensor, axis: int) -> None:
+        size = values.numel() * values.element_size(), values.shape[axis] if values.dim() else 1
+        sizes.extend([size] * times)
+
     with training_mode(model, False), torch.no_grad(), same_random_state():
-        counted = []
         for side in dict.fromkeys(sides):
-            with _SizeCounter(model, layers, side) as sizes:
+            times = sides.count(side)
+            with LayerHooks(model, layers, side, look=count):
                 call(model, example)
-            counted += [sizes] * sides.count(side)
-    return CaptureSize(*(sum(getattr(one, name) for one in counted) for name in ("tensors", "bytes", "channels")))
-
-
-class _SizeCounter(LayerHooks):
-    def __init__(self, model: nn.Module, layers: Layers, what: tuple[What, ...]) -> None:
-        super().__init__(model, layers, what)
-        self.tensors = self.bytes = self.channels = 0
-
-    def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> None:
-        """Count a tensor."""
-        self.tensors += 1
-        self.bytes += values.numel() * values.element_size()
-        self.channels += values.shape[axis] if values.dim() else 1
+    return CaptureSize(len(sizes), sum(size for size, _ in sizes), sum(channels for _, channels in sizes))
 
 
 def copy_ms(count: int, device: torch.device) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,32 +60,21 @@ def activation_distributions(
     ranges: dict[str, tuple[float, float]] = {}
     counts: dict[str, Tensor] = {}
 
-    def widen(path: str, values: Tensor) -> None:
-        low, high = ranges.get(path, NO_RANGE)
-        least, greatest = _range(values)
-        ranges[path] = min(low, least), max(high, greatest)
+    def widen(key: TensorKey, values: Tensor, axis: int) -> None:
+        low, high = ranges.get(key.path, NO_RANGE)
+        with without_torch_function():
+            least, greatest = _range(values.detach())
+        ranges[key.path] = min(low, least), max(high, greatest)
 
-    def count(path: str, values: Tensor) -> None:
-        low, high = ranges.get(path, NO_RANGE)
+    def count(key: TensorKey, values: Tensor, axis: int) -> None:
+        low, high = ranges.get(key.path, NO_RANGE)
         if low <= high:
-            counts[path] = _counted(values, low, high, bins) + counts.get(path, 0)
+            with without_torch_function():
+                counts[key.path] = _counted(values.detach(), low, high, bins) + counts.get(key.path, 0)
 
     for look in (widen, count):
-        watch(model, batches, _OutputHooks(model, chosen, look), device=device)
+        watch(model, batches, LayerHooks(model, chosen, "output", look=look), device=device)
     return {path: _distribution(*ranges[path], found) for path, found in counts.items()}
-
-
-class _OutputHooks(LayerHooks):
-    """Hooks that pass the outputs of layers to a function."""
-
-    def __init__(self, model: nn.Module, layers: Layers, look: Callable[[str, Tensor], None]) -> None:
-        super().__init__(model, layers, "output")
-        self._look = look
-
-    def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> None:
-        """Pass an output to the function."""
-        with without_torch_function():
-            self._look(key.path, values.detach())
 
 
 def _range(values: Tensor) -> tuple[float, float]:

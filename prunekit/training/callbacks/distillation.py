@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -82,7 +82,7 @@ class Distillation(Callback):
         """Move the teacher to the device, and record features."""
         teacher, before = self._teacher, next(self._teacher.parameters()).device
         self._stopwatch = Stopwatch(run.device)
-        start = _ForwardStart(run.model, self._begin)
+        start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin, again=True))
         try:
             teacher.to(run.device)
             with training_mode(teacher, False), start, self._features(run.model):
@@ -103,8 +103,8 @@ class Distillation(Callback):
             yield
         self._outputs = None
 
-    def _begin(self) -> None:
-        if self._start is None:
+    def _begin(self, *_: Any) -> None:
+        if self._start is None and torch.is_grad_enabled() and not recomputing():
             self._start = time.perf_counter()
 
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
@@ -291,19 +291,3 @@ class Stopwatch:
             begin, end = self._pending.popleft()
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1e3
-
-
-class _ForwardStart(HookOwner):
-    """Calls `begin` when a forward pass of training begins."""
-
-    def __init__(self, model: nn.Module, begin: Callable[[], None]) -> None:
-        super().__init__()
-        self._model, self._begin = model, begin
-
-    def register(self) -> None:
-        """Register a hook on the model."""
-        self.own_forward_pre(self._model, self._before, again=True)
-
-    def _before(self, module: nn.Module, *_: Any) -> None:
-        if torch.is_grad_enabled() and not recomputing():
-            self._begin()
