@@ -116,13 +116,13 @@ class SearchByMethod(TimedPlanSearch):
     bench: Bench
     order: list[Branch] | None
 
-    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+    def aimed(self, settings: PruneSettings, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Plan as the method does, without a trial."""
         bench, chart = self.bench, self.bench.timed.channel_map
         if self.order is None:
-            plan = make_plan(chart, bench.scores["elimination"], self.settings, latency=bench.timed.profiled.table)
+            plan = make_plan(chart, bench.scores["elimination"], settings, latency=bench.timed.profiled.table)
         else:
-            asked = self.settings.budget.given["speedup"]
+            asked = settings.budget.given["speedup"]
             plans = (without(bench, self.order[:count]) for count in range(1, len(self.order) + 1))
             plan = next((one for one in plans if bench.speedup(one) >= asked), None)
             if plan is None:

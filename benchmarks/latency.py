@@ -61,7 +61,7 @@ def targets(options: argparse.Namespace) -> Iterator[Target]:
 
 def planned(case: Case, settings: PruneSettings) -> Plan:
     """A plan that passed its trial."""
-    return case.search(settings).within_memory().plan
+    return case.search(settings).aimed(settings).plan
 
 
 def quickened(case: Case, settings: PruneSettings, base: Plan) -> tuple[Plan, float | None]:

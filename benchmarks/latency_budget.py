@@ -58,10 +58,10 @@ class Clocked(TimedPlanSearch):
 
     took: list[float] = field(default_factory=list)
 
-    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+    def aimed(self, settings: PruneSettings, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Plan as always."""
         start = time.perf_counter()
-        found = super().within_memory(inputs)
+        found = super().aimed(settings, inputs)
         self.took.append(time.perf_counter() - start)
         return found
 

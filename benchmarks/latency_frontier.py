@@ -92,9 +92,9 @@ class SearchByMethod(TimedPlanSearch):
     bench: Bench
     method: str
 
-    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+    def aimed(self, settings: PruneSettings, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Plan as the method does, without a trial."""
-        found = chooser(self.method)(self.bench, self.settings)
+        found = chooser(self.method)(self.bench, settings)
         provenance = {"budgets": {}, **found.provenance, "binding": "speedup"}
         plan = replace(found, provenance=provenance)
         return Planned(plan, self.bench.scores["l2"], compact(self.model, plan), 0.0, ())

@@ -12,8 +12,8 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.measure.latency_profile.staircase_fit import features_of
 from prunekit.planning.budgets.budget import Budgets
-from prunekit.planning.budgets.cost_model import GroupPart
-from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.budgets.cost_model import GroupPart, Span
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 

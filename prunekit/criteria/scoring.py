@@ -46,10 +46,7 @@ def score(
     with torch.no_grad():
         modules = dict(model.named_modules())
         scores = chosen.function(Evidence(channel_map, modules, parameters, stats, gradients, seed, patches))
-    scores = _checked(scores, channel_map, criterion)
-    scores[0] = np.inf
-    _require_numbers(scores, channel_map, criterion)
-    return scores
+    return _checked(scores, channel_map, criterion)
 
 
 def _require_evidence(
@@ -84,7 +81,7 @@ def _require_evidence(
 
 
 def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
-    """Return a copy of what a criterion returned, float64."""
+    """Return a copy of what a criterion returned, float64, with the highest score for the locked label 0."""
     count = channel_map.n_labels
     expected = f"criterion {criterion!r}: expected a NumPy array with one number for each label, ({count},)"
     if not isinstance(scores, np.ndarray):
@@ -92,17 +89,16 @@ def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
         raise UsageError(f"{expected}, got {described(scores)}{hint}")
     if scores.shape != (count,) or scores.dtype.kind not in "fiub":
         raise UsageError(f"{expected}, got {scores.dtype} of shape {scores.shape}")
-    return scores.astype(np.float64)
-
-
-def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:
+    result = scores.astype(np.float64)
+    result[0] = np.inf
     for group in channel_map.groups:
-        count = int(np.isnan(scores[group.labels]).sum())
-        if count:
+        bad = int(np.isnan(result[group.labels]).sum())
+        if bad:
             raise NonFiniteError(
-                f"criterion {criterion!r}: {count} of {len(group.labels)} scores of group {group.name!r} are NaN; "
-                "its weights or statistics hold NaN or Inf"
+                f"criterion {criterion!r}: {bad} of {len(group.labels)} scores of group {group.name!r} are NaN; its "
+                "weights or statistics hold NaN or Inf"
             )
+    return result
 
 
 def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
@@ -160,20 +156,16 @@ def mean_over_slices(evidence: Evidence, measure: Measure) -> Scores:
     behind a flatten all the columns of one channel together. Weights of two or more axes count; biases and affine
     scales count only for labels that lie on nothing else. A label on no parameter scores +inf: nothing to remove.
     """
-    weights = _mean_of(evidence, measure, vectors=False)
-    if weights.seen[1:].all():
-        return weights.result()
-    return weights.result(otherwise=_mean_of(evidence, measure, vectors=True).result())
-
-
-def _mean_of(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMean:
-    found = LabelMean(evidence.channel_map)
-    for name, weight in evidence.parameters.items():
-        if (weight.ndim < 2) == vectors:
-            axes = enumerate(evidence.channel_map.labels[name])
-            labeled = {axis: labels for axis, labels in axes if labels is not None and labels.any()}
-            measure(found, name, weight, labeled)
-    return found
+    of_weights, of_vectors = LabelMean(evidence.channel_map), LabelMean(evidence.channel_map)
+    for found, vectors in ((of_weights, False), (of_vectors, True)):
+        for name, weight in evidence.parameters.items():
+            if (weight.ndim < 2) == vectors:
+                axes = enumerate(evidence.channel_map.labels[name])
+                labeled = {axis: labels for axis, labels in axes if labels is not None and labels.any()}
+                measure(found, name, weight, labeled)
+        if found.seen[1:].all():
+            break
+    return of_weights.result(otherwise=of_vectors.result())
 
 
 def require_finite(name: str, values: FloatArray) -> None:

@@ -57,7 +57,7 @@ def free_parts(
             if not np.isnan(share):
                 wanted = labels.size * (1 if channel_map.kind_of(group) else share)
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
-            parts.append(_bounded(part, bounds))
+            parts.append(part if bounds is UNBOUNDED else _bounded(part, bounds))
             owners.append(group)
     return parts if settings.layout == "free" else with_equal_widths(channel_map, parts, owners, settings)
 
@@ -125,9 +125,9 @@ def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings)
     if channel_map.kind_of(group):
         return 1 if channel_map.kind_of(group) == Removal.POSITIONS else settings.round_to
     of_heads = np.isin(channel_map.joint[:, 1], group.labels)
-    sizes = [_sizes_of(channel_map, column[of_heads]) for column in channel_map.joint.T[2:]]
     if not of_heads.any():
         return None
+    sizes = [_sizes_of(channel_map, column[of_heads]) for column in channel_map.joint.T[2:]]
     if sizes[0]:
         return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes[0]])))
     return max(1, channels_per_label(channel_map, group) // max(sizes[1]))

@@ -7,19 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prunekit.channels.labels.constraints import LockRecord
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Lock
 from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Budgets, budgets_of
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, free_parts
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, budget_names, facts_of
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_of
 from prunekit.utils.display import listed
 from prunekit.utils.globs import globs, matching
 
@@ -28,15 +27,6 @@ NAMED = 3
 """How many modules an error names."""
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
-
-
-def require_budget(settings: PruneSettings) -> None:
-    """Raise if no budget is given."""
-    if not settings.budget.given and settings.pattern is None:
-        names = ", ".join(budget_names())
-        raise UsageError(
-            f"budget: expected at least one of {names}, each the most that may be left, or a pattern; got none"
-        )
 
 
 def require_free_parts(
@@ -160,8 +150,8 @@ def _least_parts(
 
 def _least_possible(parts: list[GroupPart], budgets: Budgets) -> Numbers:
     """Return the least that can be left of each budget, (budgets,); of time within the others."""
-    narrow, quick = budgets.left(_narrowest(parts)), budgets.left(fastest(parts, budgets))
-    return np.where(_timed(budgets), quick, narrow)
+    narrow = budgets.left(_narrowest(parts))
+    return np.where(budgets.timed, budgets.left(fastest(parts, budgets)), narrow) if budgets.non_monotonic else narrow
 
 
 def conflicting_limits(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:
@@ -217,7 +207,7 @@ def fastest(parts: list[GroupPart], budgets: Budgets) -> Labels:
     Where a wider part may take less time, by another kernel, the counts are those that no change of a single part
     improves: from the narrowest or from the widest counts, whichever search ends at less.
     """
-    narrowest, timed = _narrowest(parts), _timed(budgets)
+    narrowest, timed = _narrowest(parts), budgets.timed
     if not budgets.non_monotonic:
         return narrowest
     others = ~timed if (budgets.left(narrowest) <= budgets.asked)[~timed].all() else np.zeros_like(timed)
@@ -244,10 +234,6 @@ def _coordinate_descent(parts: list[GroupPart], counts: Labels, times: Callable[
         if np.array_equal(before, counts):
             break
     return counts
-
-
-def _timed(budgets: Budgets) -> NDArray[np.bool_]:
-    return np.array([facts.measured for facts in budgets.facts], dtype=np.bool_)
 
 
 def _narrowest(parts: list[GroupPart]) -> Labels:

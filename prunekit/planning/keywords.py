@@ -132,9 +132,13 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
     )
     options = {name: named.pop(name) for name in OPTIONS if name in named}
     budgets = {name: value for name, value in named.items() if value is not None}
-    options["pattern"] = pattern_settings(options.get("pattern"), options.pop("sparsity", None))
-    options["ignore"] = tuple(globs_in(model, options.get("ignore", ()), "ignore"))
-    options["ratios"] = _ratios(model, options.get("ratios")) or None
+    sparsity = options.pop("sparsity", None)
+    if sparsity is not None or options.get("pattern") is not None:
+        options["pattern"] = pattern_settings(options.get("pattern"), sparsity)
+    if "ignore" in options:
+        options["ignore"] = tuple(globs_in(model, options["ignore"], "ignore"))
+    if options.get("ratios") is not None:
+        options["ratios"] = _ratios(model, options["ratios"]) or None
     given = {
         name: value
         for name, value in options.items()
@@ -149,15 +153,15 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
                 "dataclasses.replace(settings, round_to=8)"
             )
         return settings
-    known = budget_names()
     unknown = next((name for name in budgets if BUDGETS.problem(name) is not None), None)
     if unknown is not None:
-        instead = ELSEWHERE.get(unknown) or nearest(unknown, [*known, *OPTIONS, "settings", *SHARED])
+        known = [*budget_names(), *OPTIONS, "settings", *SHARED]
+        instead = ELSEWHERE.get(unknown) or nearest(unknown, known)
         raise UsageError(f"{unknown}: there is no such argument and no such budget; {instead}")
     if not budgets and "pattern" not in given:
         raise UsageError(
-            f"budget: expected at least one of {', '.join(known)}, such as macs=0.5, or a pattern of zeros, such as "
-            "pattern='2:4' or sparsity=0.8; got none"
+            f"budget: expected at least one of {', '.join(budget_names())}, such as macs=0.5, or a pattern of zeros, "
+            "such as pattern='2:4' or sparsity=0.8; got none"
         )
     for name in budgets:
         BUDGETS.reload(name)
@@ -175,8 +179,8 @@ OPTIONS = [name for name in PlanKeywords.__annotations__ if name not in {"settin
 """Keywords that are no budgets."""
 
 
-def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | None) -> PatternSettings | None:
-    """Return the settings of a pattern given by name, as settings, or by a share of zeros; None for neither."""
+def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | None) -> PatternSettings:
+    """Return the settings of a pattern given by name, as settings, or by a share of zeros."""
     if isinstance(pattern, PatternSettings):
         if sparsity is not None:
             raise UsageError(
@@ -185,8 +189,6 @@ def pattern_settings(pattern: str | PatternSettings | None, sparsity: float | No
             )
         return pattern
     require_kind("pattern", pattern, str, "a name such as '2:4', 'unstructured' or 'kernel', or PatternSettings")
-    if pattern is None and sparsity is None:
-        return None
     return PatternSettings(UNSTRUCTURED if pattern is None else pattern, sparsity)
 
 
@@ -225,9 +227,7 @@ def _inside(module: nn.Module, paths: Mapping[nn.Module, str]) -> list[str]:
     return owners or [paths[module]]
 
 
-def _ratios(model: nn.Module, given: Mapping[Any, float] | None) -> dict[str, float]:
-    if given is None:
-        return {}
+def _ratios(model: nn.Module, given: Mapping[Any, float]) -> dict[str, float]:
     if not isinstance(given, Mapping):
         raise UsageError(
             "ratios: expected shares by globs over module paths, such as {'layer1.*': 0.5}, "

@@ -16,22 +16,16 @@ import torch
 
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.errors import NonFiniteError, PlanError
+from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores
 from prunekit.planning.depth_search import Block, all_that_may_go, blocks_of, chosen_blocks, without_blocks
-from prunekit.planning.feasibility import (
-    calls_no_own_module,
-    fastest,
-    require_budget,
-    require_free_parts,
-    require_met,
-)
+from prunekit.planning.feasibility import calls_no_own_module, fastest, require_free_parts, require_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
-from prunekit.settings.pruning import PruneSettings, Scope
+from prunekit.settings.pruning import PruneSettings, Scope, budget_names
 from prunekit.utils.files import json_values
 
 ROUNDS = 3
@@ -76,7 +70,11 @@ def make_plan(
         NonFiniteError: a score is NaN.
         UsageError: there is no budget.
     """
-    require_budget(settings)
+    if not settings.budget.given and settings.pattern is None:
+        names = ", ".join(budget_names())
+        raise UsageError(
+            f"budget: expected at least one of {names}, each the most that may be left, or a pattern; got none"
+        )
     _check_scores(channel_map, scores)
     if settings.channels_stay:
         keep = np.ones(channel_map.n_labels, dtype=bool)

@@ -68,7 +68,7 @@ class TimedPlanSearch(PlanSearch):
         target = self.latency
         if target.least_share > 1 - DOUBT:
             by_norm = replace(target.aim(target.least_share), criterion="l2", scope="global")
-            fastest = replace(self, settings=by_norm).within_memory()
+            fastest = self.aimed(by_norm)
             timing = time_compact(target, fastest.compact, SEARCH_SHARE * self.settings.target.limit_s, self.log)
             if timing.excess(target.asked) > 1:
                 raise target.out_of_reach(timing)
@@ -79,7 +79,7 @@ class TimedPlanSearch(PlanSearch):
         """Return a plan within all budgets, by measuring one after the other."""
         timed, search, found = LatencySearch(self.latency, log=self.log), self, list[Planned]()
         while not timed.done:
-            planned = replace(search, settings=timed.aim).within_memory(inputs)
+            planned = search.aimed(timed.aim, inputs)
             found.append(planned)
             search = replace(search, channel_map=planned.plan.channel_map)  # the trial's locks hold for the next too
             timed.measure(planned.plan, planned.compact)
@@ -90,7 +90,11 @@ class TimedPlanSearch(PlanSearch):
     def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan within budgets of time by prediction, or else the fastest one."""
         aim = self.latency.aim(self.latency.first_share)
-        return self.as_asked(replace(self, settings=aim).within_memory(inputs), self.latency.asked_figures)
+        return self.as_asked(self.aimed(aim, inputs), self.latency.asked_figures)
+
+    def aimed(self, settings: PruneSettings, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Return a plan for other settings than those that were asked for, not measured."""
+        return PlanSearch.find(replace(self, settings=settings), inputs)
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
         """Measure the final model beside the dense one in fresh processes."""

@@ -1,6 +1,6 @@
 """The search for a plan: trace, score, plan, try it, measure it, and plan again.
 
-Dry run, `prunekit.prune`, `Pruner` and jobs all search with `PlanSearch`, whose methods stand in the order of their
+Dry runs, `prunekit.prune`, `Pruner` and jobs all search with `PlanSearch`, whose methods stand in the order of their
 use: `trace`, `require_reachable`, `find` (or `predict`), and `deliver`. For budgets of time
 `prunekit.pruning.latency_budget_search.with_profile` makes a search that measures.
 """
@@ -146,28 +146,21 @@ class PlanSearch:
         """
         feasible_plan(self.channel_map, self.settings)
 
+    def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Return a plan without measuring it: within budgets of time by prediction, or else the fastest one."""
+        return self.find(inputs)
+
     def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan within all budgets; budgets of time are met by measurement.
+
+        The memory that a compact model takes is predicted exactly unless it runs other operators than the dense one:
+        attention in its original class because all of its heads are kept, attention with one head, which needs no
+        copies, or attention without a fused kernel because queries and values differ in width. Then the aim is
+        corrected.
 
         Raises:
             PlanError: a budget cannot be met (names the best that is possible), or nothing would be removed.
             RunError: the target cannot run the model.
-        """
-        return self.within_memory(inputs)
-
-    def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
-        """Return a plan without measuring it: within budgets of time by prediction, or else the fastest one."""
-        return self.within_memory(inputs)
-
-    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
-        """Return a plan whose compact model takes no more memory than the budget, if there is one, when it runs.
-
-        The prediction is exact unless the compact model runs other operators than the dense one: attention in its
-        original class because all of its heads are kept, attention with one head, which needs no copies, or attention
-        without a fused kernel because queries and values differ in width. Then the aim is corrected.
-
-        Raises:
-            PlanError: the budgets cannot be met.
         """
         settings, channel_map = self.settings, self.channel_map
         if self.log_plans:
@@ -330,21 +323,6 @@ def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:
     return (f"MACs do not count {', '.join(parts)}: the model's own fuse() takes them out of the deployed model",)
 
 
-def raw_importance(
-    model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs
-) -> Scores:
-    """Return the scores of the criterion, not normalized."""
-    return score(
-        settings.criterion,
-        model,
-        channel_map,
-        stats=inputs.stats,
-        gradients=inputs.gradients,
-        patches=inputs.patches,
-        seed=inputs.seed,
-    )
-
-
 def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
     """Return scores as plans rank them: normalized within groups, unless that changes no rank."""
     as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
@@ -353,4 +331,13 @@ def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> 
 
 def importance(model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, inputs: CriterionInputs) -> Scores:
     """Return the scores of the criterion as plans rank them."""
-    return ranked(raw_importance(model, channel_map, settings, inputs), channel_map, settings)
+    found = score(
+        settings.criterion,
+        model,
+        channel_map,
+        stats=inputs.stats,
+        gradients=inputs.gradients,
+        patches=inputs.patches,
+        seed=inputs.seed,
+    )
+    return ranked(found, channel_map, settings)

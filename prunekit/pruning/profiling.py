@@ -36,8 +36,8 @@ from prunekit.measure.latency_profile.network_timing import (
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.measurement_effort import current_effort
 from prunekit.modes.public_call import public_call
-from prunekit.planning.budgets.cost_model import GroupPart
-from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency, round_up
+from prunekit.planning.budgets.cost_model import GroupPart, round_up
+from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.feasibility import require_free_parts
 from prunekit.planning.plan import Plan

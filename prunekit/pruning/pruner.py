@@ -34,7 +34,7 @@ from prunekit.planning.keywords import PlanKeywords, prune_settings, shows_keywo
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import schedule_in_steps
 from prunekit.pruning.pattern_zeros import schedule_planner
-from prunekit.pruning.prune_request import Calibration, Request
+from prunekit.pruning.prune import Calibration, Request
 from prunekit.pruning.schedule_planner import ChannelPlanner, rescored, share_plan
 from prunekit.pruning.user_loop import LoopStatistics, StepCounter, check_calibration, labeled_batches
 from prunekit.settings.calibration import IMAGES

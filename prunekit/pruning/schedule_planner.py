@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.gradient import Movement
+from prunekit.criteria.scoring import score
 from prunekit.distributed.process_group import computed_by_main, is_main, main_process_only, require_equal, size
 from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.candidates import PlanBounds, Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import ScheduleStep, settings_at_step, share_kept
 from prunekit.planning.solver import make_plan
-from prunekit.pruning.plan_search import CriterionInputs, ranked, raw_importance
+from prunekit.pruning.plan_search import ranked
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_from
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.taylor_terms import TaylorTerms
@@ -163,8 +164,9 @@ class ChannelPlanner(Planner):
             return self._movement.scores()
         if not self._looks:
             return self._dense_scores
-        inputs = CriterionInputs(*seen, seed=self._seed)
-        fresh = raw_importance(model, self._chart, self._settings, inputs)
+        stats, gradients = seen
+        criterion = self._settings.criterion
+        fresh = score(criterion, model, self._chart, stats=stats, gradients=gradients, seed=self._seed)
         self._raw = np.where(before.keep, fresh, self._raw)
         return ranked(self._raw, self._chart, self._settings)
 

@@ -18,7 +18,7 @@ from prunekit.errors import UsageError
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.owner import HookOwner
 from prunekit.planning.schedules import ScheduleStep
-from prunekit.pruning.prune_request import Calibration
+from prunekit.pruning.prune import Calibration
 from prunekit.pruning.sample_statistics import activation_statistics
 from prunekit.pruning.schedule_planner import StepInputs, StepStatistics
 from prunekit.settings.pruning import PruneSettings, prune_contradictions

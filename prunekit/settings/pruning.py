@@ -210,9 +210,6 @@ class BudgetSettings:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self.__post_init__()
-
-    def __post_init__(self) -> None:
         # files are looked up where they are used
         names = [name for name in self.others if not is_reference(name)]
         if unknown := [text for name in names if (text := BUDGETS.problem(name)) is not None]:
@@ -223,7 +220,7 @@ class BudgetSettings:
     @property
     def given(self) -> dict[str, float]:
         """The given budgets and their figures, by name."""
-        own = {name: getattr(self, name) for name in _own_names()}
+        own = {name: getattr(self, name) for name in OWN_BUDGETS}
         return {name: value for name, value in own.items() if value is not None} | self.others
 
     def changed(self, **figures: float | None) -> BudgetSettings:
@@ -254,6 +251,10 @@ class BudgetSettings:
             lambda name: (facts_without_code if isinstance(name, ForbiddenReference) else facts_of)(name)
         ):
             raise UsageError("; ".join(problems))
+
+
+OWN_BUDGETS = tuple(one.name for one in fields(BudgetSettings) if one.name != "others")
+"""Budgets that are fields of `BudgetSettings`."""
 
 
 @dataclass(frozen=True)
@@ -555,17 +556,13 @@ def depth_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
 
 def budget_names() -> list[str]:
     """Return the names of all budgets: the fields of `BudgetSettings`, and other registered ones."""
-    return list(dict.fromkeys([*_own_names(), *BUDGETS.names]))
+    return list(dict.fromkeys([*OWN_BUDGETS, *BUDGETS.names]))
 
 
 def other_budgets(budget: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given budgets of a recipe that are registered or user code, but no fields of `BudgetSettings`."""
-    others = [name for name in budget if name not in _own_names() and (name in BUDGETS.names or is_reference(name))]
+    others = [name for name in budget if name not in OWN_BUDGETS and (name in BUDGETS.names or is_reference(name))]
     return {name: budget[name] for name in others if budget[name] is not None}
-
-
-def _own_names() -> list[str]:
-    return [one.name for one in fields(BudgetSettings) if one.name != "others"]
 
 
 def _timed(budget: Mapping[str, object]) -> list[str]:

@@ -15,7 +15,8 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.measure.latency_profile.network_timing import LayerTimes, sample_widths
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, features_of, fit_latency_table
-from prunekit.planning.budgets.latency_table import LatencyTable, Span
+from prunekit.planning.budgets.cost_model import Span
+from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import free_parts
 from prunekit.settings.pruning import PruneSettings
 

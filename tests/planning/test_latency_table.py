@@ -17,7 +17,8 @@ from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.budget import budgets_of
-from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.budgets.cost_model import Span
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.feasibility import least_possible, require_unmeasured_met
 from prunekit.planning.solver import make_plan

@@ -20,7 +20,8 @@ from prunekit.channels.trace import trace
 from prunekit.errors import RunError
 from prunekit.measure.latency_profile.network_timing import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
-from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.budgets.cost_model import Span
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
 from prunekit.pruning import profiling
 from prunekit.pruning.profiling import Profile, profile
 from prunekit.report.pages.profile_page import fitted

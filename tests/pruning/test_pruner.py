@@ -28,7 +28,7 @@ import prunekit as pk
 from prunekit.errors import ModelError, UsageError
 from prunekit.planning.plan import Plan
 from prunekit.pruning.plan_search import Planned, PlanSearch
-from prunekit.pruning.prune_request import Request
+from prunekit.pruning.prune import Request
 from prunekit.pruning.pruner import Pruner
 from prunekit.pruning.schedule_planner import ChannelPlanner, StepStatistics
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target

@@ -23,8 +23,8 @@ from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.measure.latency_profile.network_timing import LayerTimes
-from prunekit.planning.budgets.cost_model import Numbers
-from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency, Span, round_up
+from prunekit.planning.budgets.cost_model import Numbers, Span, round_up
+from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
 
 MOST = 8
 """Largest number of products of a module; more are added up by their number of factors."""

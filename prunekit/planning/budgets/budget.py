@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prunekit import known_names
 from prunekit.channels.labels.label_union import Labels
@@ -174,6 +175,11 @@ class Budgets:
     def names(self) -> tuple[str, ...]:
         """Names of the budgets that were asked for."""
         return tuple(one.name for one in self.facts)
+
+    @property
+    def timed(self) -> NDArray[np.bool_]:
+        """Which budgets are of time: bool (budgets,)."""
+        return np.array([one.measured for one in self.facts], dtype=np.bool_)
 
     @property
     def smooth(self) -> bool:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.planning.budgets.latency_table import Span, round_up
 
 Numbers = NDArray[np.float64]
 Counting = tuple[int, float, float, bool]
@@ -41,6 +40,16 @@ class GroupPart:
     def at_least(self, wanted: int) -> int:
         """Return the smallest allowed count of at least `wanted`."""
         return int(self.counts[np.searchsorted(self.counts, wanted)])
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """A range of widths in which a term counts, because kernels are chosen by widths."""
+
+    factor: Labels  # labels of the width, in the same numbering as those of the term
+    # low, high: the range; `high` is not in it
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +107,11 @@ def presence(channel_map: ChannelMap, module: str, factors: Sequence[Labels] = (
     if labels is None or any(np.isin(factor, labels).all() for factor in factors):
         return ()
     return (Span(labels, 1, np.inf),)
+
+
+def round_up(width: Any, step: Any) -> Any:
+    """Return a width, or an array of them, rounded up to the next multiple of a step."""
+    return -(-width // step) * step
 
 
 def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
@@ -258,9 +272,7 @@ class _LabelOwners:
         """Return how many labels of a factor always stay, and tables of the others."""
         deciding = np.stack(self.channel_map.deciding(factor.reshape(-1)), axis=1)
         stays = (self.owner[deciding] < 0).all(axis=1)
-        return int(np.count_nonzero(stays)), list(self._lookups(deciding[~stays]))
-
-    def _lookups(self, deciding: Labels) -> Iterator[_Lookup]:
+        deciding, found = deciding[~stays], list[_Lookup]()
         owners = self.owner[deciding]  # -1 such as for 0, where fewer labels decide
         for every in np.unique(owners, axis=0):
             kinds = np.flatnonzero(every >= 0)
@@ -270,4 +282,5 @@ class _LabelOwners:
             np.add.at(table, tuple(self.rank[here].T + 1), 1)
             for axis in range(len(parts)):
                 table = np.cumsum(table, axis=axis)
-            yield _Lookup(parts, np.ascontiguousarray(table))
+            found.append(_Lookup(parts, np.ascontiguousarray(table)))
+        return int(np.count_nonzero(stays)), found

@@ -10,16 +10,7 @@ import numpy as np
 
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """A range of widths in which a term counts, because kernels are chosen by widths."""
-
-    factor: Labels  # labels of the width, in the numbering of the trace
-    # low, high: the range; `high` is not in it
-    low: float
-    high: float
+from prunekit.planning.budgets.cost_model import Span, round_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +31,6 @@ class LatencyTerm:
         for factor, step in zip(self.factors, self.steps, strict=True):
             value *= round_up(np.count_nonzero(kept[factor]), step)
         return value
-
-
-def round_up(width: Any, step: Any) -> Any:
-    """Return a width, or an array of them, rounded up to the next multiple of a step."""
-    return -(-width // step) * step
 
 
 @dataclass(frozen=True, eq=False)

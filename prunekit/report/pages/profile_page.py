@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prunekit.measure.latency import row_text
 from prunekit.measure.measurement_effort import current_effort
-from prunekit.planning.budgets.latency_table import round_up
+from prunekit.planning.budgets.cost_model import round_up
 from prunekit.report.figures import charts as figures
 from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked
 from prunekit.report.figures.charts import shortened
