@@ -30,17 +30,14 @@ from prunekit.channels.labels.fields import MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
-from prunekit.channels.tracing.channel_norms import renumbered_blocks, renumbered_norms
+from prunekit.channels.tracing.channel_norms import renumbered_norms
 from prunekit.channels.tracing.execution import is_layer_of_torch
 from prunekit.channels.tracing.kept_state import NO_STATE
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.utils.display import listed
 
-_LEADING = {
-    Removal.POSITIONS: (Contracted, Crossed, Normalized),
-    Removal.QUERIES: (Repeated,),
-}
+_LEADING = {Removal.POSITIONS: (Contracted, Crossed, Normalized), Removal.QUERIES: (Repeated,)}
 """Kinds of channels with a solution of their own -> constraints that lead to one; without any it is that of heads."""
 NOT_USED = (
     "not used by the example inputs, so it stays, and what it reads may not: give inputs that use it as more_examples"
@@ -127,8 +124,8 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             if not is_inside(term.module, trace.fused_away)
         ),
         source=replace(source, final=final, stated=bool(sizes)),
-        norms=renumbered_norms(trace.norms.norms, final) if trace.norms.norms else {},
-        blocks=renumbered_blocks(trace.norms.blocks, final) if trace.norms.blocks else {},
+        norms=renumbered_norms(trace.norms.norms, final),
+        blocks=renumbered_norms(trace.norms.blocks, final),
         sizes=tuple(
             one.renumbered(final)
             for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)

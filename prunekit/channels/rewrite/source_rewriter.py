@@ -40,6 +40,7 @@ from torch import nn
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.tracing.call_sites import (
     SIZED_FILE,
+    Span,
     definition,
     is_chunk,
     is_of_torch,
@@ -48,6 +49,7 @@ from prunekit.channels.tracing.call_sites import (
     ordered,
     picked_from,
     rearranged_by,
+    span_of,
     weak_cache,
 )
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
@@ -69,12 +71,9 @@ def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> V
     for size in sizes:
         own = values.setdefault(size.module, {})
         old = own.get(size.name, getattr(model.get_submodule(size.module), size.name, []))
-        own[size.name] = _with_element(old, size.position, size.value(keep))
+        new, at = size.value(keep), size.position
+        own[size.name] = new if at is None else type(old)([*old[:at], new, *old[at + 1 :]])
     return values
-
-
-def _with_element(old: Any, position: int | None, value: int | list[int]) -> Any:
-    return value if position is None else type(old)([*old[:position], value, *old[position + 1 :]])
 
 
 def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -122,7 +121,7 @@ def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
         if not all(type(size) is int and size >= 0 for size in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{name}: {value!r} is no size")
         places[place] = value
-    known = _places(type(module))
+    known = places_of(type(module))
     if not places.keys() <= known:
         module.__class__ = _with_sizes(original_of(type(module)), known.union(places))
         for name, value in vars(module).items():
@@ -134,22 +133,16 @@ def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
 
 def original_of(cls: type) -> type:
     """Return the class whose methods were compiled again with explicit sizes; the class itself if none were."""
-    return cls.__bases__[0] if _places(cls) else cls
+    return cls.__bases__[0] if places_of(cls) else cls
 
 
 def places_of(cls: type) -> frozenset[CodePlace]:
     """Return the places in a class's methods that have explicit sizes; none if no method was compiled again."""
-    return _places(cls)
-
-
-def _places(cls: type) -> frozenset[CodePlace]:
     found: frozenset[CodePlace] = vars(cls).get("_prunekit_places", frozenset())
     return found
 
 
 _KINDS: dict[type, type] = {}
-
-
 DECORATORS = 8
 """How many decorators a method may have."""
 ORDERED = "_prunekit_ordered"
@@ -158,7 +151,7 @@ ORDERED = "_prunekit_ordered"
 
 def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:
     sizeds: list[type] = type.__subclasses__(cls)  # a table would keep the classes alive
-    if (known := next((sized for sized in sizeds if _places(sized) == places), None)) is not None:
+    if (known := next((sized for sized in sizeds if places_of(sized) == places), None)) is not None:
         return known
     methods: dict[str, Any] = {
         name: _compiled(cls, name, [place for place in places if place.function == name])
@@ -181,7 +174,7 @@ def _kind_of(metaclass: type) -> type:
 
 
 def _reduce_class(cls: type) -> tuple[Callable[..., type], tuple[type, list[str]]] | str:
-    places = _places(cls)
+    places = places_of(cls)
     return (sized_class, (original_of(cls), sorted(map(str, places)))) if places else cls.__qualname__
 
 
@@ -209,13 +202,13 @@ def _reduce_as_sized(module: nn.Module, protocol: Any) -> Any:
     made = original.__reduce_ex__(module, protocol)
     if isinstance(made, str):
         return made
-    names = {place.attribute for place in _places(_sized_in(cls))}
+    names = {place.attribute for place in places_of(_sized_in(cls))}
     sizes = {name: value for name, value in vars(module).items() if name in names}
     return (_as_sized, (cls, sizes, *made[:2]), *made[2:])
 
 
 def _sized_in(cls: type) -> type:
-    return next(base for base in cls.__mro__ if _places(base))
+    return next(base for base in cls.__mro__ if places_of(base))
 
 
 def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -249,49 +242,36 @@ def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = Tru
     cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
     cells[ORDERED] = CellType(ordered)
     closure = tuple(cells[variable] for variable in made.co_freevars)
-    new = FunctionType(made, old.__globals__, name, old.__defaults__, closure)
-    new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
-    if kept:
-        _set_text(new, _written(base, exchange, node, code.co_filename))
+    new = _function(old, made, closure)
+    if kept:  # `inspect` looks for the source where the function is that this one seems to wrap
+        written = made.replace(co_filename=_written(base, exchange, node, code.co_filename))
+        new.__wrapped__ = _function(new, written, closure)  # type: ignore[attr-defined]
     decorated = _redecorated(vars(base)[name], old, new)
     if decorated is None:  # a decorator that keeps the method elsewhere than in a variable of its own
         raise KeyError(name)
     return decorated
 
 
-def _set_text(function: FunctionType, file: str) -> None:
-    """Let `inspect` find the source of a function in another file, by a twin that the function seems to wrap."""
-    code, name = function.__code__.replace(co_filename=file), function.__name__
-    twin = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    twin.__kwdefaults__, twin.__qualname__ = function.__kwdefaults__, function.__qualname__
-    function.__wrapped__ = twin  # type: ignore[attr-defined]
+def _function(like: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
+    """Return a function with the name, defaults and globals of another one, and code and variables of its own."""
+    made = FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    made.__kwdefaults__, made.__qualname__ = like.__kwdefaults__, like.__qualname__
+    return made
 
 
 def _written(base: type, exchange: ExpressionReplacer, node: ast.FunctionDef, file: str) -> str:
     """Return the name of a file that exists in `linecache` alone: the method as it runs, in its own lines."""
     lines, indent = exchange.source.splitlines(keepends=True)[: node.end_lineno], " " * node.col_offset
-    for (first, start, last, end), new in sorted(exchange.edits, reverse=True):
-        before, after = lines[first - 1].encode()[:start].decode(), lines[last - 1].encode()[end:].decode()
-        lines[first - 1 : last] = [before + new + f"\\\n{indent}" * (last - first) + after]
-        lines = "".join(lines).splitlines(keepends=True)
-    own = lines[node.lineno - 1 :]
-    if not _reads_as(own, node):
-        own = textwrap.indent(ast.unparse(node), indent).splitlines(keepends=True)
-    lines = ["\n"] * (node.lineno - 1) + own
-    text = "".join(lines)
+    for span, new in sorted(exchange.edits, reverse=True):
+        lines = _with_text(lines, span, new + f"\\\n{indent}" * (span[2] - span[0]))
+    own = "".join(lines[node.lineno - 1 :])
+    plain = ast.unparse(ast.fix_missing_locations(node))
+    text = "\n" * (node.lineno - 1) + (own if _same(own, plain) else textwrap.indent(plain, indent))
+    lines = text.splitlines(keepends=True)
     name = hashlib.sha256(f"{base.__qualname__} {text}".encode()).hexdigest()[:12]
     found = f"{file}{SIZED_FILE}{name}"
     linecache.cache[found] = (len(text), None, lines, found)
     return found
-
-
-def _reads_as(lines: list[str], node: ast.FunctionDef) -> bool:
-    """Return whether some lines are the source of a method."""
-    try:
-        (read,) = ast.parse(textwrap.dedent("".join(lines))).body
-    except (SyntaxError, ValueError):
-        return False
-    return ast.dump(read) == ast.dump(ast.fix_missing_locations(node))
 
 
 def _redecorated(
@@ -308,9 +288,7 @@ def _redecorated(
             cells[index], found = CellType(changed), True
     if not found:
         return None
-    twin = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(cells))
-    twin.__kwdefaults__ = outer.__kwdefaults__
-    return functools.update_wrapper(twin, new)  # type: ignore[return-value]
+    return functools.update_wrapper(_function(outer, outer.__code__, tuple(cells)), new)  # type: ignore[return-value]
 
 
 def _contents(cell: CellType) -> Any:
@@ -344,25 +322,28 @@ class ExpressionReplacer(ast.NodeTransformer):
         self.owner = [*node.args.posonlyargs, *node.args.args][0].arg
         self.first, self.source = node.lineno, source
         self.left = list(places)
-        self.edits: list[tuple[tuple[int, int, int, int], str]] = []  # spans in the source, and what is there instead
+        self.edits: list[tuple[Span, str]] = []  # spans in the source, and what is there instead
         self._inside = False
 
     def visit(self, node: ast.AST) -> Any:
-        """Return a node with its expressions replaced."""
-        place = self._place(node) if isinstance(node, ast.expr) else None
-        if place is None or not isinstance(node, ast.expr):
+        """Return a node with its expressions replaced; the outermost ones become edits."""
+        change = self.change(node) if isinstance(node, ast.expr) else None
+        if change is None or not isinstance(node, ast.expr):
             return self.generic_visit(node)
-        self.left.remove(place)
         outermost, self._inside = not self._inside, True
-        new = self._replaced(node, place)
+        new = change(node)
         if outermost:
             self._inside = False
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
-            self.edits.append(((node.lineno, node.col_offset, node.end_lineno, node.end_col_offset), ast.unparse(new)))
+            self.edits.append((span_of(node), ast.unparse(new)))
         return new
 
-    def _replaced(self, node: ast.expr, place: CodePlace) -> ast.expr:
+    def change(self, node: ast.expr) -> Callable[[Any], ast.expr] | None:
+        """Return the function that makes the new expression of an old one; None if that stays."""
+        place = self._place(node)
+        return None if place is None else functools.partial(self._replaced, place)
+
+    def _replaced(self, place: CodePlace, node: ast.expr) -> ast.expr:
+        self.left.remove(place)
         size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
         if place.axis is not None:
             self.generic_visit(node)
@@ -424,7 +405,7 @@ class SizedMethod:
         lines = source.splitlines(keepends=True)
         behind = len(lines) - (node.end_lineno or 0)
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        for span, new in sorted(exchange.texts, reverse=True):
+        for span, new in sorted(exchange.edits, reverse=True):
             lines = _with_text(lines, span, new)
         text = textwrap.dedent("".join(lines[first - 1 : len(lines) - behind])).rstrip() + "\n"
         plain = ast.unparse(ast.fix_missing_locations(made)) + "\n"
@@ -434,12 +415,9 @@ class SizedMethod:
         """Return by name the globals of the method's module that it reads."""
         node, _ = self._definition()
         code = self.function.__code__
-        found = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} - {
-            *code.co_varnames,
-            *code.co_cellvars,
-        }
-        known = self.function.__globals__
-        return {name: known[name] for name in sorted(found) if name in known and not hasattr(builtins, name)}
+        read = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        known = {name: value for name, value in self.function.__globals__.items() if not hasattr(builtins, name)}
+        return {name: known[name] for name in sorted(read - {*code.co_varnames, *code.co_cellvars}) if name in known}
 
     def enclosing(self) -> list[str]:
         """Return the variables of functions around the class that the method reads, which no other file has."""
@@ -462,11 +440,11 @@ def sized_methods(cls: type) -> list[SizedMethod]:
     return methods
 
 
-_Span = tuple[int, int, int, int]
-
-
 class _TextReplacer(ExpressionReplacer):
-    """Replaces expressions as when the method was compiled again, and keeps the text and the span of each."""
+    """Replaces also what only runs in the class itself, so that the text of a method can stand in another class.
+
+    `base` is the expression for the class that defines the method, `names` are new names of globals.
+    """
 
     def __init__(
         self,
@@ -479,31 +457,12 @@ class _TextReplacer(ExpressionReplacer):
     ) -> None:
         super().__init__(node, source, places)
         self.base, self.class_name, self.names = base, class_name.lstrip("_"), names
-        self.texts: list[tuple[_Span, str]] = []
-        self._nested = False
 
-    def visit(self, node: ast.AST) -> Any:
-        """Return a node with its expressions replaced."""
-        if not isinstance(node, ast.expr):
-            return super().visit(node)
-        change = self._change(node)
-        if change is None:
-            return super().visit(node)
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        outermost, self._nested = not self._nested, True
-        new = change(node)
-        if outermost:
-            self._nested = False
-            self.texts.append((span, ast.unparse(new)))
-        return new
-
-    def _change(self, node: ast.expr) -> Callable[[Any], Any] | None:
-        """Return what an expression becomes, by a function of it; None if it stays."""
-        if self._place(node) is not None:
-            return super().visit
+    def change(self, node: ast.expr) -> Callable[[Any], ast.expr] | None:
+        """Return the function that makes the new expression of an old one; None if that stays."""
         match node:
+            case _ if (stated := super().change(node)) is not None:
+                return stated
             case ast.Call(ast.Name("super"), [], []):
                 owner = ast.Name(self.owner, ast.Load())
                 return lambda _: ast.Call(ast.Name("super", ast.Load()), [self._class(), owner], [])
@@ -523,7 +482,7 @@ class _TextReplacer(ExpressionReplacer):
         return ast.Attribute(node.value, f"_{self.class_name}{node.attr}", node.ctx)
 
 
-def _with_text(lines: list[str], span: _Span, new: str) -> list[str]:
+def _with_text(lines: list[str], span: Span, new: str) -> list[str]:
     """Return lines with other text in a span, whose columns count bytes of UTF-8."""
     first, start, last, end = span
     before = lines[first - 1].encode()[:start].decode()
@@ -532,7 +491,8 @@ def _with_text(lines: list[str], span: _Span, new: str) -> list[str]:
 
 
 def _same(text: str, other: str) -> bool:
+    """Return whether two texts are the same Python, whatever they are indented by."""
     try:
-        return ast.dump(ast.parse(text)) == ast.dump(ast.parse(other))
+        return ast.dump(ast.parse(textwrap.dedent(text))) == ast.dump(ast.parse(other))
     except SyntaxError:
         return False

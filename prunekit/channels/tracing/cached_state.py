@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import as_in_trace
 from prunekit.errors import reason_of
 from prunekit.hooks.model_copy import with_tensors
-from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import Keywords, arguments_by_name, call
 from prunekit.utils.outputs import ALL_READ, ReadOutputs, named_parts
 from prunekit.utils.tensors import gather, map_tensors
@@ -69,7 +68,7 @@ def model_calls(model: nn.Module, example: tuple[Any, ...], read: ReadOutputs = 
         return ModelCalls(read)
     twin = with_tensors(model, {})
     try:
-        with mode_for_trace(twin, False), torch.no_grad(), plain_attention(), same_draws(twin):
+        with as_in_trace(twin, False):
             parts = named_parts(call(twin, example))
             state = {name: part for name, part in parts.items() if name in free and gather(part)}
             return _with_state(twin, arguments, state, read) if state else ModelCalls(read)
@@ -80,7 +79,7 @@ def model_calls(model: nn.Module, example: tuple[Any, ...], read: ReadOutputs = 
 def _with_state(model: nn.Module, arguments: Arguments, state: dict[str, Any], read: ReadOutputs) -> ModelCalls:
     """Return two calls, the second in the first way that a model takes its state back."""
     failures = []
-    for following in (next_position, same_again):
+    for following in (next_position, Arguments):  # one position further, or the same again
         try:
             call(model, _with(following(arguments), map_tensors(state, torch.clone)))
         except Exception as error:  # whatever the model's code makes of these arguments
@@ -103,11 +102,6 @@ def _optional(model: nn.Module) -> set[str]:
     except (TypeError, ValueError):  # of code that is not Python
         return set()
     return {one.name for one in parameters if one.default is None}
-
-
-def same_again(arguments: Arguments) -> Arguments:
-    """Return the arguments as they are."""
-    return arguments
 
 
 def next_position(arguments: Arguments) -> Arguments:

@@ -27,25 +27,23 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels.code_places import CodePlace
+from prunekit.channels.tracing.execution import module_of
 
 _TORCH = f"{Path(torch.__file__).parent}/"  # torchvision stands beside it
 _MODULES = f"{_TORCH}nn/modules/"
-
-
+Span = tuple[int, int, int, int]
+"""The first line and column of an expression, and its last ones; columns count bytes of UTF-8."""
 Key = TypeVar("Key")
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 
 def weak_cache(function: Callable[[Key, *Arguments], Result]) -> Callable[[Key, *Arguments], Result]:
-    """Cache a function of a class, or of another object, as long as that lives.
+    """Cache a function of an object, such as a class, and of hashable arguments, as long as the object lives.
 
-    `functools.lru_cache` would keep the class alive, with all that its methods refer to: classes that are made again
-    and again, by a trace or in a notebook, would pile up.
-
-    Args:
-        function: of the object, and of further arguments, by position and hashable. Neither these nor its result may
-            refer to the object.
+    `functools.lru_cache` would keep classes alive, with all that their methods refer to: those that are made again and
+    again, by a trace or in a notebook, would pile up. Neither the other arguments nor the result may refer to the
+    object.
     """
     kept: WeakKeyDictionary[Key, dict[Any, Result]] = WeakKeyDictionary()
 
@@ -68,8 +66,8 @@ class Site:
     instruction: int
 
     @property
-    def span(self) -> tuple[int, int, int, int] | None:
-        """First line and column of the expression, and its last ones; None if Python keeps no columns."""
+    def span(self) -> Span | None:
+        """The span of the expression; None if Python keeps no columns."""
         line, last, column, end = next(islice(self.code.co_positions(), self.instruction // 2, None))
         return None if line is None or last is None or column is None or end is None else (line, column, last, end)
 
@@ -77,10 +75,7 @@ class Site:
 def site_here(above: int) -> tuple[Site, nn.Module] | None:
     """Return the site in a method of a module, `above` frames above the caller, and the module; see `frame_here`."""
     found = frame_here(sys._getframe(1 + above))
-    if found is None:
-        return None
-    frame, method, owner = found
-    return Site(method, frame.f_code, frame.f_lasti), owner
+    return None if found is None else (Site(found[1], found[0].f_code, found[0].f_lasti), found[2])
 
 
 def caller_here(above: int) -> tuple[Site, nn.Module, CodeType | None] | None:
@@ -90,10 +85,10 @@ def caller_here(above: int) -> tuple[Site, nn.Module, CodeType | None] | None:
     """
     function = _own_frame(sys._getframe(1 + above))
     frame = None if function is None else function.f_back
-    owner = None if frame is None else _owner(frame)
-    if frame is None or owner is None or _method_around(type(owner), frame.f_code) is not frame.f_code:
+    owner = None if frame is None else _runs_method_of(frame)
+    if function is None or frame is None or owner is None:
         return None
-    code = function.f_code if function is not None and _owner(function) is owner else None
+    code = function.f_code if module_of(function) is owner else None
     return Site(frame.f_code, frame.f_code, frame.f_lasti), owner, code
 
 
@@ -102,12 +97,6 @@ def _own_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = None if frame.f_code.co_filename.startswith(_MODULES) else frame.f_back
     return frame
-
-
-def _owner(frame: FrameType) -> nn.Module | None:
-    """Return the module that is the first argument of a function; None if it is anything else."""
-    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
-    return first if isinstance(first, nn.Module) else None
 
 
 def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module] | None:
@@ -119,7 +108,7 @@ def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module]
     for _ in range(_NESTED):
         if frame is None or inner is None:
             return None
-        owner = _owner(frame)
+        owner = module_of(frame)
         if owner is not None:
             method = _method_around(type(owner), inner.f_code)
             if method is not None:
@@ -134,11 +123,17 @@ def calling_frame(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Modu
     for _ in range(_NESTED):
         if frame is None:
             break
-        owner = _owner(frame)
-        if owner is not None and _method_around(type(owner), frame.f_code) is frame.f_code:
+        owner = _runs_method_of(frame)
+        if owner is not None:
             return frame, frame.f_code, owner
         frame = frame.f_back
     return None
+
+
+def _runs_method_of(frame: FrameType) -> nn.Module | None:
+    """Return the module whose method a frame runs; None if it runs anything else."""
+    owner = module_of(frame)
+    return owner if owner is not None and _method_around(type(owner), frame.f_code) is frame.f_code else None
 
 
 _NESTED = 4
@@ -218,14 +213,15 @@ def operands_at(site: Site) -> tuple[ast.expr, ...]:
     """Return the operands of the expression, or of the in-place assignment, at a site."""
     found, span = definition(site.method), site.span
     for node in ast.walk(found[0]) if found is not None and span is not None else ():
-        if isinstance(node, (ast.BinOp, ast.AugAssign)) and _span(node) == span:
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and span_of(node) == span:
             return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     called = expression_at(site)
     return () if called is None else (called,)
 
 
-def _span(node: ast.expr | ast.stmt) -> tuple[int, int, int | None, int | None]:
-    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+def span_of(node: ast.expr | ast.stmt) -> Span:
+    """Return the first line and column of a syntax node, and its last ones; 0 for those of a node without a source."""
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
 
 
 def shape_arguments(
@@ -410,17 +406,8 @@ def rearranged_by(node: ast.Call) -> ast.expr:
 
 
 _MOVES = (
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "contiguous",
-    "clone",
-    "flatten",
-    "unflatten",
-    "swapaxes",
-    "movedim",
-)
+    "view", "reshape", "transpose", "permute", "contiguous", "clone", "flatten", "unflatten", "swapaxes", "movedim"
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -439,10 +426,9 @@ def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
 
     A variable is followed to its value, if the method assigns it once.
     """
-    found = definition(code)
+    found, node = definition(code), expression
     if found is None:
         return None
-    node = expression
     while isinstance(node, ast.Name):
         value = value_of(node.id, found[0])
         if value is None:
@@ -457,8 +443,6 @@ def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
 
 
 _CALLED = frozenset({"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"})
-
-
 _FRAMES = 8
 """How many frames may lie between an operator of `ordered` and the mode that sees it."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,18 @@ class ChannelNorm:
         """Return whether another call has its labels on the same axes."""
         return [(axis, labels.shape) for axis, labels in self.axes] == [(a, b.shape) for a, b in other.axes]
 
+    def renumbered(self, final: Labels) -> Self:
+        """Return the same with a map's labels in place of a trace's, given the map's label of each of these."""
+        inputs, outputs = (
+            tuple((axis, final[labels]) for axis, labels in side) for side in (self.inputs, self.outputs)
+        )
+        return replace(self, inputs=inputs, outputs=outputs)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a plan may remove any of these channels."""
+        return any(np.any(labels) for _, labels in self.axes)
+
 
 @dataclass(frozen=True, eq=False)
 class NarrowBlock(ChannelNorm):
@@ -46,6 +58,18 @@ class NarrowBlock(ChannelNorm):
     """
 
     positions: Labels
+
+    def renumbered(self, final: Labels) -> Self:
+        """Return the same with a map's labels in place of a trace's."""
+        return replace(super().renumbered(final), positions=final[self.positions])
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a plan may remove any of the positions."""
+        return bool(self.positions.any())
+
+
+N = TypeVar("N", bound=ChannelNorm)
 
 
 class NormFinder:
@@ -82,8 +106,7 @@ class NormFinder:
         if path not in self.norms:
             self.norms[path] = found
             self.flow.lock(_labels_of_children(module, self.flow), "works on statistics over channels")
-        for (_, labels), (_, others) in zip(self.norms[path].axes, found.axes, strict=True):
-            self.flow.union.merge(labels, others)
+        self._merge(self.norms[path], found)
         result = gather(output)[0]
         self.flow.set(result, [self._with_zeros(field) for field in self.flow.fields(result)])
 
@@ -100,21 +123,22 @@ class NormFinder:
         positions = self.flow.interchangeable[path].labels
         before, after = (_axes(self.flow, tensors[0]) if tensors else None for tensors in (sources, results))
         plain = len(sources) == 1 and not any(self.flow.fields(tensor) for tensor in results[1:])
-        known = self.blocks.get(path)
-        if before is None or after is None or not plain:
-            self._refuse_block(path, positions)
-            return
-        block = NarrowBlock(before, after, positions)
-        if known is not None and not known.alike(block):
-            self._refuse_block(path, positions)
-            return
-        for (_, labels), (_, others) in zip(block.axes, (known or block).axes, strict=True):
-            self.flow.union.merge(labels, others)
-        self.blocks.setdefault(path, block)
+        if before is not None and after is not None and plain:
+            block = NarrowBlock(before, after, positions)
+            known = self.blocks.setdefault(path, block)
+            if known.alike(block):
+                self._merge(known, block)
+                return
+        self._lock(LockRecord(SEVERAL, path, "", positions))
 
-    def _refuse_block(self, path: str, positions: Labels) -> None:
-        self.flow.locks.append(LockRecord(SEVERAL, path, "", positions))
-        self.flow.union.lock(positions)
+    def _merge(self, one: ChannelNorm, other: ChannelNorm) -> None:
+        """Merge the labels of two calls of a module."""
+        for (_, labels), (_, others) in zip(one.axes, other.axes, strict=True):
+            self.flow.union.merge(labels, others)
+
+    def _lock(self, record: LockRecord) -> None:
+        self.flow.locks.append(record)
+        self.flow.union.lock(record.labels)
 
     def abandon(self) -> None:
         """Lock the channels of modules that took statistics and will never end."""
@@ -124,12 +148,10 @@ class NormFinder:
     def _refuse(self, path: str, why: str, taken: Iterable[LockRecord]) -> None:
         self._others.add(path)
         for record in taken:
-            self.flow.locks.append(replace(record, reason=f"{record.reason}; {why}", module=path))
-            self.flow.union.lock(record.labels)
+            self._lock(replace(record, reason=f"{record.reason}; {why}", module=path))
         known = self.norms.pop(path, None)
         for _, labels in known.axes if known is not None else ():
-            self.flow.locks.append(LockRecord(f"statistics over these channels; {why}", path, "", labels))
-            self.flow.union.lock(labels)
+            self._lock(LockRecord(f"statistics over these channels; {why}", path, "", labels))
 
     def _with_zeros(self, field: Field) -> Field:
         """Return the field with exact zeros for removed channels; one object for each, so that runs can repeat."""
@@ -185,24 +207,7 @@ def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
     return tuple(found.items())
 
 
-def renumbered_blocks(blocks: dict[str, NarrowBlock], final: Labels) -> dict[str, NarrowBlock]:
-    """Return blocks with the labels of a map, without those that have no free position."""
-
-    def renumbered(axes: Axes) -> Axes:
-        return tuple((axis, final[labels]) for axis, labels in axes)
-
-    numbered = {
-        path: NarrowBlock(renumbered(block.inputs), renumbered(block.outputs), final[block.positions])
-        for path, block in blocks.items()
-    }
-    return {path: block for path, block in numbered.items() if block.positions.any()}
-
-
-def renumbered_norms(norms: dict[str, ChannelNorm], final: Labels) -> dict[str, ChannelNorm]:
-    """Return norms with the labels of a map, without those that have no free label."""
-
-    def renumbered(axes: Axes) -> Axes:
-        return tuple((axis, final[labels]) for axis, labels in axes)
-
-    numbered = {path: ChannelNorm(renumbered(norm.inputs), renumbered(norm.outputs)) for path, norm in norms.items()}
-    return {path: norm for path, norm in numbered.items() if any(np.any(labels) for _, labels in norm.axes)}
+def renumbered_norms(norms: Mapping[str, N], final: Labels) -> dict[str, N]:
+    """Return modules that run narrow with the labels of a map, without those that can lose nothing."""
+    numbered = {path: norm.renumbered(final) for path, norm in norms.items()}
+    return {path: norm for path, norm in numbered.items() if norm.is_free}

@@ -16,25 +16,21 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.code_places import ModuleCall
+from prunekit.channels.labels.constraints import around
 from prunekit.channels.labels.label_union import Labels, LabelUnion
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
+from prunekit.utils.context import same_draws
 
 
 class ModuleStack(HookOwner):
     """The stack of modules that are running, with callbacks for when one begins and ends.
 
-    Args:
-        model: the model that runs.
-        on_enter: is called with path, module, and a pair of its positional and named arguments.
-        on_exit: is called with the same, and the result.
-        alternatives: paths of modules that run where others do, see `alternatives_of`.
-        run_alternative: runs one, given the module, the arguments of the other, positional and named, and its result.
-
-    Attributes:
-        counts: how often each module was called, or a copy of it that took its hooks along.
-        ran: paths of the modules that were called themselves.
+    `on_enter` gets path, module, and a pair of its positional and named arguments, `on_exit` the result besides.
+    `run_alternative` runs a module where another does (see `alternatives_of`), given the module, the arguments of the
+    other, positional and named, and its result.
     """
 
     def __init__(
@@ -53,8 +49,8 @@ class ModuleStack(HookOwner):
         self._seen: set[tuple[str, ...]] = set()
         self.paths: list[str] = [""]
         self._calls: list[ModuleCall | None] = [None]
-        self.counts: dict[str, int] = {}
-        self.ran: set[str] = set()
+        self.counts: dict[str, int] = {}  # how often each module was called, or a copy of it that took its hooks along
+        self.ran: set[str] = set()  # paths of the modules that were called themselves
         self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
 
     @property
@@ -141,18 +137,14 @@ class TrainModeWatch:
 
     A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
     active each such module has a subclass of its class, on which `training` is a property that sets `was_read`.
-
-    Attributes:
-        was_read: whether some module read it, or may have.
-        read_by: paths of those that did.
     """
 
     def __init__(self, model: nn.Module) -> None:
         own = {one: path for path, one in model.named_modules() if not is_layer_of_torch(one)}
         self._paths = {one: path for one, path in own.items() if not isinstance(one, torch.jit.ScriptModule)}
         self._modules = list(self._paths)
-        self.read_by: set[str] = set()
-        self.was_read = len(self._modules) < len(own)  # unknown for a scripted module
+        self.read_by: set[str] = set()  # paths of the modules that read their mode
+        self.was_read = len(self._modules) < len(own)  # whether one did, or may have, as a scripted one may
         self._twins: dict[type, type] = {}
 
     def __enter__(self) -> TrainModeWatch:
@@ -178,12 +170,8 @@ class TrainModeWatch:
             def write(module: nn.Module, value: bool) -> None:
                 module.__dict__["training"] = value
 
-            namespace = {
-                "training": property(read, write),
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-            }
-            self._twins[cls] = type(cls.__name__, (cls,), namespace)
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            self._twins[cls] = type(cls.__name__, (cls,), {"training": property(read, write), **names})
         return self._twins[cls]
 
     def __exit__(self, *error: object) -> None:
@@ -207,6 +195,13 @@ def without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def as_in_trace(model: nn.Module, training: bool) -> Iterator[None]:
+    """Run a model as a trace does: in its modes, with plain attention, no gradients and draws that it makes again."""
+    with mode_for_trace(model, training), torch.no_grad(), plain_attention(), same_draws(model):
+        yield
 
 
 @contextmanager
@@ -234,9 +229,8 @@ def _call(number: int, frame: FrameType | None) -> ModuleCall | None:
 
 def has_fixed_code(model: nn.Module, path: str = "") -> bool:
     """Return whether torch made the code of a module, or of one around it, in which no sizes can be set."""
-    names = path.split(".") if path else []
-    around = [model, *(model.get_submodule(".".join(names[: end + 1])) for end in range(len(names)))]
-    return any(isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) for module in around)
+    modules = [model.get_submodule(one) for one in (*around(path), "")]
+    return any(isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)) for module in modules)
 
 
 FIXED_CODE = "the sizes in scripted, traced or exported code are fixed: prune the model before torch.jit or torch.fx"
@@ -264,12 +258,13 @@ def hint_at_child(model: nn.Module) -> str:
 def innermost_module(error: BaseException) -> nn.Module | None:
     """Return the module in whose method an error was raised; None if it was in none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
-        for name in first:
-            if isinstance(frame.f_locals.get(name), nn.Module):
-                return frame.f_locals[name]  # type: ignore[no-any-return]
-    return None
+    return next((module for module in map(module_of, reversed(frames)) if module is not None), None)
+
+
+def module_of(frame: FrameType) -> nn.Module | None:
+    """Return the module that is the first argument of a running function, as `self` is; None if it is anything else."""
+    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    return first if isinstance(first, nn.Module) else None
 
 
 Alternatives = Mapping[str, tuple[str, ...]]
@@ -281,15 +276,14 @@ def alternatives_of(
 ) -> Alternatives:
     """Return the members of lists that did not run, for those that did and are built like them.
 
-    They, such as experts that no token of the example takes, run on what another member is given: so their channels are
-    known, and both models compute with them in the trial.
-
-    Several must have run, all on the same channels and with the same channels as results: then so would the others.
+    Members such as experts that no token of the example takes run on what another one is given: so their channels are
+    known, and both models compute with them in the trial. Several must have run, all from the same channels to the same
+    channels: then so would the others.
     """
     found: dict[str, tuple[str, ...]] = {}
     for alike in _built_alike(model):
         taken = [path for path in alike if path in ran]
-        others = tuple(path for path in alike if not any(f"{one}.".startswith(f"{path}.") for one in ran))
+        others = tuple(path for path in alike if not any(is_inside(one, [path]) for one in ran))
         if others and len(taken) > 1 and _on_same_channels(taken, activations, union):
             found.update(dict.fromkeys(taken, others))
     return found
@@ -333,15 +327,12 @@ def fused_away(model: nn.Module) -> tuple[str, ...]:
     before, after = dict(model.named_modules()), dict(fused.named_modules())
     found = []
     for path, module in before.items():
-        around, other = before[_around(path)], after.get(_around(path))
-        merged = other is not None and (type(other) is not type(around) or set(other._modules) - set(around._modules))
-        if path and path not in after and other is not None and not merged and any(True for _ in module.parameters()):
+        parent = path.rpartition(".")[0]
+        outer, other = before[parent], after.get(parent)
+        merged = other is None or type(other) is not type(outer) or set(other._modules) - set(outer._modules)
+        if path and path not in after and not merged and any(True for _ in module.parameters()):
             found.append(path)
     return tuple(found)
-
-
-def _around(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _required(parameter: inspect.Parameter) -> bool:
@@ -350,16 +341,10 @@ def _required(parameter: inspect.Parameter) -> bool:
 
 
 PRUNE_FIRST = "prune the model before it is prepared for quantization or quantized: observers and scales know its sizes"
-_QUANTIZING = tuple(
-    f"torch.ao.{name}"
-    for name in (
-        "quantization.observer",
-        "quantization.fake_quantize",
-        "nn.quantized",
-        "nn.intrinsic.quantized",
-        "nn.quantizable",
-    )
-)
+_QUANTIZING = (
+    "torch.ao.quantization.observer", "torch.ao.quantization.fake_quantize", "torch.ao.nn.quantized",
+    "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.quantizable",
+)  # fmt: skip
 """Modules of Python whose classes quantize; stubs and fused layers of floats are elsewhere."""
 _OPERATORS = ("quantize", "_obs_fq_helper", "quantized.")
 """Parts of names of operators that quantize, and of those that run on quantized tensors."""

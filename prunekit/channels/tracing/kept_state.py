@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
-from prunekit.channels.tracing.operator_mode import OnMeta, OperatorMode, run_on_meta
+from prunekit.channels.tracing.execution import as_in_trace
+from prunekit.channels.tracing.operator_mode import OnMeta
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.errors import reraise_shortage
 from prunekit.hooks.hook import HOOK_TABLES
 from prunekit.hooks.model_copy import OWN_TABLES, WithoutHistory, has_gradients, named_tensors, with_tensors
-from prunekit.utils.context import same_draws
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
@@ -101,14 +100,7 @@ def drop_remade_(model: nn.Module, state: KeptState) -> None:
 def cut_state_(model: nn.Module, state: KeptState, keep: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
     """Leave the kept channels of what a model keeps between its calls, in place; others stay as they are."""
     drop_remade_(model, state)
-    modules = dict(model.named_modules())
-    for path, name in {place[:2] for place in state.labels}:
-        if path in modules and name in vars(modules[path]):
-
-            def narrowed(index: int, tensor: Tensor, where: Attribute = (path, name)) -> Tensor:
-                return _narrowed(tensor, state.labels.get((*where, index), ()), keep)
-
-            setattr(modules[path], name, _mapped(vars(modules[path])[name], narrowed))
+    map_state_(model, lambda place, tensor: _narrowed(tensor, state.labels.get(place, ()), keep))
 
 
 def give_state_(model: nn.Module, source: nn.Module, state: KeptState) -> None:
@@ -130,12 +122,11 @@ def same_state(model: nn.Module) -> Iterator[None]:
         for module, values in before:
             now = dict(_attributes(module))
             changed = [name for name in values.keys() | now.keys() if values.get(name) is not now.get(name)]
-            for name in changed:
-                if _tensors(values.get(name)) or _tensors(now.get(name)):
-                    if name in values:
-                        vars(module)[name] = values[name]
-                    else:
-                        delattr(module, name)
+            for name in (one for one in changed if _tensors(values.get(one)) or _tensors(now.get(one))):
+                if name in values:
+                    vars(module)[name] = values[name]
+                else:
+                    delattr(module, name)
 
 
 def map_state_(model: nn.Module, function: Callable[[Place, Tensor], Tensor]) -> None:
@@ -289,7 +280,7 @@ def runs_on(model: nn.Module, inputs: tuple[Any, ...], *, meta: bool) -> bool:
 def _runs(model: nn.Module, run: Callable[[nn.Module], object], meta: bool, *, training: bool = False) -> bool:
     mode: AbstractContextManager[object] = OnMeta() if meta else nullcontext()
     try:
-        with mode_for_trace(model, training), torch.no_grad(), plain_attention(), same_draws(model), mode:
+        with as_in_trace(model, training), mode:
             run(model)
     except Exception as error:  # the trace will say why the model does not run
         reraise_shortage(error)
@@ -298,12 +289,7 @@ def _runs(model: nn.Module, run: Callable[[nn.Module], object], meta: bool, *, t
 
 
 def label_state(
-    clone: nn.Module,
-    example: tuple[Any, ...],
-    flow: LabelFlow,
-    stand_in: Callable[[Tensor], Tensor],
-    *,
-    meta: bool,
+    clone: nn.Module, example: tuple[Any, ...], flow: LabelFlow, stand_in: Callable[[Tensor], Tensor], *, meta: bool
 ) -> KeptState:
     """Give what earlier passes left for the next one labels that are coupled with what it meets, and drop caches."""
     if not kept_tensors(clone):
@@ -380,8 +366,8 @@ def _leading_to(run: TracedRun, numbers: set[int]) -> set[int]:
     return found
 
 
-class _Reads(OperatorMode):
-    """Notes which tensors operators read."""
+class _Reads(OnMeta):
+    """Notes whether operators read any of some tensors."""
 
     def __init__(self, watched: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -391,14 +377,14 @@ class _Reads(OperatorMode):
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator."""
         self.read = self.read or any(id(tensor) in self._watched for tensor in gather((args, kwargs)))
-        return run_on_meta(func, str(func._schema.name).replace("::", "."), args, kwargs)
+        return super().operator(func, args, kwargs)
 
 
 def _reads_later(model: nn.Module, inputs: tuple[Any, ...], *, training: bool) -> bool:
     """Return whether a forward pass reads single numbers that the one before kept; True if it does not run twice."""
     twin = with_tensors(model, {})
     try:
-        with mode_for_trace(twin, training), torch.no_grad(), plain_attention(), same_draws(twin):
+        with as_in_trace(twin, training):
             with _Reads(()):
                 call(twin, inputs)
             numbers = [tensor for tensor in kept_tensors(twin, numbers=True).values() if tensor.numel() == 1]

@@ -99,14 +99,8 @@ def trace_model(
     """Trace every example in eval mode, and in train mode too if the model reads its mode, as for auxiliary heads.
 
     The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real, and in
-    float32 where its own half precision lacks an operator on its device.
-
-    Args:
-        model: not changed.
-        examples: see `prunekit.utils.inputs.as_example`.
-        both_modes: whether train mode is considered.
-        interchangeable: axes that share labels, which the modules around them do not lock.
-        read: the outputs that are read.
+    float32 where its own half precision lacks an operator on its device. Without `both_modes` only eval mode runs.
+    `interchangeable` axes share labels, which the modules around them do not lock.
 
     Raises:
         ModelError: the model does not run on an example, uses none of its parameters, or cannot be copied.
@@ -151,10 +145,6 @@ class _Attempt:
         if self.meta and has_gradients(tensor):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return tensor.detach().to(torch.float32 if self.wide and tensor.dtype in HALF else tensor.dtype, copy=True)
-
-    def aside_in(self, trace: Trace) -> frozenset[int]:
-        """Return the operators of the next run of a trace whose results are kept aside."""
-        return (self.aside or {}).get(len(trace.runs), frozenset())
 
 
 def _traced_on_values(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
@@ -215,16 +205,13 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> 
             raise ModelError(calls.refused)  # it may run with values
         how = replace(how, read=calls.read)
         run = TracedRun(index, False, gradients=how.gradients, calls=calls, alternatives=how.alternatives or {})
-        run.aside = how.aside_in(trace)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
-            _run(clone, inputs, run, trace)
+            _run(clone, inputs, run, trace, how)
         run.asks_mode.update(watch.read_by)
         if watch.was_read and how.both_modes:
             try:
-                trained = run.again(training=True, repeats=True)
-                trained.aside = how.aside_in(trace)
                 with mode_for_trace(clone, True):
-                    _run(clone, inputs, trained, trace)
+                    _run(clone, inputs, run.again(training=True, repeats=True), trace, how)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
@@ -233,11 +220,10 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> 
                 trace.norms.abandon()
     if state.labels and is_batched(examples[0]):  # the methods that begin it anew for another number of samples run too
         run = trace.runs[0].again(doubled=True)
-        run.aside = how.aside_in(trace)
         inputs = run.inputs([map_tensors(examples[0], stand_in)])
         if runs_on(clone, inputs, meta=meta):
             with mode_for_trace(clone, False):
-                _run(clone, inputs, run, trace)
+                _run(clone, inputs, run, trace, how)
         elif meta and runs_on(model, run.inputs(examples), meta=False):
             raise ModelError("runs on another number of samples with values alone")
     trace.read = how.read
@@ -299,8 +285,10 @@ def _is_maskable(tensor: torch.Tensor) -> bool:
     return has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided
 
 
-def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace) -> None:
+def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace, how: _Attempt) -> None:
+    """Run the copy once, and add what was recorded to the trace."""
     flow = trace.flow
+    run.aside = (how.aside or {}).get(len(trace.runs), frozenset())
     calls: dict[tuple[str, str], int] = {}
 
     def note(path: str, kind: str, module: nn.Module, value: Any) -> None:
