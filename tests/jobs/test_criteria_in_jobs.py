@@ -26,10 +26,10 @@ from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 
-def job(output: Path, criterion: Any, model: str = "resnet18") -> JobSettings:
+def job(output: Path, criterion: Any) -> JobSettings:
     return JobSettings(
         name="criteria",
-        model=ModelSettings(model),
+        model=ModelSettings("resnet8", zoo="cifar"),
         data=DataSettings(image_size=16),
         baseline=TrainSettings(epochs=0),
         calibration=CalibrationSettings(images=64),
