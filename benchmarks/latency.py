@@ -11,7 +11,7 @@ device, it is measured too: fp16 and bf16, channels-last, batches 1 and 256. Wei
 on them, but which filters go in `macs` and `macs+time` does.
 
     python benchmarks/latency.py [--model resnet34] [--size 224] [--runtimes eager,onnxruntime,openvino] [--threads 1]
-        [--networks N] [--repeats 61] [--device auto] [--out FILE] [--json] [--keep]
+        [--networks N] [--repeats 61] [--steps 16] [--device auto] [--out FILE] [--json] [--keep]
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ COLUMNS = (
 PLANS = ("uniform", "macs", "macs+time", "capacity")
 USED = 0.98
 """Share of the MACs that a plan by time as well still uses."""
-STEPS, FURTHEST = 16, 1.15
-"""Speedups that are tried, up to so many times the MACs ratio."""
+FURTHEST = 1.15
+"""The highest speedup that is tried, as a multiple of the MACs ratio."""
 
 
 def targets(options: argparse.Namespace) -> Iterator[Target]:
@@ -64,13 +64,14 @@ def planned(case: Case, settings: PruneSettings) -> Plan:
     return case.search(settings).aimed(settings).plan
 
 
-def quickened(case: Case, settings: PruneSettings, base: Plan) -> tuple[Plan, float | None]:
+def quickened(case: Case, settings: PruneSettings, base: Plan, steps: int) -> tuple[Plan, float | None]:
     """The plan within the MACs of the settings that is predicted to be the fastest but still uses them.
 
     Speedups are tried in steps, not halved: what a plan uses of the MACs is not monotone in them.
 
     Args:
         base: what is to be outdone.
+        steps: how many speedups are tried.
 
     Returns:
         The plan with the speedup that was asked for; `base` and None if nothing faster uses the MACs.
@@ -78,7 +79,7 @@ def quickened(case: Case, settings: PruneSettings, base: Plan) -> tuple[Plan, fl
     share = settings.budget.macs
     assert share is not None
     found: tuple[Plan, float | None] = base, None
-    for asked in np.geomspace(predicted(case, base), FURTHEST / share, STEPS + 1)[1:].tolist():
+    for asked in np.geomspace(predicted(case, base), FURTHEST / share, steps + 1)[1:].tolist():
         try:
             made = planned(case, replace(settings, budget=BudgetSettings(macs=share, speedup=asked)).in_blocks)
         except PlanError:  # out of reach, as more would be
@@ -99,14 +100,15 @@ def predicted(case: Case, plan: Plan) -> float:
     return table.at(plan.channel_map) / table.at(plan.channel_map, plan.keep)
 
 
-def measured(case: Case, target: Target, repeats: int) -> Iterator[dict[str, Any]]:
+def measured(case: Case, target: Target, repeats: int, steps: int) -> Iterator[dict[str, Any]]:
     """A row for each plan, all alternated with the dense network."""
     whole = PruneSettings(BudgetSettings(channels=0.5), criterion="l2", scope="uniform", target=target)
     plans, asked = {"uniform": planned(case, whole)}, dict[str, float | None]()
     by_macs = replace(whole, budget=BudgetSettings(macs=left(case, plans["uniform"])), scope="per_mac")
     plans["macs"] = planned(case, by_macs)
-    plans["macs+time"], asked["macs+time"] = quickened(case, by_macs, plans["macs"])
-    plans["capacity"], asked["capacity"] = quickened(case, replace(by_macs, scope="capacity"), plans["uniform"])
+    plans["macs+time"], asked["macs+time"] = quickened(case, by_macs, plans["macs"], steps)
+    by_width = replace(by_macs, scope="capacity")
+    plans["capacity"], asked["capacity"] = quickened(case, by_width, plans["uniform"], steps)
     wanted = replace(target.as_latency, repeats=repeats)
     models = {"dense": case.model, **{name: compact(case.model, plan) for name, plan in plans.items()}}
     found = measure_latency(models, case.example.shape[1:], wanted, devices(target.device, wanted))
@@ -147,7 +149,7 @@ def run(options: argparse.Namespace, rows: Rows) -> Iterator[dict[str, Any]]:
             timed = layer_setting(target)[0]
             if timed not in cases:
                 cases[timed] = profiled(model, example, PruneSettings(target=target), options.networks)
-            found = list(measured(cases[timed], target, options.repeats))
+            found = list(measured(cases[timed], target, options.repeats, options.steps))
         except PrunekitError as error:
             found = [{"plan": name, "reason": str(error)} for name in PLANS]
         for row in found:
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
     parser.add_argument("--networks", type=int, default=Effort.networks, help="that a profile measures, at least 10")
     parser.add_argument("--repeats", type=int, default=61, help="rounds of a measurement")
+    parser.add_argument("--steps", type=int, default=16, help="speedups that are tried for a plan by time")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows, one a line; those in it are not run again")
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")

@@ -414,7 +414,8 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
 @pytest.mark.usefixtures("little_effort")
 def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", cache)
-    arguments = ("--model", "resnet18", "--runtimes", "eager", "--device", "cpu", "--repeats", "5", *SMALL)
+    few = ("--repeats", "5", "--steps", "2")
+    arguments = ("--model", "resnet18", "--runtimes", "eager", "--device", "cpu", *few, *SMALL)
     done = run("latency.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = {row["plan"]: row for row in map(json.loads, done.stdout.splitlines())}
