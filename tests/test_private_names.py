@@ -81,6 +81,14 @@ def test_the_names_do_what_they_say() -> None:
     assert not private_torch.is_composite("aten::mm")
 
 
+def test_onnx_operators_are_read_once_where_that_is_asked_for() -> None:
+    pytest.importorskip("onnxscript")
+    apis = importlib.import_module("torch.onnx._internal._lazy_import").onnxscript_apis
+    with private_torch.onnx_operators_read_once():
+        assert apis.get_torchlib_ops() is apis.get_torchlib_ops()
+    assert "get_torchlib_ops" not in vars(apis)
+
+
 def test_accelerate_leaves_the_attributes_that_are_looked_for() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     module = hooks.add_hook_to_module(nn.Linear(1, 1), hooks.ModelHook())

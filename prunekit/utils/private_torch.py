@@ -6,8 +6,10 @@ What is public in all supported versions is not here, nor are documented functio
 
 from __future__ import annotations
 
+import functools
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -180,3 +182,24 @@ def set_compile_stance(stance: Any) -> None:
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is not None and frames._stance is not stance:
         frames._set_stance(frames.DynamoStance() if stance is None else stance)
+
+
+@contextmanager
+def onnx_operators_read_once() -> Iterator[None]:
+    """Let torch's exporter keep what it reads of ONNX operators: it parses the source of all 500 for each export."""
+    from torch.onnx._internal import _lazy_import
+
+    apis: Any = vars(_lazy_import).get("onnxscript_apis")  # a stand-in for a module, which other versions may not have
+    if apis is None:
+        yield
+        return
+    try:
+        vars(apis)["get_torchlib_ops"] = functools.partial(_onnx_operators, apis)
+        yield
+    finally:
+        vars(apis).pop("get_torchlib_ops", None)
+
+
+@functools.cache
+def _onnx_operators(apis: Any) -> Any:
+    return type(apis).__getattr__(apis, "get_torchlib_ops")()  # of the module behind it

@@ -18,6 +18,7 @@ from prunekit.models.interface import ModelInterface, input_specs_of
 from prunekit.utils.context import set_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example
+from prunekit.utils.private_torch import onnx_operators_read_once
 from prunekit.utils.tensors import map_tensors
 
 OPSET = 23
@@ -58,7 +59,7 @@ def translated(
         names["input_names"] = [spec.name for spec in interface.inputs]
         if interface.outputs:
             names["output_names"] = [spec.name for spec in interface.outputs]
-    with tracing():
+    with tracing(), onnx_operators_read_once():
         try:
             program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)
         except Exception as error:
