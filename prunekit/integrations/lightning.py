@@ -89,22 +89,14 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
         return key
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Check that there is something to prune, and leave the masks of a training before until weights are loaded.
-
-        Raises:
-            UsageError: there is no such submodule, or the LightningModule has no `forward`.
-        """
+        """Check that there is something to prune, and leave the masks of a training before until weights are loaded."""
         if stage == "fit":
             self._pruned(pl_module)
             if self.is_open:
                 self._pause()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the pruner, once optimizers and checkpoint are there.
-
-        Raises:
-            UsageError: no optimizer, or more than one, has the module's parameters; or as of `prunekit.Pruner`.
-        """
+        """Make the pruner, once optimizers and checkpoint are there."""
         model = self._pruned(pl_module)
         example = self.example
         if example is None and model is pl_module and "calibration" not in self.arguments:
@@ -131,11 +123,7 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
         self._saved = state_dict if "pruner" in state_dict else None
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Raise unless a checkpoint that a training goes on from has a state of this callback.
-
-        Raises:
-            UsageError: it has none: it was written without the callback, or for another module.
-        """
+        """Raise unless a checkpoint that a training goes on from has a state of this callback."""
         going_on = trainer.state.fn == "fit" and self._small is None
         if going_on and self.state_key not in checkpoint.get("callbacks", {}):
             raise UsageError(
@@ -163,19 +151,17 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
         paths = [path for path, module in pl_module.named_modules() if path and any(True for _ in module.parameters())]
         tops = [path for path in paths if "." not in path]
         kind = type(pl_module).__name__
-        found: nn.Module = pl_module
-        if self.module is not None:
-            if self.module not in paths:
-                raise UsageError(
-                    f"module: expected the path of a submodule of {kind} with parameters, got {self.module!r}; "
-                    f"{nearest(self.module, paths)}"
-                )
-            found = pl_module.get_submodule(self.module)
-        elif type(pl_module).forward is LightningModule.forward:
+        if self.module is None and type(pl_module).forward is LightningModule.forward:
             raise UsageError(
                 f"{kind} has no forward that could be traced: name the submodule that is pruned, module="
                 + " or module=".join(map(repr, tops[:3] or ["..."]))
             )
+        if self.module is not None and self.module not in paths:
+            raise UsageError(
+                f"module: expected the path of a submodule of {kind} with parameters, got {self.module!r}; "
+                f"{nearest(self.module, paths)}"
+            )
+        found: nn.Module = pl_module.get_submodule(self.module or "")
         return found
 
     def _average(self, trainer: Any) -> AveragedModel | None:

@@ -20,18 +20,7 @@ MADE_HERE = ("model", "optimizer", "average")
 
 
 class PrunesInTrainer:
-    """Base of callbacks: what they were given, and the pruner of the training that they are in.
-
-    Args:
-        example: as for `prunekit.Pruner`; each callback says what stands in for it.
-        steps: of the optimizer until the budgets are met; a float is a share of the training, in 0..1; None: halfway
-            from `begin` to the end of the training, unless the schedule has an end or is `oneshot`.
-        begin: steps before the schedule begins; a float is a share of the training.
-        arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
-
-    Raises:
-        UsageError: a share is none, or an argument is one that the callback takes from its trainer.
-    """
+    """Base of callbacks: what they were given, and the pruner of the training that they are in."""
 
     def __init__(self, example: Any = None, *, steps: float | None = None, begin: float = 0, **arguments: Any) -> None:
         for name in MADE_HERE:
@@ -53,11 +42,7 @@ class PrunesInTrainer:
 
     @property
     def pruner(self) -> Pruner:
-        """The pruner of the training.
-
-        Raises:
-            UsageError: no training has begun.
-        """
+        """The pruner of the training; a `UsageError` if none has begun."""
         if self._pruner is None:
             raise UsageError(
                 f"{type(self).__name__}: expected a training that has begun with this callback in this process; give "
@@ -103,11 +88,9 @@ class PrunesInTrainer:
             self._require_unharmed()
             self._pause()
         saved, self._saved = self._saved, None
-        arguments = {**self.arguments, **self._scheduled(total, saved)}
-        if average is not None:
-            arguments["average"] = average
+        self._asked = self._scheduled(total, saved)
+        arguments = {**self.arguments, **self._asked} | ({} if average is None else {"average": average})
         self._pruner, self._model = Pruner(inner, optimizer, example, **arguments), inner
-        self._asked = {name: arguments[name] for name in ("steps", "begin") if name in arguments}
         if saved is not None:
             self._pruner.load_state_dict(saved["pruner"])
 
@@ -155,10 +138,8 @@ class PrunesInTrainer:
         if self.steps is None and (once or (settled and schedule.end is not None)):
             return {"begin": begin}
         rest = (begin / total + 1) / 2  # halfway from begin to the end of the training
-        return {
-            "begin": begin,
-            "steps": max(1, counted("steps", self.steps, rest if self.steps is None else self.steps)),
-        }
+        steps = counted("steps", self.steps, rest if self.steps is None else self.steps)
+        return {"begin": begin, "steps": max(1, steps)}
 
     def _step(self) -> bool:
         """Put the next plan in force if its step is reached, and return whether channels were removed or came back."""

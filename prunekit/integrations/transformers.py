@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,7 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **given: Any
     ) -> None:
-        """Make the pruner, once the optimizer and the weights of a checkpoint are there.
-
-        Raises:
-            UsageError: this callback has pruned another model, or as of `prunekit.Pruner`.
-            ArtifactError: the training goes on from a checkpoint that has no state of the pruner, or another's.
-        """
+        """Make the pruner, once the optimizer and the weights of a checkpoint are there."""
         if state.global_step > 0 and self._small is None:
             self._saved = self._read(args, state)
         self._run = uuid.uuid4().hex
@@ -150,11 +144,11 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
                 "PruneCallback; begin with its weights instead: from_pretrained(checkpoint), and train without "
                 "resume_from_checkpoint"
             )
-        tried = []
-        for path in _candidates(args, state):
-            tried.append(str(path))
-            if not path.is_file():
-                continue
+        # A callback is not told where the trainer's checkpoint is.
+        given = [args.resume_from_checkpoint] if isinstance(args.resume_from_checkpoint, str) else []
+        usual = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        places = [folder / STATE for folder in (*map(Path, given), usual)]
+        for path in filter(Path.is_file, places):
             try:
                 saved = torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:
@@ -164,16 +158,9 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
                 return saved
         raise ArtifactError(
             f"this training goes on from a checkpoint of step {state.global_step}, and the pruner's state of that run "
-            f"is not in {' or '.join(tried)}; if the checkpoint is elsewhere, name it in "
+            f"is not in {' or '.join(map(str, places))}; if the checkpoint is elsewhere, name it in "
             "TrainingArguments(resume_from_checkpoint=...) too"
         )
-
-
-def _candidates(args: Any, state: Any) -> Iterator[Path]:
-    """Yield where the pruner's state of a checkpoint may be; a callback is not told where the trainer's is."""
-    if isinstance(args.resume_from_checkpoint, str):
-        yield Path(args.resume_from_checkpoint) / STATE
-    yield Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
 
 
 @public_call
@@ -256,8 +243,7 @@ def from_pretrained(folder: StrPath, cls: type[PreTrainedModel] | None = None) -
         ModelError: the class is not one of transformers', and none was given, or another one.
     """
     path = folder_at(folder)
-    entry = read_manifest(path).get(ENTRY)
-    match entry:
+    match read_manifest(path).get(ENTRY):
         case {"class": str(name), "attention": str() | None as attention}:
             pass
         case _:

@@ -7,7 +7,6 @@ ultralytics' own. Needs `pip install 'prunekit[ultralytics]'`; nothing else in p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Unpack
@@ -30,15 +29,16 @@ from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
 )
 from prunekit.integrations.yolo.pruned_trainer import keep_structure  # noqa: E402
 from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402
-    Left,
     PrunedYOLO,
+    channels_of,
     configuration,
     forget_image_size,
     is_marked,
+    left_by,
     marked,
     predictions,
+    settings_of,
     training_examples,
-    what_is_left,
 )
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
 from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
@@ -121,14 +121,10 @@ def prune_yolo(
     notes: tuple[str, ...] = ()
     if suppression:
         arguments["latency_ms"], arguments["speedup"], notes = without_suppression(
-            given,
-            samples,
-            arguments.get("latency_ms"),
-            arguments.get("speedup"),
-            arguments.get("target") or Target(),
+            given, samples, arguments.get("latency_ms"), arguments.get("speedup"), arguments.get("target") or Target()
         )
-    channels_read = int(configuration(dense).get("channels", 3))
-    example = torch.rand(2, channels_read, *size, generator=torch.Generator().manual_seed(seed)).to(device_of(dense))
+    generator = torch.Generator().manual_seed(seed)
+    example = torch.rand(2, channels_of(dense), *size, generator=generator).to(device_of(dense))
     source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models
     forget_image_size(source)
     found = prune(
@@ -141,9 +137,7 @@ def prune_yolo(
         more_examples=training_examples(source, example),
         **arguments,
     )
-    before = what_is_left(dense) if is_marked(dense) else {}
-    left: Left = {name: (before.get(name, (was,))[0], now) for name, (was, now) in found.plan.totals().items()}
-    made = PrunedYOLO.around(given, marked(dense, found.model, left), found)
+    made = PrunedYOLO.around(given, marked(dense, found.model, left_by(found.plan, dense)), found)
     made.notes = notes
     return made
 
@@ -205,10 +199,7 @@ def _opened(yolo: Any) -> Model:
 
 def _size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, int]:
     """Return height and width, as multiples of the model's stride."""
-    arguments = model.args
-    asked: Any = given
-    if asked is None:
-        asked = (arguments if isinstance(arguments, Mapping) else vars(arguments)).get("imgsz", 640)
+    asked: Any = settings_of(model).get("imgsz", 640) if given is None else given
     height, width = asked if isinstance(asked, (tuple, list)) else (asked, asked)
     stride = max(int(max(getattr(model, "stride", [1]))), 1)
     if not all(isinstance(side, int) and side > 0 and side % stride == 0 for side in (height, width)):

@@ -16,34 +16,26 @@ from ultralytics.engine.model import Model
 from ultralytics.utils.patches import imread
 
 from prunekit.errors import DataError, reraise_shortage
-from prunekit.integrations.yolo.pruned_yolo import configuration
+from prunekit.integrations.yolo.pruned_yolo import channels_of
 
 GRAY, COLOR = 0, 1
 """Flags of OpenCV."""
 
 
 def calibration_images(yolo: Model, data: Any, size: tuple[int, int], most: int, seed: int) -> Tensor:
-    """Return images as ultralytics' predictors give them to the model: RGB in 0..1, scaled and padded to one size.
+    """Return images (B, C, H, W) float32 as ultralytics' predictors give them to the model: RGB in 0..1, of one size.
 
     Args:
-        yolo: the model that they are for, whose task says how they are preprocessed.
         data: a data set of ultralytics by its YAML file or as a dictionary; a folder, a file, a text file of paths, or
             a list of these; images as arrays (H, W, 3) in BGR, as OpenCV reads them; a tensor (B, C, H, W), in 0..1 or
             uint8; or a loader of such tensors, or of ultralytics' batches, whose images are under `img`.
-        size: height and width in pixels, for files and arrays.
-        most: how many images are taken, a random sample of the files.
-        seed: of that sample.
-
-    Returns:
-        (B, C, H, W) float32.
-
-    Raises:
-        DataError: there are no images, one cannot be read, or they have other channels than the model reads.
+        size: height and width in pixels, to which files and arrays are scaled and padded.
+        most: how many images are taken, of files a random sample.
     """
-    channels = int(configuration(yolo.model).get("channels", 3))
+    channels = channels_of(yolo.model)
     if isinstance(data, Tensor):
         found = _as_floats(data[:most])
-    elif isinstance(data, (str, Path)) or _is_configuration(data) or _is_list_of(data, (str, Path)):
+    elif isinstance(data, (str, Path)) or _is_list_of(data, (str, Path)) or _is_configuration(data):
         paths = image_files(data, classified=yolo.task == "classify")
         chosen = sorted(random.Random(seed).sample(range(len(paths)), min(most, len(paths))))
         found = _preprocessed(yolo, (_read(paths[index], channels) for index in chosen), size)
@@ -64,12 +56,7 @@ def calibration_images(yolo: Model, data: Any, size: tuple[int, int], most: int,
 def image_files(data: Any, *, classified: bool = False) -> list[str]:
     """Return the paths of the training images of a data set, or of the images in folders, files and lists.
 
-    Args:
-        data: a YAML file or a dictionary as ultralytics takes it, a folder, an image, a text file of paths, or a list.
-        classified: whether it is a data set of classes, in folders by split, as ultralytics takes it.
-
-    Raises:
-        DataError: there are none.
+    A `classified` data set has classes, in folders by split, as ultralytics takes it.
     """
     places = _places(data, classified)
     found: list[str] = []
@@ -95,23 +82,18 @@ def _places(data: Any, classified: bool) -> list[Path]:
         return [Path(one) for one in data]
     if isinstance(data, (str, Path)) and Path(data).exists() and Path(data).suffix not in {".yaml", ".yml"}:
         return [Path(data) / "train" if classified and (Path(data) / "train").is_dir() else Path(data)]
+    root = Path()
     try:
         if isinstance(data, Mapping):
-            split = _resolved(data)
+            split, root = data["train"], Path(data.get("path") or "")
         elif classified:
             split = check_cls_dataset(data)["train"]
         else:
             split = check_det_dataset(str(data))["train"]
+        return [root / one for one in (split if isinstance(split, (list, tuple)) else [split])]
     except Exception as error:  # whatever the library makes of a file
         reraise_shortage(error)
         raise DataError(f"data: {_described(data)} is no data set that ultralytics reads: {error}") from error
-    return [Path(one) for one in (split if isinstance(split, (list, tuple)) else [split])]
-
-
-def _resolved(data: Mapping[str, Any]) -> list[str]:
-    train = data["train"]
-    root = Path(data.get("path") or "")
-    return [str(root / one) for one in (train if isinstance(train, (list, tuple)) else [train])]
 
 
 def _preprocessed(yolo: Model, images: Iterable[np.ndarray[Any, Any]], size: tuple[int, int]) -> Tensor:

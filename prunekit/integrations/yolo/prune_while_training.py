@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,15 +22,15 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import HOOK_TABLES, OwnedHook, count_hooks
 from prunekit.integrations.yolo.pruned_trainer import STATE
 from prunekit.integrations.yolo.pruned_yolo import (
-    Left,
     PrunedYOLO,
+    channels_of,
     configuration,
     forget_image_size,
-    is_marked,
+    left_by,
     marked,
     predictions,
+    settings_of,
     training_examples,
-    what_is_left,
 )
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan, load_plan
@@ -153,11 +154,9 @@ class PruneWhileTraining:
         forget_image_size(masked)
         small = compact(masked, plan)
         self.verification = _verified(masked, small, plan)
-        before = what_is_left(masked) if is_marked(masked) else {}
-        left: Left = {name: (before.get(name, (was,))[0], now) for name, (was, now) in plan.totals().items()}
         for event, callback in self._callbacks().items():
             self._yolo.callbacks[event] = [one for one in self._yolo.callbacks[event] if one != callback]
-        made = PrunedYOLO.around(self._yolo, marked(masked, small, left))
+        made = PrunedYOLO.around(self._yolo, marked(masked, small, left_by(plan, masked)))
         made.plan = self.plan = plan
         made.ckpt["train_args"] = checkpoint.get("train_args", {})
         return made
@@ -183,14 +182,16 @@ class PruneWhileTraining:
                 "pruned one with the teacher: prune_yolo(...).train(distill_model=...)"
             )
         if _structure(model) != self._structure:
+            name = Path(str(configuration(model).get("yaml_file", type(model).__name__))).stem
             raise ModelError(
-                "PruneWhileTraining: the trainer trains another model than the one that this is attached to; "
-                f"{_rebuilt(model)}"
+                "PruneWhileTraining: the trainer trains another model than the one that this is attached to; it trains "
+                f"{name}. Attach to the object whose train() is called; a model that was pruned by hand is rebuilt in "
+                "its dense size by train(), so give it to load_yolo(yolo) first"
             )
         size = trainer.args.imgsz
-        example = torch.zeros(2, int(configuration(model).get("channels", 3)), size, size, device=trainer.device)
-        first, last = schedule_of(trainer, self._begin, 0.0 if self._schedule == "oneshot" else self._epochs)
+        example = torch.zeros(2, channels_of(model), size, size, device=trainer.device)
         once = self._schedule == "oneshot"
+        first, last = schedule_of(trainer, self._begin, 0.0 if once else self._epochs)
         forget_image_size(model)
         self.pruner = Pruner(
             trainer.model,
@@ -212,7 +213,7 @@ class PruneWhileTraining:
             self._resume(trainer, self.pruner)
         if not self.pruner.done:
             _forget_best(trainer)
-        trainer.save_model = _SavesBestUnderFinalPlan(trainer, self.pruner)
+        trainer.save_model = partial(_save_model, trainer, self.pruner, trainer.save_model)
 
     def _resume(self, trainer: Any, pruner: Pruner) -> None:
         """Go on from the state beside the checkpoint."""
@@ -273,21 +274,16 @@ class PruneWhileTraining:
         return self.__dict__ | {"_yolo": None, "pruner": None}
 
 
-class _SavesBestUnderFinalPlan:
-    """The trainer's `save_model`, which writes no `best.pt` before the final plan, and no hooks into checkpoints."""
-
-    def __init__(self, trainer: Any, pruner: Pruner) -> None:
-        self._trainer, self._save, self._pruner = trainer, trainer.save_model, pruner
-
-    def __call__(self) -> Any:
-        trainer, best = self._trainer, self._trainer.best_fitness
-        if not self._pruner.done:
-            trainer.best_fitness = float("nan")  # equals no fitness
-        try:
-            with without_own_hooks(trainer.ema.ema):
-                return self._save()
-        finally:
-            trainer.best_fitness = best
+def _save_model(trainer: Any, pruner: Pruner, save: Callable[[], Any]) -> Any:
+    """Save as the trainer does, but write no `best.pt` before the final plan, and no hooks into checkpoints."""
+    best = trainer.best_fitness
+    if not pruner.done:
+        trainer.best_fitness = float("nan")  # equals no fitness
+    try:
+        with without_own_hooks(trainer.ema.ema):
+            return save()
+    finally:
+        trainer.best_fitness = best
 
 
 @contextmanager
@@ -315,8 +311,7 @@ def _forget_best(trainer: Any) -> None:
 
 def _verified(masked: nn.Module, small: nn.Module, plan: Plan) -> Verification:
     shape = next(iter(masked.parameters())).shape
-    arguments: Any = masked.args
-    size = int(arguments["imgsz"] if isinstance(arguments, Mapping) else arguments.imgsz)
+    size = int(settings_of(masked)["imgsz"])
     example: Tensor = torch.rand(1, shape[1], size, size, generator=torch.Generator().manual_seed(0))
     return verify(masked, small, plan, [example], strict=True, outputs=predictions)
 
@@ -329,23 +324,11 @@ def _structure(model: nn.Module) -> str:
     return hashlib.sha256("\n".join([*kinds, *shapes]).encode()).hexdigest()
 
 
-def _rebuilt(model: nn.Module) -> str:
-    name = Path(str(configuration(model).get("yaml_file", type(model).__name__))).stem
-    return (
-        f"it trains {name}. Attach to the object whose train() is called; a model that was pruned by hand is rebuilt "
-        "in its dense size by train(), so give it to load_yolo(yolo) first"
-    )
-
-
 def steps_after(trainer: Any, epochs: float) -> int:
     """Return how many steps the optimizer has made after a number of epochs, from the first on.
 
     The trainer steps once `accumulate` batches have come since the last step, and raises `accumulate` from 1 during its
     warm-up.
-
-    Args:
-        trainer: of ultralytics, at the start of its training.
-        epochs: also fractions.
     """
     batches = len(trainer.train_loader)
     warmup, nominal = trainer._get_warmup_iterations(batches), trainer.accumulate
@@ -358,15 +341,9 @@ def steps_after(trainer: Any, epochs: float) -> int:
 
 
 def schedule_of(trainer: Any, begin: float, epochs: float | None) -> tuple[int, int]:
-    """Return the steps of the optimizer before a schedule begins, and until it ends.
+    """Return the steps of the optimizer before a schedule begins, after `begin` epochs, and until it ends.
 
-    Args:
-        trainer: of ultralytics, at the start of its training.
-        begin: epochs before the schedule begins.
-        epochs: that the schedule takes, 0 for one that prunes once; None: half of those that remain.
-
-    Raises:
-        UsageError: it does not end within the training.
+    It takes `epochs`, 0 where it prunes once; None: half of those that remain.
     """
     total = trainer.epochs
     taken = (total - begin) / 2 if epochs is None else epochs

@@ -34,12 +34,7 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
     """
 
     def get_model(self, cfg: Any = None, weights: nn.Module | None = None, verbose: bool = True) -> nn.Module:
-        """Return a copy of the pruned model that `weights` is; `cfg` is not read.
-
-        Raises:
-            UsageError: there is none: `pretrained=False`.
-            ModelError: it is not a pruned one, is fused, or has another number of classes than the data.
-        """
+        """Return a copy of the pruned model that `weights` is; `cfg` is not read."""
         if weights is None:
             raise UsageError(
                 "train: expected the weights of the pruned model, got none; its structure is in the file of its "
@@ -61,7 +56,9 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".dfl" not in name)
         if isinstance(self, ClassificationTrainer):
-            _set_dropout(model, self.args.dropout)
+            for module in model.modules():
+                if isinstance(module, nn.Dropout) and self.args.dropout:
+                    module.p = self.args.dropout
         else:
             _fit_classes(model, self.data)
         if isinstance(self, WorldTrainer) and on_pretrain_routine_end not in self.callbacks["on_pretrain_routine_end"]:
@@ -80,12 +77,6 @@ def pruned_trainer(base: type[BaseTrainer]) -> type[BaseTrainer]:
         'PrunedDetectionTrainer'
     """
     return base if issubclass(base, PrunedTrainer) else type(f"Pruned{base.__name__}", (PrunedTrainer, base), {})
-
-
-def _set_dropout(model: nn.Module, rate: float) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) and rate:
-            module.p = rate
 
 
 MOST_TEXTS = 80

@@ -35,38 +35,34 @@ Left = dict[str, tuple[float, float]]
 """By figure, such as MACs, that of the dense and that of the pruned model."""
 
 
-def mark(model: Any, left: Left) -> None:
-    """Mark a pruned model, in place.
-
-    Args:
-        model: of ultralytics, with a `yaml`; it gets one of its own.
-        left: of it.
-    """
-    config: dict[str, Any] = deepcopy(configuration(model))
-    config["backbone"][0][2] = SENTENCE
-    config[KEY] = {name: list(both) for name, both in left.items()}
-    if hasattr(model, "set_classes"):  # open vocabularies are built from the file that the configuration names
-        stem = Path(config.get("yaml_file", "")).stem
-        config["yaml_file"] = f"{stem} (this model is pruned, and train would rebuild it, see {ADVICE}).yaml"
-    model.yaml = config
-
-
 def is_marked(model: nn.Module) -> bool:
     """Return whether a model was marked as pruned."""
     return KEY in configuration(model)
 
 
 def what_is_left(model: nn.Module) -> Left:
-    """Return the figures that `mark` noted."""
+    """Return the figures that `marked` noted."""
     return {name: (both[0], both[1]) for name, both in configuration(model)[KEY].items()}
 
 
-def configuration(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration that a model was built from.
+def left_by(plan: Plan, model: nn.Module) -> Left:
+    """Return the figures of a plan; where the model that it prunes was pruned before, beside those of its dense one."""
+    before = what_is_left(model) if is_marked(model) else {}
+    return {name: (before.get(name, (was,))[0], now) for name, (was, now) in plan.totals().items()}
 
-    Raises:
-        ModelError: it has none, so it is no model of ultralytics.
-    """
+
+def channels_of(model: nn.Module) -> int:
+    """Return the number of channels of the images that a model reads."""
+    return int(configuration(model).get("channels", 3))
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """Return the settings that a model of ultralytics was trained with, such as `imgsz`."""
+    return dict(model.args if isinstance(model.args, Mapping) else vars(model.args))
+
+
+def configuration(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration that a model was built from; raise if it is no model of ultralytics."""
     config = getattr(model, "yaml", None)
     if not isinstance(config, dict) or not config.get("backbone"):
         raise ModelError(
@@ -95,11 +91,7 @@ def predictions(output: Any) -> Any:
 def training_examples(model: Any, images: Tensor) -> tuple[dict[str, Any], ...]:
     """Return examples of what training calls a model with, where it runs parts that no prediction does.
 
-    Decoders of RT-DETR learn to denoise true boxes, whose classes they embed.
-
-    Args:
-        model: of ultralytics.
-        images: (B, C, H, W), at least two.
+    Decoders of RT-DETR learn to denoise true boxes, whose classes they embed. Of images (B, C, H, W) two are taken.
     """
     if not hasattr(model.model[-1], "denoising_class_embed"):
         return ()
@@ -140,12 +132,9 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
 
     @classmethod
     def around(cls, yolo: Model, model: nn.Module | None = None, pruned: Pruned | None = None) -> Self:
-        """Return such an object, with the settings and callbacks of another, which is left as it is.
+        """Return such an object, with the class, task, settings and callbacks of another, which is left as it is.
 
-        Args:
-            yolo: the object whose class, task, settings and callbacks it takes over.
-            model: a pruned model, already marked; None: the one in `yolo`.
-            pruned: the result that it comes from.
+        Its model is a pruned one, already marked; without one that of `yolo`.
         """
         given: Any = type(yolo)
         kind = pruned_class(given)
@@ -156,28 +145,23 @@ class PrunedYOLO(Model):  # type: ignore[misc]  # ultralytics has no types
         if model is not None:
             made.model = model
             made.ckpt = {"epoch": -1} | {key: value for key, value in (yolo.ckpt or {}).items() if key not in OF_A_RUN}
-            made.ckpt.setdefault("train_args", dict(model.args) if isinstance(model.args, dict) else vars(model.args))
+            made.ckpt.setdefault("train_args", settings_of(model))
             made.ckpt_path = None
         made.predictor = made.trainer = made.metrics = None
         made.pruned, made.plan = pruned, None if pruned is None else pruned.plan
         return made
 
-    def _headline(self) -> str:
-        left = ", ".join(f"{name} {share(kept / (dense or 1))}" for name, (dense, kept) in self._left().items())
-        return f"{type(self).__name__} ({self.task}) with {left} left"
-
-    def _left(self) -> Left:
-        return what_is_left(self.model)
-
     def __repr__(self) -> str:
-        return self._headline()
+        figures = what_is_left(self.model).items()
+        left = ", ".join(f"{name} {share(kept / (dense or 1))}" for name, (dense, kept) in figures)
+        return f"{type(self).__name__} ({self.task}) with {left} left"
 
     def __str__(self) -> str:
         """Return what is left, and the result of `prunekit.prune` where the model comes from one."""
         if self.pruned is not None:
-            return "\n".join((self._headline(), "", str(self.pruned), *self.notes))
-        rows = (f"{name}: {count(dense)} -> {count(kept)}" for name, (dense, kept) in self._left().items())
-        return "\n".join((self._headline(), *rows))
+            return "\n".join((repr(self), "", str(self.pruned), *self.notes))
+        figures = what_is_left(self.model).items()
+        return "\n".join((repr(self), *(f"{name}: {count(dense)} -> {count(kept)}" for name, (dense, kept) in figures)))
 
 
 @cache
@@ -187,14 +171,14 @@ def pruned_class(base: Any) -> type[PrunedYOLO]:
 
 
 def marked(dense: Any, small: Any, left: Left) -> nn.Module:
-    """Return a pruned model, marked, and ready for any image size and for training.
-
-    Args:
-        dense: the model that it comes from.
-        small: the pruned model; changed.
-        left: see `rebuild_guard.mark`.
-    """
-    mark(small, left)
+    """Mark the pruned model of a dense one, make it ready for any image size and for training, and return it."""
+    config: dict[str, Any] = deepcopy(configuration(small))
+    config["backbone"][0][2] = SENTENCE
+    config[KEY] = {name: list(both) for name, both in left.items()}
+    if hasattr(small, "set_classes"):  # open vocabularies are built from the file that the configuration names
+        stem = Path(config.get("yaml_file", "")).stem
+        config["yaml_file"] = f"{stem} (this model is pruned, and train would rebuild it, see {ADVICE}).yaml"
+    small.yaml = config
     forget_image_size(small)
     small.args = dict(dense.args) if isinstance(dense.args, dict) else dense.args
     ready: nn.Module = small.eval()

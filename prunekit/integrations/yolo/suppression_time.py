@@ -23,21 +23,9 @@ ROUNDS = 5
 def without_suppression(
     yolo: Model, samples: Tensor | None, latency_ms: float | None, speedup: float | None, target: Target
 ) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """Return budgets of time for the model alone, from budgets for model and suppression together.
+    """Return budgets of time for the model alone, from those for model and suppression together, and a note on both.
 
-    Args:
-        yolo: dense.
-        samples: (B, C, H, W) images; suppression takes longer the more boxes there are in them.
-        latency_ms: of both; None: no such budget.
-        speedup: of both; None: no such budget.
-        target: of the budgets.
-
-    Returns:
-        `latency_ms` and `speedup` of the model alone, and a note with the times that they come from.
-
-    Raises:
-        UsageError: there are no images, no budget of time, or the model has no suppression.
-        PlanError: suppression alone takes longer than the budget.
+    Suppression takes longer the more boxes there are in the images `samples` (B, C, H, W).
     """
     if latency_ms is None and speedup is None:
         raise UsageError("suppression: expected a budget of time with it, speedup=... or latency_ms=...")
