@@ -247,10 +247,10 @@ DOORS = {
     "models/zoo.py: package": "a table of its own",
     "models/zoo.py: load_factory": "--model, typed",
     "models/zoo.py: load_with_example": "--model, typed",
-    "utils/registry.py: Registry._load": "the modules that register built-in objects",
+    "utils/registry.py: Registry.get": "the modules that register built-in objects",
     "utils/registry.py: Registry.reload": "`load_object`, which refuses what a file gave",
     "utils/user_code.py: run_factory": "`load_object`, which refuses what a file gave",
-    "utils/user_code.py: _import": "`load_object`, which refuses what a file gave",
+    "utils/user_code.py: load_object": "`load_object`, which refuses what a file gave",
 }
 """Functions that import, unpickle or run what is no constant, and why no file's text gets there."""
 RUNNING = {

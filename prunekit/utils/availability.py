@@ -48,15 +48,13 @@ def require_report() -> None:
 
 def has_device(kind: str) -> bool:
     """Return whether torch has a device of a type; torch is imported only where there may be one."""
-    if kind == "cuda" and ("torch" in sys.modules or _has_gpu_driver()):
-        import torch
+    if kind not in ("cuda", "mps"):
+        return True
+    if "torch" not in sys.modules and not (_has_gpu_driver() if kind == "cuda" else sys.platform == "darwin"):
+        return False
+    import torch
 
-        return torch.cuda.is_available()
-    if kind == "mps" and ("torch" in sys.modules or sys.platform == "darwin"):
-        import torch
-
-        return torch.backends.mps.is_available()
-    return kind not in ("cuda", "mps")
+    return torch.cuda.is_available() if kind == "cuda" else torch.backends.mps.is_available()
 
 
 def _has_gpu_driver() -> bool:
@@ -68,29 +66,20 @@ def _has_gpu_driver() -> bool:
     return True
 
 
-def missing_device(kinds: Sequence[str]) -> str:
-    """Return that there is no device of any of these types; empty if there is one."""
-    return "" if any(map(has_device, kinds)) else f"runs on {' and '.join(kinds)}, and there is none here"
-
-
-def missing_compiler() -> str:
-    """Return that there is no C++ compiler; empty if there is one."""
-    name = os.environ.get("CXX", COMPILERS.get(sys.platform, "g++"))
-    if shutil.which(name) is not None:
-        return ""
-    return "needs a C++ compiler, and none is found here: install g++ or clang++, or name one in $CXX"
-
-
 def unusable(facts: Mapping[str, Any]) -> str:
     """Return why something cannot be used here, by the facts of its registration; empty if it can.
 
     Facts are `packages` with `install`, `devices` (types of which it needs one) and `compiler` (whether it needs one).
     """
-    return (
-        missing_packages(facts.get("packages", ()), facts.get("install", ""))
-        or missing_device(facts.get("devices", ("cpu",)))
-        or (missing_compiler() if facts.get("compiler") else "")
-    )
+    if missing := missing_packages(facts.get("packages", ()), facts.get("install", "")):
+        return missing
+    kinds = facts.get("devices", ("cpu",))
+    if not any(map(has_device, kinds)):
+        return f"runs on {' and '.join(kinds)}, and there is none here"
+    compiler = os.environ.get("CXX", COMPILERS.get(sys.platform, "g++"))
+    if facts.get("compiler") and shutil.which(compiler) is None:
+        return "needs a C++ compiler, and none is found here: install g++ or clang++, or name one in $CXX"
+    return ""
 
 
 def int8_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...] | None:
@@ -126,15 +115,7 @@ class MissingExtraError(UsageError, ModuleNotFoundError):
 
 
 def require_library(library: str, extra: str) -> None:
-    """Raise if a library is not installed.
-
-    Args:
-        library: name of its package, as it is imported.
-        extra: of prunekit, that installs it.
-
-    Raises:
-        MissingExtraError: it is not installed; an `ImportError`, so that a program may do without.
-    """
+    """Raise an `ImportError`, so that a program may do without, if a library is not installed by prunekit's extra."""
     if find_spec(library) is None:
         raise MissingExtraError(
             f"prunekit.integrations.{library} needs {library}, not installed here: pip install 'prunekit[{extra}]'",

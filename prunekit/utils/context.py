@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -172,48 +173,31 @@ def same_draws(model: nn.Module) -> Iterator[None]:
     torch's) are restored afterwards.
     """
     held = [value for module in model.modules() for value in vars(module).values()]
-    states = [(value, _state_of(value)) for value in held if isinstance(value, _GENERATORS)]
+    restores: list[Callable[[], object]] = []
+    for value in held:
+        if isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            restores.append(partial(setattr, bits, "state", bits.state))
+        elif isinstance(value, np.random.RandomState | torch.Generator):
+            restores.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
+        elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+            restores.append(partial(value.setstate, value.getstate()))
     try:
         with seeded(0):
             yield
     finally:
-        for generator, state in states:
-            _set_state(generator, state)
-
-
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif not isinstance(generator, random.Random):
-        generator.set_state(state)
-    elif state is not None:  # `SystemRandom` has none
-        generator.setstate(state)
+        for restore in restores:
+            restore()
 
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
     """Restore the states of Python's, NumPy's and torch's generators afterwards."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    before = random_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        set_random_state(before)
 
 
 def random_state() -> dict[str, Any]:
@@ -290,17 +274,14 @@ def release_freed() -> None:
     trim, info = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallinfo2"))  # of glibc alone
     if info is not None:
         info.restype = _HeapInfo
-    if trim is not None and (info is None or info().free > KEPT):
+    if trim is not None and (info is None or info().sizes[8] > KEPT):
         trim(0)
 
 
 class _HeapInfo(ctypes.Structure):
-    """The result of glibc's `mallinfo2`: bytes in its heaps."""
+    """The result of glibc's `mallinfo2`: ten sizes in bytes, the ninth that of freed memory."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in ("arena", "pieces", "small", "maps", "mapped", "most", "small_free", "used", "free", "top")
-    )
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
 
 
 @contextmanager

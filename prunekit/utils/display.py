@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from textwrap import fill, shorten
@@ -52,11 +52,6 @@ def plural(number: int, word: str, ending: str = "s") -> str:
     return f"{number:,} {word}{ending if number != 1 else ''}"
 
 
-def counted(number: int, words: str) -> str:
-    """Return a number and words, which end in s if there is not one of them: `1 sample` of `samples`."""
-    return f"{number:,} {words.removesuffix('s') if number == 1 else words}"
-
-
 def training_name(run: str) -> str:
     """Return what a training run is called for people; that of the dense model is `baseline` in recipes and files."""
     return "dense" if run == "baseline" else run
@@ -71,9 +66,7 @@ def listed(names: Iterable[str], most: int) -> str:
 def size(value: Any) -> str:
     """Return bytes in decimal units, e.g. 85.3 MB."""
     text = count(value)
-    if text == NOTHING:
-        return text
-    return f"{text}B" if text[-1].isalpha() else f"{text} B"
+    return text if text == NOTHING else f"{text}B" if text[-1].isalpha() else f"{text} B"
 
 
 def percent(value: Any, places: int = 1) -> str:
@@ -219,11 +212,10 @@ class Displayed(ABC):
 
 def text_of(result: Displayed, *, most: int | None = None, all_in: str = "") -> str:
     """Return a result as commands print it: lines are not broken."""
-    parts = (
-        part if isinstance(part, str) else replace(part, most=most or len(part.rows), all_in=all_in)
+    return "\n\n".join(
+        part if isinstance(part, str) else _table_text(replace(part, most=most or len(part.rows), all_in=all_in))
         for part in result._parts()
     )
-    return "\n\n".join(part if isinstance(part, str) else _table_text(part) for part in parts)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collection[str] = ()) -> str:
@@ -233,7 +225,12 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collecti
     cells = [list(headings), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     left = _left(headings, text)
-    return "\n".join(_line(line, widths, left) for line in cells)
+    lines = []
+    for line in cells:
+        columns = zip(line, widths, left, strict=True)
+        padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in columns)
+        lines.append(f"  {'  '.join(padded)}".rstrip())
+    return "\n".join(lines)
 
 
 def changes(pairs: Iterable[tuple[int | None, int | None]]) -> list[str]:
@@ -249,12 +246,6 @@ def changes(pairs: Iterable[tuple[int | None, int | None]]) -> list[str]:
 def _left(headings: Sequence[str], text: Collection[str]) -> list[bool]:
     """Return which columns are flush left."""
     return [index == 0 or heading in text for index, heading in enumerate(headings)]
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
-    columns = zip(cells, widths, left, strict=True)
-    padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in columns)
-    return f"  {'  '.join(padded)}".rstrip()
 
 
 def _table_text(part: Table) -> str:
@@ -285,12 +276,8 @@ def _as_html(part: str | Table) -> str:
         return f"<p>{escape(part, quote=False).replace(chr(10), '<br>')}</p>"
     left = " ".join(f"l{index + 1}" for index, flush in enumerate(_left(part.headings, part.text)) if flush)
     caption = f"<caption>{escape(part.title, quote=False)}</caption>" if part.title else ""
-    more = part.left_out
-    body = "".join(_html_rows(part))
-    return f'<table class="{left}">{caption}{body}</table>' + (f"<p>{escape(more, quote=False)}</p>" if more else "")
-
-
-def _html_rows(part: Table) -> Iterator[str]:
-    yield "<thead><tr>" + "".join(f"<th>{escape(heading, quote=False)}" for heading in part.headings) + "<tbody>"
+    body = "<thead><tr>" + "".join(f"<th>{escape(heading, quote=False)}" for heading in part.headings) + "<tbody>"
     for row in part.rows[: part.most]:
-        yield "<tr>" + "".join(f"<td>{escape(cell, quote=False)}" for cell in _short(row, part.widest))
+        body += "<tr>" + "".join(f"<td>{escape(cell, quote=False)}" for cell in _short(row, part.widest))
+    more = f"<p>{escape(part.left_out, quote=False)}</p>" if part.left_out else ""
+    return f'<table class="{left}">{caption}{body}</table>{more}'

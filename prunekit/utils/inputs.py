@@ -67,16 +67,10 @@ class Keywords(dict[str, Any]):
 def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     """Return what a user gave as an example: a tuple, with `Keywords` at its end if there are any.
 
-    Args:
-        model: that will be called with it.
-        given: a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by
-            name. An example stays as it is. Also a list of images (C, H, W), which is the first argument if `forward`
-            takes a list, as torchvision's detectors do, and is stacked if not; and a mapping that is a batch of
-            images and not arguments by name, as ultralytics' loaders make them.
-
-    Raises:
-        UsageError: it is none of these.
-        ModelError: `forward` does not take arguments of these names, or requires others.
+    Given is a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by name.
+    An example stays as it is. Also a list of images (C, H, W), which is the first argument if `forward` takes a list,
+    as torchvision's detectors do, and is stacked if not; and a mapping that is a batch of images and not arguments by
+    name, as ultralytics' loaders make them.
     """
     if isinstance(given, Tensor):
         return (outside_inference(given),)
@@ -88,7 +82,12 @@ def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     if are_images(model, given) and (isinstance(given, list) or takes_list(model, given[0])):
         return from_images(model, given)
     if not isinstance(given, tuple):
-        raise UsageError(f"{EXPECTED}, got {described(given)}; {_advice_instead_of(given)}")
+        advice = "give (value,) for one positional argument that is neither a tensor nor a tuple"
+        if isinstance(given, np.ndarray):
+            advice = "give torch.from_numpy(array)"
+        elif isinstance(given, list):
+            advice = "give tuple(list) for several positional arguments, or (list,) for one argument that is a list"
+        raise UsageError(f"{EXPECTED}, got {described(given)}; {advice}")
     positional, named = split(given)
     if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
         raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
@@ -113,38 +112,17 @@ def _ordered_keywords(model: nn.Module, positional: tuple[Any, ...], given: Mapp
     try:
         signature.bind(*positional, **given)
     except TypeError as error:
-        raise ModelError(_mismatch(model, signature, positional, given, error)) from None
+        taken = [one for one in signature.parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        message = (
+            f"{type(model).__name__}: a mapping gives arguments of forward by name, got {', '.join(map(str, given))}, "
+            f"and forward takes {', '.join(one.name for one in taken) or 'none'}: {error}"
+        )
+        required = [one for one in taken if one.default is one.empty and one.kind is not one.KEYWORD_ONLY]
+        if not positional and len(required) == 1 and not set(given) & {one.name for one in taken}:
+            message += f"; where {required[0].name} is this mapping itself, put it in a tuple: ({{...}},)"
+        raise ModelError(message) from None
     order = {name: at for at, name in enumerate(signature.parameters)}
     return Keywords(sorted(given.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _mismatch(
-    model: nn.Module,
-    signature: inspect.Signature,
-    positional: tuple[Any, ...],
-    given: Mapping[Any, Any],
-    error: TypeError,
-) -> str:
-    """Return the message about arguments by name that `forward` does not take."""
-    kinds = inspect.Parameter
-    taken = [one for one in signature.parameters.values() if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
-    message = (
-        f"{type(model).__name__}: a mapping gives arguments of forward by name, got {', '.join(map(str, given))}, and "
-        f"forward takes {', '.join(one.name for one in taken) or 'none'}: {error}"
-    )
-    required = [one for one in taken if one.default is one.empty and one.kind is not one.KEYWORD_ONLY]
-    if not positional and len(required) == 1 and not set(given) & {one.name for one in taken}:
-        message += f"; where {required[0].name} is this mapping itself, put it in a tuple: ({{...}},)"
-    return message
-
-
-def _advice_instead_of(given: Any) -> str:
-    """Return what to give instead of something that is no example."""
-    if isinstance(given, np.ndarray):
-        return "give torch.from_numpy(array)"
-    if isinstance(given, list):
-        return "give tuple(list) for several positional arguments, or (list,) for one argument that is a list"
-    return "give (value,) for one positional argument that is neither a tensor nor a tuple"
 
 
 def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:
@@ -214,9 +192,7 @@ def arguments_by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | 
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     keys: list[str | int] = [one.name for one in _parameters(model) if one.kind in kinds]
     keys += range(len(keys), len(positional))
-    found = dict(zip(keys, positional, strict=False))
-    found.update(named.items())
-    return found
+    return dict(zip(keys, positional, strict=False)) | dict(named)
 
 
 def inputs_in(batch: Any) -> Any:
@@ -246,23 +222,19 @@ def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
         text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
         return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
     if model not in _TAKING_LISTS and image is not None:
-        _TAKING_LISTS[model] = _runs_on(model, [image])
+        like, runs = next(iter(model.parameters())), True
+        with training_mode(model, False), torch.no_grad():
+            try:
+                model([image.to(like.device, like.dtype)])
+            except Exception as error:  # whatever the model's own code raises
+                reraise_shortage(error)
+                runs = False
+        _TAKING_LISTS[model] = runs
     return _TAKING_LISTS.get(model, False)
 
 
 _TAKING_LISTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Findings about models without annotations."""
-
-
-def _runs_on(model: nn.Module, images: list[Tensor]) -> bool:
-    like = next(iter(model.parameters()))
-    with training_mode(model, False), torch.no_grad():
-        try:
-            model([image.to(like.device, like.dtype) for image in images])
-        except Exception as error:  # whatever the model's own code raises
-            reraise_shortage(error)
-            return False
-    return True
 
 
 def is_image(model: nn.Module, value: Any) -> bool:
@@ -438,13 +410,10 @@ def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int
     if mask is not None:
         return prod(mask.shape[:-1]), mask.shape[-1]
     first = next(iter(gather(example)), None)
-    if first is None or first.dim() != 2 or first.is_floating_point() or _has_mask(model, example):
+    masked = isinstance(arguments_by_name(model, example).get(MASK), Tensor)
+    if first is None or first.dim() != 2 or first.is_floating_point() or masked:
         return None
     return first.shape[0], first.shape[1]
-
-
-def _has_mask(model: nn.Module, example: tuple[Any, ...]) -> bool:
-    return isinstance(arguments_by_name(model, example).get(MASK), Tensor)
 
 
 def _padding_mask(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
@@ -489,9 +458,5 @@ def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def fitting_positions(shape: Sequence[int], counted: Tensor) -> Tensor:
-    """Return positions (B, ..., T) of several sequences for each sample as (B * ..., T) unless values have such axes.
-
-    Args:
-        shape: of the values.
-    """
+    """Return positions (B, ..., T) of several sequences in a sample as (B * ..., T) unless values have such axes."""
     return counted if tuple(shape[: counted.dim()]) == counted.shape else counted.flatten(0, -2)

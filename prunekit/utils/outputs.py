@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self
 
 from torch import Tensor
@@ -38,11 +38,7 @@ class ReadOutputs:
 
     @classmethod
     def given(cls, outputs: Outputs | None) -> Self:
-        """Return what the user gave as `outputs=`.
-
-        Raises:
-            UsageError: it is neither names nor positions nor a function.
-        """
+        """Return what the user gave as `outputs=`."""
         if outputs is None:
             return cls()
         if callable(outputs):
@@ -65,16 +61,8 @@ class ReadOutputs:
         """Return names, and whether there is a function, for a JSON file."""
         return {"names": list(self.names), "state": list(self.state), "function": self.function is not None}
 
-    def with_state(self, names: tuple[str, ...]) -> Self:
-        """Return the same, with names of parts that only the model's next call reads."""
-        return replace(self, state=names)
-
     def of(self, output: Any) -> Any:
-        """Return the parts of an output that are read, in a nesting of their own.
-
-        Raises:
-            UsageError: the output has no part of such a name.
-        """
+        """Return the parts of an output that are read, in a nesting of their own; raise if it has no such part."""
         if self.function is not None:
             return self.function(output)
         if self.names:
@@ -87,12 +75,10 @@ class ReadOutputs:
         if self.function is not None:
             yield from (("", tensor) for tensor in gather(self.function(output)))
         elif self.names:
-            for name in self.names:
-                yield from ((name, tensor) for tensor in gather(_at(output, name)))
+            yield from ((name, tensor) for name in self.names for tensor in gather(_at(output, name)))
         else:
-            for name, tensor in _named(output, ""):
-                if name.partition(".")[0] not in self.state:
-                    yield name, tensor
+            named = _named(output, "")
+            yield from ((name, tensor) for name, tensor in named if name.partition(".")[0] not in self.state)
 
 
 ALL_READ = ReadOutputs()
@@ -139,15 +125,13 @@ def _at(output: Any, name: str) -> Any:
     part = output
     for key in name.split("."):
         own = _parts(part)
-        if key not in own:
-            raise UsageError(_unknown(name, output))
-        part = own[key]
+        if key in own:
+            part = own[key]
+            continue
+        known = [known for known in dict.fromkeys(known for known, _ in _named(output, "")) if known]
+        if known:
+            raise UsageError(f"outputs: the model returns no {name!r}; it returns {listed(known, SHOWN)}")
+        raise UsageError(
+            f"outputs: expected a name or a function of the output, got {name!r}; the model returns one tensor alone"
+        )
     return part
-
-
-def _unknown(name: str, output: Any) -> str:
-    """Return the message that an output has no part of a name, with those that it has."""
-    known = [known for known in dict.fromkeys(known for known, _ in _named(output, "")) if known]
-    if not known:
-        return f"outputs: expected a name or a function of the output, got {name!r}; the model returns one tensor alone"
-    return f"outputs: the model returns no {name!r}; it returns {listed(known, SHOWN)}"

@@ -32,14 +32,12 @@ ACCELERATE_PREPARED = "_is_accelerate_prepared"
 
 def without_torch_function() -> AbstractContextManager[Any]:
     """Return a context in which no mode and no subclass sees calls of torch's functions."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return context
+    return torch._C.DisableTorchFunction()
 
 
 def without_torch_dispatch() -> AbstractContextManager[Any]:
     """Return a context in which no mode and no subclass sees operators at the dispatcher."""
-    context: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
-    return context
+    return torch._C._DisableTorchDispatch()
 
 
 def in_backward() -> bool:
@@ -79,8 +77,7 @@ def explicit_kernel(operator: HigherOrderOperator) -> Any:
 
 def backward_compiled_at_once() -> AbstractContextManager[Any]:
     """Return a context in which `torch.compile` compiles a backward pass together with its forward pass."""
-    context: AbstractContextManager[Any] = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    return context
+    return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
 
 
 def compiled_graph(graph: Any, examples: list[Any]) -> Any:
@@ -113,8 +110,7 @@ def operator_schema(name: str, overload: str) -> Any:
 
 def operator_names() -> list[str]:
     """Return the names of all operators that torch's dispatcher has, such as `aten::add.Tensor`."""
-    names: list[str] = torch._C._dispatch_get_all_op_names()
-    return names
+    return torch._C._dispatch_get_all_op_names()
 
 
 def archive_reader(path: Path) -> Any:

@@ -42,7 +42,9 @@ class _ProgressReport:
 
     def bar(self, what: str, total: int | None, unit: str) -> Any:
         """Return a bar that is removed when the call ends, if not before."""
-        found = make_bar(not _has_one_line(), desc=what, total=total, unit=unit, leave=False)
+        # Where bars are text in a notebook no cursor goes up: a second bar would fill the page.
+        one_line = _in_notebook() and find_spec("ipywidgets") is None
+        found = make_bar(not one_line, desc=what, total=total, unit=unit, leave=False)
         self._bars.append(found)
         return found
 
@@ -72,21 +74,13 @@ _RUNNING: ContextVar[_ProgressReport | None] = ContextVar("prunekit report", def
 
 def wanted(progress: bool | None) -> bool:
     """Return whether to show bars: as asked for; by default on a terminal and in a notebook."""
-    if progress is not None:
-        return progress
-    if sys.stderr is not None and sys.stderr.isatty():
-        return True
-    return _in_notebook()
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return on_terminal or _in_notebook() if progress is None else progress
 
 
 def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return "IPKernelApp" in getattr(shell, "config", ())
-
-
-def _has_one_line() -> bool:
-    """Return whether bars are text in a notebook, where no cursor goes up: a second bar would fill the page."""
-    return _in_notebook() and find_spec("ipywidgets") is None
 
 
 def make_bar(shown: bool, **options: Any) -> Any:
@@ -133,10 +127,6 @@ class StageCounter:
     """The stages of a job that are known beforehand, each announced with its place: "stage 4 of 9: repair".
 
     A stage that is skipped, such as one whose result is there already, keeps its place.
-
-    Args:
-        stages: their names, in order.
-        log: gets a line when one begins.
     """
 
     def __init__(self, stages: Sequence[str], log: Callable[[str], object] = stage) -> None:

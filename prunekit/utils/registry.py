@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
@@ -37,24 +38,18 @@ class Registry(Generic[Item]):
 
     Names are known without importing anything: the registering calls are read from the source, so their first
     argument, and all keyword arguments that `prunekit list` shows, must be literals.
-
-    Args:
-        kind: of an object in messages, such as "criterion".
-        plural: of the kind, such as "criteria".
-        package: where built-in objects are registered, such as "prunekit.criteria".
-        registers: name of the function that registers an object; its first argument is the name.
-        accept: turns a reference `file.py:object`, and the object of the file, into an object of the kind; raises a
-            `UsageError` that says what was expected.
-        also: name of a function that registers objects of several kinds; its argument of this kind's name is the name.
     """
 
     def __init__(
         self,
-        kind: str,
-        plural: str,
-        package: str,
-        registers: str,
+        kind: str,  # of an object in messages, such as "criterion"
+        plural: str,  # such as "criteria"
+        package: str,  # where built-in objects are registered, such as "prunekit.criteria"
+        registers: str,  # name of the function that registers an object; its first argument is the object's name
+        # turns a reference `file.py:object`, and the object of the file, into an object of the kind; raises a
+        # `UsageError` that says what was expected
         accept: Callable[[str, Any], Item],
+        # name of a function that registers objects of several kinds; its argument with this kind's name is the name
         also: str = "",
     ) -> None:
         self.kind, self.plural, self.package, self.registers, self.accept = kind, plural, package, registers, accept
@@ -65,9 +60,8 @@ class Registry(Generic[Item]):
     def add(self, name: str, item: Item, defined: object = None) -> None:
         """Register an object.
 
-        Args:
-            defined: the function or class that it was made of. If the same one is run again (a notebook's cell, a file
-                that was edited), it replaces its former self.
+        If the function or class `defined` that it was made of is run again (a notebook's cell, a file that was edited),
+        it replaces its former self.
         """
         if ":" in name:
             raise ValueError(f"{self.kind} {name!r}: a name must not have a colon")
@@ -84,19 +78,17 @@ class Registry(Generic[Item]):
     def declared(self) -> dict[str, Declaration]:
         """The built-in objects by name, in the order of their files and lines."""
         found: dict[str, Declaration] = {}
-        for path in self._files():
+        top, *parts = self.package.split(".")
+        spec = find_spec(top)  # not of the package itself: that would import those around it
+        folders = [] if spec is None else [Path(at, *parts) for at in spec.submodule_search_locations or ()]
+        files = [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+        for path in files:
             module = f"{self.package}.{path.stem}"
             for function, name, facts in _registrations(path, (self.registers, self.also)):
                 called = facts.get(self.kind, "") if function == self.also else name
                 if called:
                     found[called] = Declaration(module, facts)
         return found
-
-    def _files(self) -> list[Path]:
-        top, *parts = self.package.split(".")
-        spec = find_spec(top)  # not of the package itself: that would import those around it
-        folders = [] if spec is None else [Path(at, *parts) for at in spec.submodule_search_locations or ()]
-        return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
 
     @cached_property
     def installed(self) -> dict[str, EntryPoint]:
@@ -138,11 +130,8 @@ class Registry(Generic[Item]):
 
     def get(self, name: str) -> Item:
         """Return the object of a name; for `file.py:object` run the user's file."""
-        if name not in self._items:
-            self._load(name)
-        return self._items[name]
-
-    def _load(self, name: str) -> None:
+        if name in self._items:
+            return self._items[name]
         if (problem := self.problem(name)) is not None:
             raise UsageError(f"{self.kind}: {problem}")
         if name in self.declared:
@@ -153,6 +142,7 @@ class Registry(Generic[Item]):
             self.reload(name)
         if name not in self._items:  # its registration is in the source, and did not run
             raise UsageError(f"{self.kind} {name!r}: importing {self.declared[name].module} did not register it")
+        return self._items[name]
 
     def reload(self, name: str) -> None:
         """Run the file of `file.py:object` as it is now; do nothing for a name.
@@ -263,14 +253,8 @@ def _registrations(path: Path, functions: tuple[str, str]) -> Iterator[tuple[str
         called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         if called in functions:
             first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
-            yield called, first if isinstance(first, str) else "", dict(_literals(node.keywords))
-
-
-def _literals(keywords: list[ast.keyword]) -> Iterator[tuple[str, Any]]:
-    for keyword in keywords:
-        try:
-            value = ast.literal_eval(keyword.value)
-        except ValueError:
-            continue
-        if keyword.arg is not None:
-            yield keyword.arg, value
+            literals: dict[str, Any] = {}
+            for keyword in node.keywords:
+                with suppress(ValueError):
+                    literals |= {} if keyword.arg is None else {keyword.arg: ast.literal_eval(keyword.value)}
+            yield called, first if isinstance(first, str) else "", literals

@@ -27,15 +27,9 @@ _ABSENT = object()
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write a state as a folder, whole or not at all, and synced to the disk.
 
-    Args:
-        folder: to create or replace.
-        state: tensors, numbers, text, booleans, None, and lists, tuples and dicts of them; keys are text or whole
-            numbers. Tensors come back equal bit by bit, in the same order in memory and on the CPU; those that share
-            memory come back apart.
-
-    Raises:
-        TypeError: it holds something else; says where.
-        OSError: the disk is full or cannot be written to; the old folder is then still there.
+    A state is tensors, numbers, text, booleans, None, and lists, tuples and dicts of them; keys are text or whole
+    numbers. Tensors come back equal bit by bit, in the same order in memory and on the CPU; those that share memory
+    come back apart. Where an `OSError` is raised, because the disk is full, the old folder is still there.
     """
     plain, tensors = encode_state(state)
     body = {"format": FORMAT, "state": plain}
@@ -109,7 +103,9 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": [_encoded(item, _at(where, i), tensors) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
-        items = [[_key(key, where), _encoded(item, _at(where, key), tensors)] for key, item in value.items()]
+        if wrong := [key for key in value if type(key) not in (str, int)]:
+            raise TypeError(f"state, at {where!r}: expected text and whole numbers as keys, got {wrong[0]!r}")
+        items = [[key, _encoded(item, _at(where, key), tensors)] for key, item in value.items()]
         if all(isinstance(key, str) for key in value) and _TAG not in value:
             return dict(items)
         return {_TAG: "dict", "items": items}
@@ -117,12 +113,6 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         f"state, at {where!r}: expected tensors, numbers, text, and lists, tuples and dicts of them, got "
         f"{type(value).__name__}"
     )
-
-
-def _key(key: Any, where: str) -> str | int:
-    if type(key) in (str, int):
-        return key  # type: ignore[no-any-return]
-    raise TypeError(f"state, at {where!r}: expected text and whole numbers as keys, got {key!r}")
 
 
 def _at(where: str, key: Any) -> str:
@@ -165,10 +155,5 @@ def differences(there: Any, here: Any, where: str = "") -> Iterator[str]:
             place = f"{where}.{key}" if where else str(key)
             yield from differences(there.get(key, _ABSENT), here.get(key, _ABSENT), place)
     elif there != here:
-        yield f"{where}: {_shown(there)} there, {_shown(here)} here"
-
-
-def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "nothing"
-    return cut_short(repr(value))
+        shown = ["nothing" if value is _ABSENT else cut_short(repr(value)) for value in (there, here)]
+        yield f"{where}: {shown[0]} there, {shown[1]} here"

@@ -190,9 +190,7 @@ def write_count(tensor: torch.Tensor) -> int:
 def require_same_kind(found: Any, wanted: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Raise unless tensors of a file can take the place of others: by names, shapes, dtypes, and finite values.
 
-    Args:
-        wanted: by name, all those whose place they are to take. A value that is not finite in one of them, as in a
-            mask of minus infinity, need not be finite in the file.
+    A value that is not finite in one of the wanted, as in a mask of minus infinity, need not be finite in the file.
     """
     there = dict(wanted)
     require_parts(found, (), where)
@@ -278,21 +276,9 @@ class FileMemory:
     """Keeps tensors: the first in memory, those beyond a limit in temporary files.
 
     The system reads a file where a tensor is used, and writes it where memory is short. Files go with their tensors.
-
-    Args:
-        limit: bytes in memory.
-
-    Example:
-        >>> import torch
-        >>> from prunekit.utils.tensors import FileMemory
-        >>> memory = FileMemory(limit=0)
-        >>> matrix = memory.keep(torch.ones(2, 2, dtype=torch.float64))
-        >>> memory.release()
-        >>> matrix.sum()
-        tensor(4., dtype=torch.float64)
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int) -> None:  # bytes in memory
         self._left = limit
         self._maps: list[mmap.mmap] = []
         self._used = 0

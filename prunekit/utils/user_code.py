@@ -32,11 +32,8 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     """Run `file.py:factory` and return its result. The file's code is run: name only files you trust.
 
     A file is run once in a process unless it changes. Its folder stays on `sys.path`, because factories and data sets
-    may import their neighbors later, and spawned worker processes inherit the path.
-
-    Args:
-        reference: path of a Python file, a colon, and the name of a function or class without arguments; or
-            `python:`, an importable module, a colon, and the name.
+    may import their neighbors later, and spawned worker processes inherit the path. The reference may also be
+    `python:`, an importable module, a colon, and the name of a function or class without arguments.
     """
     factory = load_object(reference, error)
     if not callable(factory):
@@ -98,8 +95,18 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
     """Run the user's file and return the object of a reference; `run_factory` also calls it."""
     _refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
-    installed = file.startswith(_INSTALLED)
-    module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
+    if file.startswith(_INSTALLED):
+        place, own = path, file.removeprefix(_INSTALLED)
+    else:
+        place = path.resolve()
+        own = _module_name(place)
+        if str(place.parent) not in sys.path:
+            sys.path.insert(0, str(place.parent))
+    try:
+        module = importlib.import_module(own)
+    except (Exception, SystemExit) as raised:
+        reraise_shortage(raised)
+        raise error(f"{place}: running this file raised {_raised(raised, place)}") from raised
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
@@ -169,21 +176,6 @@ def source_bytes(reference: str) -> bytes:
 
 def _hint(name: str, names: list[str]) -> str:
     return nearest(name, names) if names else "it defines none"
-
-
-def _run(path: Path, error: type[UsageError]) -> ModuleType:
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return _import(_module_name(path), path, error)
-
-
-def _import(name: str, path: Path, error: type[UsageError]) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as raised:
-        reraise_shortage(raised)
-        raise error(f"{path}: running this file raised {_raised(raised, path)}") from raised
 
 
 def _module_name(path: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def _with_state(model: nn.Module, arguments: Arguments, state: dict[str, Any], r
         except Exception as error:  # whatever the model's code makes of these arguments
             failures.append(reason_of(error))
         else:
-            return ModelCalls(read.with_state(tuple(state)), following)
+            return ModelCalls(replace(read, state=tuple(state)), following)
     refused = f"no second call with it runs on this example ({failures[-1]})"
     return ModelCalls(read, refused=refused, refused_state=tuple(state))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.utils.display import Displayed, counted, digits, listed, plural
+from prunekit.utils.display import Displayed, digits, listed, plural
 
 MAX_FAULTS = 10
 """Faults that a diagnosis prints."""
@@ -89,7 +89,8 @@ class Diagnosis(Displayed):
         checks = f"healthy: {plural(len(self.checked), 'check')} found nothing"
         said = plural(len(self.findings), "fault") if self.findings else checks
         figures = "".join(f", {key} {digits(value)}" for key, value in self.figures.items())
-        return f"{said} ({counted(self.images, f'training {self.samples}')}{figures})"
+        samples = plural(self.images, f"training {self.samples.removesuffix('s')}")
+        return f"{said} ({samples}{figures})"
 
     def _headline(self) -> str:
         return self.verdict + (f": {listed(map(str, self.findings), MAX_NAMES)}" if self.findings else "")
