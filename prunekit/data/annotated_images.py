@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +19,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import horizontal_flip, pil_to_tensor
 
 from prunekit.data.augmentation import NAMED, Draw, drawn_from
-from prunekit.data.datasets import CorruptImages
-from prunekit.errors import DataError, UsageError, reraise_shortage
-from prunekit.models.preprocessing import Preprocessing, decoding_reason
+from prunekit.data.datasets import CorruptImages, Indexable
+from prunekit.errors import DataError, UsageError
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import Augment, AugmentSettings
 
 GRAY = 114 / 255
@@ -106,58 +105,33 @@ class ImageFiles:
 
 
 @dataclass(frozen=True, eq=False)
-class BoxedImages:
-    """A data set of images with boxes: every image is resized to fit, and padded to one size.
-
-    Args:
-        images: with their objects.
-        preprocessing: the way from an image to an input, with padding.
-        augmentation: of training images.
-        indices: (N,) int64, which of the images.
-        corrupt: counts corrupt images.
-    """
+class BoxedImages(Indexable):
+    """A data set of images with boxes: every image is resized to fit, and padded to one size."""
 
     images: AnnotatedImages
-    preprocessing: Preprocessing
-    augmentation: BoxAugmentation
-    indices: Tensor
+    preprocessing: Preprocessing  # with padding
+    augmentation: BoxAugmentation  # of training images
+    indices: Tensor  # (N,) int64, which of the images
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"image {index} of a data set of {len(self)}")
-        images, targets = self.fetch(torch.tensor([index % len(self)]))
-        if not targets:
-            raise DataError(f"image {index} cannot be read")
-        return images[0], targets[0]
-
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, list[Target]]:
-        """Return a batch: images (B, 3, H, W) float32 of values 0..1, and their targets, without corrupt images.
-
-        Args:
-            indices: (B,) int64, which images.
-        """
+        """Return a batch: images (B, 3, H, W) float32 of values 0..1, and their targets, without corrupt images."""
         read = [found for index in self.indices[indices].tolist() if (found := self._try(index, draw)) is not None]
         if not read:
             return torch.empty(0, 3, self.preprocessing.height, self.preprocessing.width), []
         return torch.stack([image for image, _ in read]), [objects.target() for _, objects in read]
 
     def _try(self, index: int, draw: Draw | None) -> tuple[Tensor, Objects] | None:
-        try:
-            image, objects = self.images.read(index)
-        except DataError:
-            raise
-        except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-            reraise_shortage(error)
-            self.corrupt.add(self.images.name(index), decoding_reason(error))
-            return None
-        if draw is None:
-            return self._fitted(image, objects)
-        change = self.augmentation
-        with change.drawing(draw, index):
+        found = None
+        with self.corrupt.noting(self.images.name(index)):
+            found = self.images.read(index)
+        if found is None or draw is None:
+            return None if found is None else self._fitted(*found)
+        (image, objects), change = found, self.augmentation
+        with drawn_from(*draw, index):
             image, parts = change.of_image(image, objects.parts(), self.images.flipped_points)
             objects = Objects(**parts).inside(*image.size, least=1.0)
             pixels, objects = self._fitted(image, objects)
@@ -183,28 +157,19 @@ def placed(objects: Objects, size: tuple[int, int], feed: Preprocessing) -> Obje
         points = torch.cat([points[..., :2] * scale + offset, points[..., 2:]], -1)
         points = points * (points[..., 2:] > 0)
     if masks is not None:
-        smaller = _resized(masks, width, height)
+        smaller = masks.new_zeros(0, height, width)
+        if len(masks):
+            smaller = F.interpolate(masks[None].float(), (height, width), mode="nearest-exact")[0].to(masks.dtype)
         masks = F.pad(smaller, (left, feed.width - left - width, top, feed.height - top - height))
     return replace(objects, boxes=boxes, keypoints=points, masks=masks)
-
-
-def _resized(masks: Tensor, width: int, height: int) -> Tensor:
-    if not len(masks):
-        return masks.new_zeros(0, height, width)
-    return F.interpolate(masks[None].float(), (height, width), mode="nearest-exact")[0].to(masks.dtype)
 
 
 def checked_boxes(
     boxes: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any], where: str
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[str]]:
-    """Clip boxes to their images, and find those without area.
+    """Clip boxes (M, 4) to their images, of sizes (M, 2), and find those without area.
 
-    Args:
-        boxes: (M, 4), left, top, right and bottom.
-        sizes: (M, 2), width and height of the image of each.
-
-    Returns:
-        The clipped boxes, which of them stay, (M,) bool, and notes on what was changed.
+    Returns the clipped boxes, which of them stay, (M,) bool, and notes on what was changed.
     """
     finite = np.isfinite(boxes).all(1)
     limits = np.concatenate([sizes, sizes], 1)
@@ -228,9 +193,7 @@ def require_boxes(count: int, images: int, where: str, hint: str) -> None:
 def mirrored_points(names: Mapping[int, str] | tuple[str, ...]) -> tuple[int, ...]:
     """Return for each keypoint, by its name, the one of the other side: `left_eye` for `right_eye`; else itself."""
     known = list(names.values() if isinstance(names, Mapping) else names)
-    other = {
-        name: name.replace("left", "\0").replace("right", "left").replace("\0", "right") for name in known
-    }  # fmt: skip
+    other = {name: name.replace("left", "\0").replace("right", "left").replace("\0", "right") for name in known}
     return tuple(known.index(other[name]) if other[name] in known else index for index, name in enumerate(known))
 
 
@@ -263,35 +226,24 @@ class BoxAugmentation:
                 )
         return cls(settings, gray)
 
-    @contextmanager
-    def drawing(self, draw: Draw, index: int) -> Iterator[None]:
-        """Seed what is drawn for an image; torch's random state is restored afterwards."""
-        with drawn_from(*draw, index):
-            yield
-
-    def of_image(
-        self, image: Image.Image, objects: Parts, flipped_points: tuple[int, ...]
-    ) -> tuple[Image.Image, Parts]:  # fmt: skip
+    def of_image(self, image: Image.Image, objects: Parts, flipped: tuple[int, ...]) -> tuple[Image.Image, Parts]:
         """Return an image of any size and its objects after random colors, crop and flip.
 
-        Args:
-            objects: by name, at least `boxes` (n, 4); those without area are outside of the image now.
+        Objects have at least `boxes` (n, 4); those without area are outside of the image now.
         """
         if (jitter := self.settings.color_jitter) is not None:
             image = v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)(image)
         if self.settings.crop == "resized":
-            image, objects = _moved(self._crop(), image, objects)
+            shares = self.settings.scale
+            least, most = SIDES if shares is None else (math.sqrt(shares[0]), math.sqrt(shares[1]))
+            fill = {Image.Image: [round(255 * self.gray)] * 3, tv_tensors.Mask: 0}
+            crop = v2.Compose([v2.RandomZoomOut(fill, p=0.5), v2.RandomIoUCrop(least, most)])
+            image, objects = _moved(crop, image, objects)
         if self.settings.flip and float(torch.rand(())) < self.settings.flip:
             image, objects = _moved(horizontal_flip, image, objects)
-            if "keypoints" in objects and flipped_points:
-                objects = {**objects, "keypoints": objects["keypoints"][:, list(flipped_points)]}
+            if "keypoints" in objects and flipped:
+                objects = {**objects, "keypoints": objects["keypoints"][:, list(flipped)]}
         return image, objects
-
-    def _crop(self) -> v2.Transform:
-        shares = self.settings.scale
-        least, most = SIDES if shares is None else (math.sqrt(shares[0]), math.sqrt(shares[1]))
-        fill = {Image.Image: [round(255 * self.gray)] * 3, tv_tensors.Mask: 0}
-        return v2.Compose([v2.RandomZoomOut(fill, p=0.5), v2.RandomIoUCrop(least, most)])
 
     def of_input(self, pixels: Tensor, objects: Parts) -> tuple[Tensor, Parts]:
         """Return an input (3, H, W) of its final size and its objects after a random shift and erasing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from prunekit.data.annotated_images import ImageFiles, Objects, checked_boxes, m
 from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.reading.text_files import read_json, shown
-from prunekit.utils.files import sha256
 
 GET_COCO = (
     "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, "
@@ -67,29 +65,22 @@ class CocoImages(ImageFiles):
 def masks_of(outlines: Sequence[Any], size: tuple[int, int]) -> Tensor:
     """Return the masks (n, H, W) uint8 of objects in an image of a size (width, height).
 
-    Args:
-        outlines: of each object polygons, lists of x and y in turn, or run lengths of COCO: `counts`, a list or text,
-            and `size`, height and width.
+    The outline of an object is polygons, lists of x and y in turn, or run lengths of COCO: `counts`, a list or text,
+    and `size`, height and width.
     """
     width, height = size
     found = np.zeros((len(outlines), height, width), dtype=np.uint8)
     for mask, outline in zip(found, outlines, strict=True):
         if isinstance(outline, Mapping):
-            mask[:] = _of_run_lengths(outline)
+            counts = run_lengths(outline["counts"]) or []  # column after column
+            values = np.repeat(np.arange(len(counts)) % 2, counts).astype(np.uint8)
+            mask[:] = values.reshape(*reversed(outline["size"])).T
             continue
         drawing = Image.new("L", size)
         for polygon in outline:
             ImageDraw.Draw(drawing).polygon([float(value) for value in polygon], fill=1)
         mask[:] = np.asarray(drawing)
     return torch.from_numpy(found)
-
-
-def _of_run_lengths(given: Mapping[str, Any]) -> Array:
-    height, width = given["size"]
-    counts = run_lengths(given["counts"]) or []  # column after column
-    values = np.repeat(np.arange(len(counts)) % 2, counts).astype(np.uint8)
-    found: Array = values.reshape(width, height).T
-    return found
 
 
 @dataclass(frozen=True)
@@ -99,18 +90,12 @@ class AnnotationFile:
     path: Path
     folder: Path
 
-    @cached_property
-    def content(self) -> bytes:
-        """Bytes that identify the data: the hash of the file."""
-        return sha256(self.path).encode()
-
 
 def annotation_files(root: Path, suffix: str | None, keypoints: bool) -> dict[str, AnnotationFile]:
     """Return the annotation file of each part of a data set: `train`, and `validation` or `test` or both.
 
-    Args:
-        root: folder with `annotations/instances_train2017.json` and so on, and `train2017/` and so on, perhaps in
-            `images/`; or with `train/_annotations.coco.json`, beside its images, and so on.
+    The root has `annotations/instances_train2017.json` and so on, and `train2017/` and so on, perhaps in `images/`; or
+    `train/_annotations.coco.json`, beside its images, and so on.
     """
     if not root.is_dir():
         raise DataError(f"{root}: expected the folder of a data set in the format of COCO; {GET_COCO}")
@@ -157,9 +142,8 @@ def _candidates(root: Path, part: str, suffix: str | None, keypoints: bool) -> l
 def read_coco(file: AnnotationFile, targets: Sequence[str], category_ids: bool) -> CocoImages:
     """Read a file of annotations.
 
-    Args:
-        category_ids: whether a class's number is that of its category, less one; else categories are numbered in the
-            order of their ids.
+    With `category_ids` the number of a class is the id of its category, less one; else categories are numbered in the
+    order of their ids.
     """
     where = str(file.path)
     images, annotations, categories = read_entries(file.path, category_ids=category_ids)
@@ -195,7 +179,7 @@ def read_coco(file: AnnotationFile, targets: Sequence[str], category_ids: bool) 
 def _path(folder: Path, name: str, where: str) -> Path:
     found = folder / name
     if not found.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{where}: expected names of files in {folder}, got {cut_short(ascii(name))}")
+        raise DataError(f"{where}: expected names of files in {folder}, got {_shown(name)}")
     return found
 
 
@@ -206,13 +190,9 @@ def _require_known(
         wrong = next((one for one in annotations if one[key] not in known), None)
         if wrong is not None:
             raise DataError(
-                f"{where}: annotation {_id(wrong)}: there is no {what} {cut_short(ascii(wrong[key]))}; expected one "
+                f"{where}: annotation {_id(wrong)}: there is no {what} {_shown(wrong[key])}; expected one "
                 f"of the {len(known)} in its list"
             )
-
-
-def _id(annotation: Mapping[str, Any]) -> str:
-    return cut_short(ascii(annotation.get("id", "?")))
 
 
 def _outlines(annotations: Sequence[Mapping[str, Any]], sizes: list[list[int]], where: str) -> tuple[Any, ...]:
@@ -227,7 +207,7 @@ def _outlines(annotations: Sequence[Mapping[str, Any]], sizes: list[list[int]], 
         if not is_outline(outline, width, height):
             raise DataError(
                 f"{where}: annotation {_id(one)}: segmentation: expected polygons, lists of x and y in turn, or run "
-                f"lengths of a mask of {width}x{height} pixels, got {cut_short(ascii(outline))}"
+                f"lengths of a mask of {width}x{height} pixels, got {_shown(outline)}"
             )
     return found
 
@@ -254,12 +234,6 @@ MOST_BYTES = 2**32
 MOST_PIXELS = 2**31
 """Bound of widths, heights and coordinates."""
 MOST_CATEGORIES = 2**16
-FORMS = {
-    "images": ("id", "file_name", "width", "height"),
-    "annotations": ("image_id", "category_id", "bbox"),
-    "categories": ("id",),
-}
-"""Lists of a file, and the keys that each of their entries has."""
 Entries = list[dict[str, Any]]
 
 
@@ -268,7 +242,7 @@ def read_entries(path: Path, *, category_ids: bool = False) -> tuple[Entries, En
     content = read_json(path, EXPECTED, DataError, most=MOST_BYTES, finite=False)
     if isinstance(content, dict) and "images" in content and content.get("annotations") is None:
         raise DataError(f"{shown(path)}: it has images, and no annotations, as COCO's test set; no mAP can be measured")
-    for name, keys in FORMS.items():
+    for name, (keys, _) in FORMS.items():
         entries = content.get(name) if isinstance(content, dict) else None
         known = entries if isinstance(entries, list) else [None]
         wrong = next((i for i, one in enumerate(known) if not isinstance(one, dict) or not one.keys() >= {*keys}), None)
@@ -279,21 +253,25 @@ def read_entries(path: Path, *, category_ids: bool = False) -> tuple[Entries, En
                 f"category_id, bbox) and categories (id, name), as COCO has them; {at} is another thing"
             )
     images, annotations, categories = (content[name] for name in FORMS)
-    check = _Check(shown(path))
-    for number, one in enumerate(images):
-        check.of(one, f"images[{number}]", IMAGE)
-    for number, one in enumerate(annotations):
-        check.of(one, f"annotations[{number}]", ANNOTATION)
-    for number, one in enumerate(categories):
-        check.of(one, f"categories[{number}]", CATEGORY)
-    check.ids(images, "images")
-    check.ids(categories, "categories")
+    for name, (_, rules) in FORMS.items():
+        for number, one in enumerate(content[name]):
+            for key, (expected, holds) in rules.items():
+                if key in one and not holds(one[key]):
+                    at = f"{shown(path)}: {name}[{number}].{key}"
+                    raise DataError(f"{at}: expected {expected}, got {_shown(one[key])}")
+    for name in ("images", "categories"):
+        seen: set[Any] = set()
+        for number, one in enumerate(content[name]):
+            if one["id"] in seen:
+                at = f"{shown(path)}: {name}[{number}].id"
+                raise DataError(f"{at}: expected an id of its own, got {_shown(one['id'])} again")
+            seen.add(one["id"])
     kinds = {isinstance(one["id"], str) for one in categories}
     numbered = categories if category_ids else ()
     if len(kinds) > 1 or not all(type(one["id"]) is int and 0 < one["id"] <= MOST_CATEGORIES for one in numbered):
         wanted = f"from 1 to {MOST_CATEGORIES:,} with data.category_ids" if category_ids else "all numbers or all text"
         got = _shown([one["id"] for one in categories])
-        raise DataError(f"{check.where}: expected ids of categories, {wanted}, got {got}")
+        raise DataError(f"{shown(path)}: expected ids of categories, {wanted}, got {got}")
     return images, annotations, sorted(categories, key=lambda one: one["id"])
 
 
@@ -353,14 +331,11 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_box(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(
-            isinstance(one, (int, float)) and not isinstance(one, bool) and (not math.isfinite(one) or is_number(one))
-            for one in value
-        )
-    )
+    return isinstance(value, list) and len(value) == 4 and all(is_number(one) or _is_infinite(one) for one in value)
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _is_name(value: Any) -> bool:
@@ -369,54 +344,43 @@ def _is_name(value: Any) -> bool:
 
 Rule = tuple[str, Callable[[Any], bool]]
 """The expectation of a value in words, and whether it is met."""
-IMAGE: Mapping[str, Rule] = {
-    "id": ("a number or text", _is_id),
-    "file_name": ("the name of a file", _is_name),
-    "width": ("a whole number of pixels, from 1", _is_size),
-    "height": ("a whole number of pixels, from 1", _is_size),
-}
-ANNOTATION: Mapping[str, Rule] = {
-    "image_id": ("the id of an image", _is_id),
-    "category_id": ("the id of a category", _is_id),
-    "bbox": ("[left, top, width, height] in pixels", _is_box),
-    "iscrowd": ("0 or 1", lambda value: isinstance(value, int) and value in (0, 1)),
-}
-CATEGORY: Mapping[str, Rule] = {
-    "id": ("a number or text", _is_id),
-    "name": ("text", lambda value: isinstance(value, str) or _is_id(value)),
-    "keypoints": (
-        "a list of names",
-        lambda value: value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+FORMS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Rule]]] = {
+    "images": (
+        ("id", "file_name", "width", "height"),
+        {
+            "id": ("a number or text", _is_id),
+            "file_name": ("the name of a file", _is_name),
+            "width": ("a whole number of pixels, from 1", _is_size),
+            "height": ("a whole number of pixels, from 1", _is_size),
+        },
+    ),
+    "annotations": (
+        ("image_id", "category_id", "bbox"),
+        {
+            "image_id": ("the id of an image", _is_id),
+            "category_id": ("the id of a category", _is_id),
+            "bbox": ("[left, top, width, height] in pixels", _is_box),
+            "iscrowd": ("0 or 1", lambda value: isinstance(value, int) and value in (0, 1)),
+        },
+    ),
+    "categories": (
+        ("id",),
+        {
+            "id": ("a number or text", _is_id),
+            "name": ("text", lambda value: isinstance(value, str) or _is_id(value)),
+            "keypoints": (
+                "a list of names",
+                lambda value: value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
+            ),
+        },
     ),
 }
-
-
-class _Check:
-    """Checks of the entries of a file.
-
-    Args:
-        where: the file, which begins messages.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def of(self, entry: Mapping[str, Any], at: str, rules: Mapping[str, Rule]) -> None:
-        """Raise a `DataError` at the first value of an entry that is another thing than its rule says."""
-        for key, (expected, holds) in rules.items():
-            if key in entry and not holds(entry[key]):
-                raise DataError(f"{self.where}: {at}.{key}: expected {expected}, got {_shown(entry[key])}")
-
-    def ids(self, entries: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Raise a `DataError` if two entries have one id."""
-        seen: set[Any] = set()
-        for number, one in enumerate(entries):
-            if one["id"] in seen:
-                raise DataError(
-                    f"{self.where}: {name}[{number}].id: expected an id of its own, got {_shown(one['id'])} again"
-                )
-            seen.add(one["id"])
+"""Lists of a file: the keys that each of their entries has, and the rule of each value."""
 
 
 def _shown(value: Any) -> str:
     return cut_short(ascii(value))
+
+
+def _id(annotation: Mapping[str, Any]) -> str:
+    return _shown(annotation.get("id", "?"))

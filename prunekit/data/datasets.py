@@ -6,7 +6,8 @@ that cannot be read, which are skipped, and raises if there are too many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -67,13 +68,9 @@ class ImageDataset(SampleDataset, Protocol):
 
 
 class CorruptImages:
-    """The corrupt images found so far, by name with the reason; shared by all parts of a data set.
+    """The corrupt images found so far, by name with the reason; shared by all parts of a data set."""
 
-    Args:
-        limit: the most that may be skipped.
-    """
-
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: int = 0) -> None:  # the most that may be skipped
         self.limit = limit
         self.found: dict[str, str] = {}
 
@@ -85,6 +82,17 @@ class CorruptImages:
     def add(self, name: str, reason: str) -> None:
         """Count an image, unless it has been counted."""
         self.merge({name: reason})
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Count an image at whose reading anything but a `DataError` is raised; that error ends here."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:  # decoders, and the user's own code, may raise anything
+            reraise_shortage(error)
+            self.add(name, decoding_reason(error))
 
     def merge(self, found: Mapping[str, str]) -> None:
         """Count the images that another process found."""
@@ -108,21 +116,13 @@ def describe_corrupt(found: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """The way from an image to an input of (3, size, size).
+    """The way from an image to an input of (3, size, size)."""
 
-    Args:
-        size: height and width.
-        mean: of a pixel in 0..1, per channel; subtracted.
-        std: standard deviation of a pixel in 0..1, per channel; divided by.
-        augment: random changes, made if a seed and an epoch are given.
-        own: the preprocessing of a model, which replaces size, mean and std where nothing is augmented.
-    """
-
-    size: int
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    augment: Augment = "none"
-    own: Preprocessing | None = None
+    size: int  # height and width
+    mean: tuple[float, ...] = IMAGENET_MEAN  # of a pixel in 0..1, per channel; subtracted
+    std: tuple[float, ...] = IMAGENET_STD  # standard deviation of a pixel in 0..1, per channel; divided by
+    augment: Augment = "none"  # random changes, made if a seed and an epoch are given
+    own: Preprocessing | None = None  # of a model, which replaces size, mean and std where nothing is augmented
 
     def image(self, image: Image.Image, draw: Draw | None, index: int) -> Tensor:
         """Return a Pillow image in RGB as (3, size, size) float32.
@@ -177,35 +177,27 @@ class Indexable:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch, see `ImageDataset.fetch`."""
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Any]:
+        """Return a batch, see `SampleDataset.fetch`."""
         raise NotImplementedError
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         if not -len(self) <= index < len(self):  # an IndexError also ends Python's `for` over a data set
             raise IndexError(f"image {index} of a data set of {len(self)}")
-        images, labels = self.fetch(torch.tensor([index % len(self)]))
-        if not len(labels):
+        images, targets = self.fetch(torch.tensor([index % len(self)]))
+        if not len(targets):
             raise DataError(f"image {index} cannot be read")
-        return images[0], int(labels[0])
+        return images[0], int(targets[0]) if isinstance(targets, Tensor) else targets[0]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(Indexable):
-    """Images in memory as uint8, which are scaled, resized, repeated to three channels and normalized per batch.
+    """Images in memory as uint8, which are scaled, resized, repeated to three channels and normalized per batch."""
 
-    Args:
-        pixels: (N, C, H, W) uint8 with C 1 or 3.
-        labels: (N,) int64.
-        transform: from pixels to inputs.
-        scale: largest pixel value (16 for the digits, 255 for photographs).
-        corrupt: counts corrupt images.
-    """
-
-    pixels: Tensor
-    labels: Tensor
+    pixels: Tensor  # (N, C, H, W) uint8 with C 1 or 3
+    labels: Tensor  # (N,) int64
     transform: ImageTransform
-    scale: float = 255.0
+    scale: float = 255.0  # largest pixel value (16 for the digits, 255 for photographs)
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
     def __len__(self) -> int:
@@ -298,15 +290,10 @@ class _Decoded(Indexable):
         return torch.stack([image for _, image in read]), self.labels[[index for index, _ in read]]
 
     def _try(self, index: int, draw: Draw | None) -> Tensor | None:
-        try:
+        image = None
+        with self.corrupt.noting(self._name(index)):
             image = self._read(index)
-        except DataError:
-            raise
-        except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-            reraise_shortage(error)
-            self.corrupt.add(self._name(index), decoding_reason(error))
-            return None
-        return image if isinstance(image, Tensor) else self.transform.image(image, draw, index)
+        return self.transform.image(image, draw, index) if isinstance(image, Image.Image) else image
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,22 +325,14 @@ class MappedImages(_Decoded):
 
     An image is a Pillow image; or uint8 pixels, an array (H, W) or (H, W, C) or a tensor (C, H, W), with C 1 or 3; or a
     float tensor (C, H, W), which is not transformed.
-
-    Args:
-        dataset: of pairs of image and label.
-        labels: (N,) int64, the labels that it must return.
-        transform: from pixels to inputs.
-        where: name of the data in messages.
-        corrupt: counts corrupt images.
-        shape: (C, H, W) of float tensors; None for pixels.
     """
 
-    dataset: MapStyle
-    labels: Tensor
+    dataset: MapStyle  # of pairs of image and label
+    labels: Tensor  # (N,) int64, the labels that it must return
     transform: ImageTransform
-    where: str
+    where: str  # name of the data in messages
     corrupt: CorruptImages = field(default_factory=CorruptImages)
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None  # (C, H, W) of float tensors; None for pixels
 
     def _name(self, index: int) -> str:
         return f"{self.where}: image {index}"
@@ -367,9 +346,8 @@ class MappedImages(_Decoded):
         found = pixels(image, self._name(index))
         shape = tuple(found.shape) if isinstance(found, Tensor) else None
         if shape != self.shape:
-            raise DataError(
-                f"{self._name(index)}: expected {_kind(self.shape)}, as the first image, got {_kind(shape)}"
-            )
+            wanted, got = ("pixels" if one is None else f"a float tensor {one}" for one in (self.shape, shape))
+            raise DataError(f"{self._name(index)}: expected {wanted}, as the first image, got {got}")
         return found
 
 
@@ -386,7 +364,3 @@ def pixels(image: Any, where: str) -> Image.Image | Tensor:
             f"a float tensor (C, H, W), got {type(image).__name__} {array.dtype} {array.shape}"
         )
     return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array).convert("RGB")
-
-
-def _kind(shape: tuple[int, ...] | None) -> str:
-    return "pixels" if shape is None else f"a float tensor {shape}"

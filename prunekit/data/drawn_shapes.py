@@ -34,12 +34,6 @@ class DrawnShapes:
     """Images of shapes, drawn whenever they are read; about one in ten is empty.
 
     Boxes, masks and keypoints are of what can be seen: a shape may hide a part of an earlier one.
-
-    Example:
-        >>> from prunekit.data.drawn_shapes import DrawnShapes
-        >>> image, objects = DrawnShapes(8, 64).read(0)
-        >>> image.size, objects.boxes.shape[1]
-        ((64, 64), 4)
     """
 
     count: int  # number of images

@@ -74,17 +74,13 @@ def sample_bytes(part: MappedImages) -> bytes:
 
 def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> tuple[Any, int] | None:
     """Return an image and its label; None for a corrupt image."""
-    name = f"{where}: image {index}"
-    try:
+    name, image = f"{where}: image {index}", None
+    with corrupt.noting(name):
         item = dataset[index]
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(f"{name}: expected a pair (image, label), got {type(item).__name__}")
         image = pixels(item[0], name)
-    except DataError:
-        raise
-    except Exception as error:  # decoders, and the user's own code, may raise anything
-        reraise_shortage(error)
-        corrupt.add(name, f"{type(error).__name__}: {error}")
+    if image is None:
         return None
     label = np.asarray(item[1])
     if label.ndim or label.dtype.kind not in "iu":
@@ -159,20 +155,16 @@ def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
         return kind(str(settings.root), **part)
     except Exception as error:  # RuntimeError, OSError, ValueError, ModuleNotFoundError
         reraise_shortage(error)
-        raise DataError(_missing(kind, settings, part, error)) from error
-
-
-def _missing(kind: Any, settings: DataSettings, part: dict[str, Any], error: Exception) -> str:
-    which = ", ".join(f"{key}={value!r}" for key, value in part.items())
-    root = Path(str(settings.root)).absolute()
-    absent = [str(path.relative_to(root)) for path in _files(kind, root, part) if not path.is_file()]
-    files = f"missing below {root}: {', '.join(absent)}" if absent else f"looked below {root}"
-    origin = f"; {settings.origin}" if settings.origin else ""
-    fetch = "" if settings.download or "download" not in part else ", or have them fetched with data.download=true"
-    return (
-        f"data.root: torchvision's {kind.__name__} ({which}) cannot be used: {error}; {files}; put its files there or "
-        f"set data.root{fetch}{origin}"
-    )
+        which = ", ".join(f"{key}={value!r}" for key, value in part.items())
+        root = Path(str(settings.root)).absolute()
+        absent = [str(path.relative_to(root)) for path in _files(kind, root, part) if not path.is_file()]
+        files = f"missing below {root}: {', '.join(absent)}" if absent else f"looked below {root}"
+        origin = f"; {settings.origin}" if settings.origin else ""
+        fetch = "" if settings.download or "download" not in part else ", or have them fetched with data.download=true"
+        raise DataError(
+            f"data.root: torchvision's {kind.__name__} ({which}) cannot be used: {error}; {files}; put its files there "
+            f"or set data.root{fetch}{origin}"
+        ) from error
 
 
 def _files(kind: Any, root: Path, part: dict[str, Any]) -> list[Path]:
@@ -191,14 +183,7 @@ HELD_OUT = ("test", "validation")
 
 
 class HuggingFaceRows:
-    """Rows of a Hugging Face data set as pairs of image and label.
-
-    Args:
-        rows: a `datasets.Dataset`.
-        image: name of the column of images.
-        label: name of the column of labels.
-        classes: name of each label; None if the column has no names.
-    """
+    """Rows of a Hugging Face data set as pairs of image and label, from the columns of these names."""
 
     def __init__(self, rows: Any, image: str, label: str, classes: tuple[str, ...] | None) -> None:
         self._rows, self._image, self._label = rows, image, label

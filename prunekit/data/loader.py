@@ -176,8 +176,6 @@ def batches(
     """Return the batches of a data set: images (B, C, H, W) float32 and labels (B,) int64.
 
     Args:
-        dataset: of the images.
-        batch_size: images in a batch; the last may have fewer.
         shuffle_seed: determines the order together with the epoch, see `Batches.at_epoch`; None: the data set's order.
         workers: processes that read ahead, their number or settings; 0: none. The batches are the same.
         drop_last: whether a last batch that is not full is left out.
@@ -186,10 +184,6 @@ def batches(
         mixing: mixes the images of each batch, the same for the same `shuffle_seed`, epoch and number of the batch;
             labels are then the share of each class, (B, classes) float32.
         device: that batches are for; they stay on the CPU, in page-locked memory if workers read for CUDA.
-
-    Raises:
-        UsageError: `batch_size` is not positive or `workers` negative.
-        DataError: there is no image, or no full batch and `drop_last` is set.
     """
     how = workers if isinstance(workers, Workers) else Workers(workers)
     if batch_size < 1 or how.count < 0:
@@ -222,16 +216,12 @@ class _RequestReader(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
 class WorkerPool(Generic[Task]):
     """Worker processes that read tasks; they end when this object and its iterators are no longer used.
 
-    Args:
-        dataset: its item `task` is the result of a task; every worker has a copy of it.
-        workers: at least one.
-        pin: whether tensors are put into page-locked memory; needs CUDA.
+    `dataset[task]` is the result of a task; every worker has a copy of the data set. With `pin`, which needs CUDA,
+    tensors are put into page-locked memory.
     """
 
     def __init__(self, dataset: TorchDataset[Any], workers: Workers, pin: bool) -> None:
-        self._dataset = dataset
-        self._workers = workers
-        self._pin = pin
+        self._dataset, self._workers, self._pin = dataset, workers, pin
         self._kept: tuple[DataLoader[Any], _Tasks[Task]] | None = None
         self._busy = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,18 +25,19 @@ TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
 ARCHIVE = "a NumPy archive (.npz) without objects"
 ONE_PART = ("images", "labels")
 LabeledFiles = tuple[tuple[Path, int], ...]
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
-class ClassFolders:
-    """Image files with their labels; test images apart if they have a folder of their own."""
+class ClassParts(Generic[Part]):
+    """The name of each class, and the labeled images; test images apart if they are apart in the files."""
 
     classes: tuple[str, ...]
-    rest: LabeledFiles
-    test: LabeledFiles | None
+    rest: Part
+    test: Part | None
 
 
-def scan_folder(root: Path) -> ClassFolders:
+def scan_folder(root: Path) -> ClassParts[LabeledFiles]:
     """Find the images of `root/train/<class>/` and `root/test/<class>/`, or of `root/<class>/`.
 
     `root/val/` may replace `root/test/`, as for ImageNet. Classes are the folders' names in alphabetical order; files
@@ -48,7 +49,7 @@ def scan_folder(root: Path) -> ClassFolders:
     train = (root / "train").is_dir()
     if not train and not tests:
         classes = _classes(root, ", or train/ with test/ or val/")
-        return ClassFolders(classes, _files(root, classes), None)
+        return ClassParts(classes, _files(root, classes), None)
     if not train or len(tests) != 1:
         found = ", ".join(f"{part.name}/" for part in [*([root / "train"] if train else []), *tests])
         raise DataError(f"{root}: expected train/ with test/ or val/, or class folders alone, found {found}")
@@ -56,7 +57,7 @@ def scan_folder(root: Path) -> ClassFolders:
     for name in _classes(tests[0]):
         if name not in classes:
             raise DataError(f"{tests[0] / name}: no such class in {root / 'train'}; {nearest(name, classes)}")
-    return ClassFolders(classes, _files(root / "train", classes), _files(tests[0], classes))
+    return ClassParts(classes, _files(root / "train", classes), _files(tests[0], classes))
 
 
 def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
@@ -80,8 +81,7 @@ def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
 
 
 def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
-    found = [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name, folder)]
-    return tuple(found)
+    return tuple((path, label) for label, name in enumerate(classes) for path in image_files(folder / name, folder))
 
 
 def image_files(folder: Path, root: Path | None = None) -> list[Path]:
@@ -106,23 +106,11 @@ class LabeledArrays:
     name: str
 
 
-@dataclass(frozen=True)
-class NpzArchive:
-    """The classes and the parts of an archive."""
-
-    classes: tuple[str, ...]
-    rest: LabeledArrays
-    test: LabeledArrays | None
-
-
-def read_npz(path: Path) -> NpzArchive:
+def read_npz(path: Path) -> ClassParts[LabeledArrays]:
     """Read the arrays `x_train, y_train, x_test, y_test`, or `images, labels`, and perhaps `classes` (names).
 
     Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,), and `classes` the name of each
     from 0 on. Without `classes`, labels are numbered up to the largest training label.
-
-    Raises:
-        DataError: it is no archive, or an array is missing or has a wrong shape, dtype or labels; names the array.
     """
     arrays = read_arrays(path, ARCHIVE, DataError)
     if "" in arrays:
@@ -143,7 +131,7 @@ def read_npz(path: Path) -> NpzArchive:
     for part in (rest, test):
         if part is not None:
             check_labels(part.labels, classes, f"{path}: {part.name}")
-    return NpzArchive(classes, rest, test)
+    return ClassParts(classes, rest, test)
 
 
 def _class_names(given: np.ndarray[Any, Any], where: str) -> tuple[str, ...]:

@@ -31,7 +31,15 @@ from prunekit.data.datasets import (
 from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.library_datasets import open_rows, open_sets
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
-from prunekit.data.splits import ImageSource, Splits, fingerprint, image_transform_of, source_of_parts, splits_of
+from prunekit.data.splits import (
+    ImageSource,
+    Splits,
+    fingerprint,
+    image_transform_of,
+    require_shares,
+    source_of_parts,
+    splits_of,
+)
 from prunekit.data.texts import text_splits
 from prunekit.data.yolo import GET_YOLO
 from prunekit.errors import DataError, UsageError, nearest
@@ -40,6 +48,7 @@ from prunekit.settings.inputs import BOXED, DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.detection import DETECTION
 from prunekit.tasks.task import get_task
+from prunekit.utils.files import sha256
 
 SHAPES = 240
 """Number of drawn images where the settings give none."""
@@ -61,17 +70,21 @@ def detection_splits(settings: DataSettings) -> Splits:
     Where there are no test images, those of validation are the test images, and others for validation are drawn from
     the training images, as for classification.
     """
-    _refuse(settings)
+    for name in ("mean", "std"):
+        if getattr(settings, name) is not None:
+            raise UsageError(
+                f"data.{name}: expected none for images with boxes, whose values stay 0..1: torchvision's detectors "
+                "normalize them themselves, and ultralytics' are not normalized"
+            )
+    require_shares(settings)
     source = _BOXED_READERS[settings.source](settings)
     size = settings.image_size
     feed = Preprocessing(size, size, mean=(0.0,) * 3, std=(1.0,) * 3, padding=GRAY)
     augmentation = BoxAugmentation.of(settings.augment, GRAY)
-
-    def of(part: str, chosen: Tensor) -> BoxedImages:
-        return BoxedImages(source.parts[part], feed, augmentation, chosen, source.corrupt)
-
-    everything = {name: torch.arange(len(images)) for name, images in source.parts.items()}
-    made = {name: of(name, chosen) for name, chosen in everything.items()}
+    made = {
+        name: BoxedImages(images, feed, augmentation, torch.arange(len(images)), source.corrupt)
+        for name, images in source.parts.items()
+    }
     if "test" not in made and "validation" in made:
         made["test"] = made.pop("validation")
     made |= _drawn(made, settings)
@@ -88,20 +101,6 @@ def detection_splits(settings: DataSettings) -> Splits:
         feed,
         source.notes,
     )
-
-
-def _refuse(settings: DataSettings) -> None:
-    """Raise a `UsageError` for settings that would change nothing."""
-    for name in ("mean", "std"):
-        if getattr(settings, name) is not None:
-            raise UsageError(
-                f"data.{name}: expected none for images with boxes, whose values stay 0..1: torchvision's detectors "
-                "normalize them themselves, and ultralytics' are not normalized"
-            )
-    if settings.test_share + settings.validation_share >= 1:
-        raise UsageError(
-            f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
-        )
 
 
 def _drawn(made: dict[str, BoxedImages], settings: DataSettings) -> dict[str, BoxedImages]:
@@ -130,21 +129,17 @@ def _coco(settings: DataSettings) -> BoxedSource:
     assert settings.root is not None  # see `missing_data`
     files = coco.annotation_files(settings.root, settings.name, "keypoints" in settings.targets)
     found = {part: coco.read_coco(file, settings.targets, settings.category_ids) for part, file in files.items()}
-    _require_equal_classes(found, settings.root)
-    corrupt = CorruptImages.allowing(settings.max_corrupt, sum(map(len, found.values())))
-    content = tuple(file.content for file in files.values())
-    notes = tuple(note for images in found.values() for note in images.notes)
-    return BoxedSource(dict(found), corrupt, content, notes)
-
-
-def _require_equal_classes(parts: dict[str, coco.CocoImages], root: Path) -> None:
-    train = parts["train"].classes
-    for name, part in parts.items():
+    train = found["train"].classes
+    for name, part in found.items():
         if part.classes != train:
             raise DataError(
-                f"{root}: expected the same categories in all parts, got {len(train)} in train ({', '.join(train[:3])}"
-                f"...) and {len(part.classes)} in {name} ({', '.join(part.classes[:3])}...)"
+                f"{settings.root}: expected the same categories in all parts, got {len(train)} in train "
+                f"({', '.join(train[:3])}...) and {len(part.classes)} in {name} ({', '.join(part.classes[:3])}...)"
             )
+    corrupt = CorruptImages.allowing(settings.max_corrupt, sum(map(len, found.values())))
+    content = tuple(sha256(file.path).encode() for file in files.values())
+    notes = tuple(note for images in found.values() for note in images.notes)
+    return BoxedSource(dict(found), corrupt, content, notes)
 
 
 def _yolo(settings: DataSettings) -> BoxedSource:
@@ -180,14 +175,6 @@ def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -
 
     Texts, for tasks that take them, are split into blocks. `test_share` and `validation_share` are shares of all
     images. If the source has separate test images, only validation images are drawn, as a share of its training images.
-
-    Args:
-        settings: of the data.
-        task: name of the task, which says what becomes of texts.
-
-    Raises:
-        DataError: the data is missing, empty or unreadable, or labels do not fit the classes.
-        UsageError: `root` is missing for a source that needs it, or the shares leave nothing to train on.
     """
     if settings.source == "own":
         raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
@@ -300,19 +287,12 @@ ARCHIVE = ".npz"
 
 @dataclass(frozen=True, eq=False)
 class PreprocessedImages(Indexable):
-    """Images with their labels, which a preprocessing turns into inputs.
+    """Images with their labels, which a preprocessing turns into inputs."""
 
-    Args:
-        images: paths of image files, or uint8 arrays (H, W) or (H, W, 3).
-        labels: (N,) int64.
-        preprocessing: from an image to an input.
-        corrupt: stays empty: an image that cannot be read raises.
-    """
-
-    images: Sequence[Path] | np.ndarray[Any, Any]
-    labels: Tensor
-    preprocessing: Preprocessing
-    corrupt: CorruptImages = field(default_factory=CorruptImages)
+    images: Sequence[Path] | np.ndarray[Any, Any]  # paths of image files, or uint8 arrays (H, W) or (H, W, 3)
+    labels: Tensor  # (N,) int64
+    preprocessing: Preprocessing  # from an image to an input
+    corrupt: CorruptImages = field(default_factory=CorruptImages)  # stays empty: an image that cannot be read raises
 
     def __len__(self) -> int:
         return len(self.labels)

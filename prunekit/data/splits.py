@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prunekit.data.datasets import (
     IMAGENET_MEAN,
@@ -67,10 +66,7 @@ class ImageSource:
 
 def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
     """Return the splits of a source."""
-    if settings.test_share + settings.validation_share >= 1:
-        raise UsageError(
-            f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
-        )
+    require_shares(settings)
     draw = partial(split_off, classes=source.classes, seed=settings.split_seed, where=source.where)
     rest, test, validation, validation_share = source.rest, source.test, source.validation, settings.validation_share
     if test is None:
@@ -82,15 +78,19 @@ def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
     how = f"{settings.source} {settings.image_size} {settings.mean} {settings.std} {settings.test_share} "
     how += f"{settings.validation_share} {settings.split_seed}"
     known = fingerprint([how.encode(), *source.content])
-    feed = preprocessing_of(settings) if source.shape is None else None
+    # Arrays are resized as a whole, files by their shorter side.
+    feed = image_transform_of(settings).preprocessing if source.shape is None else None
+    if feed is not None and settings.source in ("digits", "npz"):
+        feed = replace(feed, shorter_side=None)
     return Splits(rest, validation, test, source.classes, shape, known, preprocessing=feed)
 
 
-def preprocessing_of(settings: DataSettings) -> Preprocessing:
-    """Return the way from an image file to an input: arrays are resized as a whole, files by their shorter side."""
-    transform = image_transform_of(settings)
-    whole = settings.source in ("digits", "npz")
-    return replace(transform.preprocessing, shorter_side=None) if whole else transform.preprocessing
+def require_shares(settings: DataSettings) -> None:
+    """Raise if the shares for test and validation leave nothing to train on."""
+    if settings.test_share + settings.validation_share >= 1:
+        raise UsageError(
+            f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
+        )
 
 
 def split_off(
@@ -110,11 +110,8 @@ def split_off(
             )
         count = min(max(round(len(members) * share), 1), len(members) - 1)
         drawn[generator.permutation(members)[:count]] = True
-    return Subset(dataset, _indices(~drawn)), Subset(dataset, _indices(drawn))
-
-
-def _indices(chosen: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(chosen))
+    rest, chosen = (torch.from_numpy(np.flatnonzero(part)) for part in (~drawn, drawn))
+    return Subset(dataset, rest), Subset(dataset, chosen)
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:

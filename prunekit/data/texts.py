@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prunekit.data.library_datasets import open_texts
-from prunekit.data.splits import Splits
+from prunekit.data.splits import Splits, require_shares
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import DataError, PrunekitError, UsageError, cut_short, first_line, reraise_shortage
 from prunekit.reading.text_files import read_json, read_json_lines, read_text, shown
@@ -43,22 +43,16 @@ def text_splits(settings: DataSettings, task: Task) -> Splits:
     Neighboring texts are alike, so that a random split would tell too good a score. A data set of Hugging Face's
     library keeps its own parts.
     """
-    if settings.test_share + settings.validation_share >= 1:
-        raise UsageError(
-            f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
-        )
+    require_shares(settings)
     where, tokenizer = str(settings.root or settings.name), open_tokenizer(settings.tokenizer)
     known = _documents(settings, task)
     made = {name: _samples(texts, tokenizer, settings, task) for name, texts in known.items()}
-    parts = _blocks(made, settings, f"{where}: {_unit(task, settings)}")
+    unit = "lines" if task.texts == "lines" else f"windows of {settings.window or WINDOW} tokens"
+    parts = _blocks(made, settings, f"{where}: {unit}")
     content = [f"{task.texts} {settings.window} {tokenizer.vocabulary}", *(one.digest for one in made.values())]
     task = replace(task, collate=PaddedTexts(tokenizer.padding))
     found = sample_splits(parts, task, settings=settings, where=where, content=" ".join(content).encode())
     return replace(found, vocabulary=tokenizer.vocabulary)
-
-
-def _unit(task: Task, settings: DataSettings) -> str:
-    return "lines" if task.texts == "lines" else f"windows of {settings.window or WINDOW} tokens"
 
 
 def _documents(settings: DataSettings, task: Task) -> dict[str, Iterable[str]]:
@@ -77,18 +71,16 @@ def read_texts(file: Path, *, lines: bool) -> list[str]:
     """Return the texts of a file: its whole content, or each line; of a .jsonl the `text` of each line."""
     most = psutil.virtual_memory().available
     if file.suffix == ".jsonl":
-        rows = read_json_lines(file, 'an object with a "text" on each line', DataError, most=most)
-        return [_text_of(file, number, found) for number, found in rows]
+        texts = list[str]()
+        for number, found in read_json_lines(file, 'an object with a "text" on each line', DataError, most=most):
+            text = found.get("text") if isinstance(found, dict) else None
+            if not isinstance(text, str):
+                got = f"the keys {cut_short(ascii([*found]))}" if isinstance(found, dict) else type(found).__name__
+                raise DataError(f'{shown(file)}:{number}: expected an object with a "text", got {got}')
+            texts.append(text)
+        return texts
     content = read_text(file, "a .txt file in UTF-8, or a .jsonl whose lines have a text", DataError, most=most)
     return [line for line in content.splitlines() if line.strip()] if lines else [content]
-
-
-def _text_of(file: Path, number: int, found: Any) -> str:
-    text = found.get("text") if isinstance(found, dict) else None
-    if not isinstance(text, str):
-        got = f"the keys {cut_short(ascii([*found]))}" if isinstance(found, dict) else type(found).__name__
-        raise DataError(f'{shown(file)}:{number}: expected an object with a "text", got {got}')
-    return text
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +131,7 @@ class Masking:
     end: int = 0
 
     def __call__(self, ids: Tensor, number: int) -> dict[str, Tensor]:
-        """Return the `input_ids` and `labels` (T,) of a sample.
-
-        Args:
-            ids: (T,) int64.
-        """
+        """Return the `input_ids` and `labels` (T,) of a sample with ids (T,) int64."""
         random, last = np.random.default_rng((self.seed, number)), len(ids) - self.end
         inner = last - self.begin
         chosen = random.random(inner) < MASKED
@@ -349,10 +337,10 @@ def open_tokenizer(folder: Path | None) -> TextTokenizer:
         raise DataError(f"texts need the package tokenizers ({error}); pip install prunekit[hf]") from error
     text = read_text(path, "a tokenizer as the package tokenizers writes it", DataError)
     with _errors_of(path):
-        tokenizer = Tokenizer.from_str(text)
-        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        found = TextTokenizer(Tokenizer.from_str(text), folder)
+        largest = found.vocabulary - 1
     if largest > MOST_IDS:
         raise DataError(f"{shown(path)}: expected ids of tokens up to {MOST_IDS:,}, got {largest:,}")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return TextTokenizer(tokenizer, folder)
+    found.tokenizer.no_truncation()
+    found.tokenizer.no_padding()
+    return found

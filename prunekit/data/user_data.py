@@ -61,7 +61,13 @@ def load_own(
                 raise DataError(
                     f"{reference}: expected Splits of prunekit.data.datasets.ImageDataset, got {found}; {_ADVICE}"
                 )
-        _refuse_changes(settings, reference)
+        keys = [field for field in fields(settings) if field.name not in FOR_SPLITS]
+        changed = [f"data.{key.name}" for key in keys if getattr(settings, key.name) != key.default]
+        if changed:
+            raise UsageError(
+                f"{reference}: the factory returned Splits, which are split and fed already: {', '.join(changed)} "
+                f"would change nothing; leave that out, or {_ADVICE}"
+            )
         if made.task.name != task.name:
             raise UsageError(
                 f"{reference}: expected Splits of the task {task.name!r}, as the recipe's `task` says, got "
@@ -79,16 +85,6 @@ def load_own(
     return replace(splits, preprocessing=preprocessing, sample_shape=shape)
 
 
-def _refuse_changes(settings: DataSettings, reference: str) -> None:
-    keys = [field for field in fields(settings) if field.name not in FOR_SPLITS]
-    changed = [f"data.{key.name}" for key in keys if getattr(settings, key.name) != key.default]
-    if changed:
-        raise UsageError(
-            f"{reference}: the factory returned Splits, which are split and fed already: {', '.join(changed)} would "
-            f"change nothing; leave that out, or {_ADVICE}"
-        )
-
-
 def _parts(made: Any, reference: str) -> dict[str, Any]:
     """Return the data sets of a factory by name."""
     parts = dict(zip(PARTS, made, strict=False)) if isinstance(made, tuple) else made
@@ -96,15 +92,13 @@ def _parts(made: Any, reference: str) -> dict[str, Any]:
         names = set(map(str, parts))
         if {"train", "test"} <= names <= set(PARTS):
             return dict(parts)
-    got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}" if isinstance(made, Mapping) else _kind(made)
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    if isinstance(made, Mapping):
+        got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}"
     raise DataError(
         f"{reference}: expected the factory to return prunekit.data.sources.Splits, or data sets as (train, test), as "
         f"(train, test, validation) or as a mapping with these names, got {got}"
     )
-
-
-def _kind(made: Any) -> str:
-    return f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
 
 
 def sample_splits(
@@ -176,20 +170,13 @@ class TaskSamples:
     """A map-style data set whose samples are collated and unpacked by the task.
 
     What it draws at random for a training sample depends on seed, epoch and index alone, not on workers.
-
-    Args:
-        dataset: of samples that the task can collate, such as (image, mask) or a mapping of tensors.
-        unpacking: of a batch by the task, see `Task.unpacking`.
-        where: name of the data in messages.
-        indices: (N,) int64, which of the samples; None: all.
-        corrupt: stays empty: a sample that cannot be read raises.
     """
 
-    dataset: MapStyle
-    unpacking: BatchUnpacker
-    where: str
-    indices: Tensor | None = None
-    corrupt: CorruptImages = field(default_factory=CorruptImages)
+    dataset: MapStyle  # of samples that the task can collate, such as (image, mask) or a mapping of tensors
+    unpacking: BatchUnpacker  # of a batch by the task
+    where: str  # name of the data in messages
+    indices: Tensor | None = None  # (N,) int64, which of the samples; None: all
+    corrupt: CorruptImages = field(default_factory=CorruptImages)  # stays empty: a sample that cannot be read raises
 
     def __len__(self) -> int:
         return len(self.dataset if self.indices is None else self.indices)
@@ -204,7 +191,11 @@ class TaskSamples:
         with drawing(draw) as begin:
             for index in chosen:
                 begin(index)
-                samples.append(self._sample(index))
+                try:
+                    samples.append(self.dataset[index])
+                except Exception as error:  # the user's own code may raise anything
+                    reraise_shortage(error)
+                    raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error
         try:
             batch = self.unpacking.collate(samples)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
@@ -214,10 +205,3 @@ class TaskSamples:
                 f"can be collated to a batch, got {type(error).__name__}: {error}"
             ) from error
         return self.unpacking(batch, self.where)
-
-    def _sample(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:  # the user's own code may raise anything
-            reraise_shortage(error)
-            raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.reading.text_files import read_text, shown
 from prunekit.reading.yaml_files import read_yaml
+from prunekit.utils.availability import package_folders
 
 GET_YOLO = "small ones are at https://github.com/ultralytics/assets/releases, such as coco8.zip"
 PARTS = {"train": "train", "validation": "val", "test": "test"}
@@ -86,9 +88,8 @@ class YoloImages(ImageFiles):
 def describe_yolo(root: Path) -> YoloDescription:
     """Return the facts in the `data.yaml` of a data set; nothing that it names is downloaded or run.
 
-    Args:
-        root: the file; or a folder with it, or with `images/train` and `images/val` alone, whose classes are then those
-            of ultralytics' own file for a folder of this name, if that package is installed.
+    The root is the file; or a folder with it, or with `images/train` and `images/val` alone, whose classes are then
+    those of ultralytics' own file for a folder of this name, if that package is installed.
     """
     file = root if root.is_file() else _file_in(root)
     if file is None:
@@ -140,10 +141,8 @@ def _file_in(folder: Path) -> Path | None:
 
 
 def _of_ultralytics(name: str) -> Path | None:
-    """Return ultralytics' own file for a data set of this name, without importing that package."""
-    spec = find_spec("ultralytics")
-    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    files = [folder / "cfg" / "datasets" / f"{name}.yaml" for folder in folders]
+    """Return ultralytics' own file for a data set of this name."""
+    files = [folder / "cfg" / "datasets" / f"{name}.yaml" for folder in package_folders("ultralytics")]
     return next((path for path in files if path.is_file()), None)
 
 
@@ -224,9 +223,7 @@ def label_file(image: Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
-def read_yolo(
-    description: YoloDescription, part: str, targets: Sequence[str], corrupt: CorruptImages
-) -> YoloImages:  # fmt: skip
+def read_yolo(description: YoloDescription, part: str, targets: Sequence[str], corrupt: CorruptImages) -> YoloImages:
     """Read the labels of a part; an image without a file of labels has no objects."""
     where = f"{description.where} {part}"
     if "keypoints" in targets and description.point_shape is None:
@@ -259,17 +256,8 @@ def read_yolo(
     )
 
 
-def _numbers(line: str) -> list[float]:
-    """Return the numbers of a line; none if one is something else, or far beyond any image."""
-    try:
-        found = [float(value) for value in line.split()]
-    except ValueError:
-        return []
-    return found if all(abs(value) <= MOST_SHARE for value in found) else []
-
-
 def _some(labels: Labels, boxes: Array, stays: Array) -> Labels:
-    polygons = tuple(one for one, stay in zip(labels.polygons, stays, strict=True) if stay)
+    polygons = tuple(compress(labels.polygons, stays))
     points = None if labels.keypoints is None else labels.keypoints[stays]
     return Labels(labels.classes[stays], boxes[stays].astype(np.float32), polygons, points)
 
@@ -285,7 +273,10 @@ def _labels(file: Path, description: YoloDescription) -> Labels:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.split():
             continue
-        values = _numbers(line)
+        values = list[float]()  # none if one is something else, or far beyond any image
+        with suppress(ValueError):
+            values = [float(value) for value in line.split()]
+        values = values if all(abs(value) <= MOST_SHARE for value in values) else []
         label, rest = (values or [-1.0])[0], np.array(values[1:], dtype=np.float32)
         numbers = 4 if shape is None else 4 + shape[0] * shape[1]
         is_polygon = shape is None and len(rest) >= 6 and len(rest) % 2 == 0

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,6 +19,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from prunekit.errors import ModelError, reason_of, reraise_shortage
 from prunekit.models.state_dicts import load_state, load_weights
 from prunekit.reading.yaml_files import read_yaml
+from prunekit.utils.availability import package_folders
 
 FIXED = ("weights", "weights_backbone", "progress")
 """Arguments by which torchvision would fetch files; weights come from `model.weights` alone."""
@@ -76,8 +76,7 @@ def made_for(model: nn.Module) -> int | None:
 @cache
 def ultralytics_files() -> dict[str, tuple[Path, str]]:
     """Return the file of layers of each of ultralytics' detectors, by name, with its scale; empty without scales."""
-    spec = find_spec("ultralytics")
-    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    folders = package_folders("ultralytics")
     if not folders:
         raise ModelError(
             "model.zoo=ultralytics needs the package ultralytics, which is not installed: "

@@ -39,6 +39,12 @@ def missing_packages(packages: Sequence[str], install: str = "") -> str:
     return f"needs {', '.join(missing)}, not installed here: {install}" if missing else ""
 
 
+def package_folders(package: str) -> list[Path]:
+    """Return the folders of a package, which is not imported; none if it is not installed."""
+    spec = find_spec(package)
+    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+
+
 def require_report() -> None:
     """Raise, before any work, if packages for pictures or TensorBoard's events are not installed."""
     missing = [package for package in ("matplotlib", "tensorboard") if find_spec(package) is None]

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prunekit.errors import UsageError, nearest
+from prunekit.utils.availability import package_folders
 from prunekit.utils.user_code import is_reference, load_object, require_object
 
 Item = TypeVar("Item")
@@ -78,9 +78,8 @@ class Registry(Generic[Item]):
     def declared(self) -> dict[str, Declaration]:
         """The built-in objects by name, in the order of their files and lines."""
         found: dict[str, Declaration] = {}
-        top, *parts = self.package.split(".")
-        spec = find_spec(top)  # not of the package itself: that would import those around it
-        folders = [] if spec is None else [Path(at, *parts) for at in spec.submodule_search_locations or ()]
+        top, *parts = self.package.split(".")  # finding the inner package itself would import those around it
+        folders = [Path(at, *parts) for at in package_folders(top)]
         files = [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
         for path in files:
             module = f"{self.package}.{path.stem}"
