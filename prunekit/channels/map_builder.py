@@ -110,6 +110,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
+    least = [WidthMultiple(one.labels, 1, one.known.least) for one in trace.flow.interchangeable.values()]
     chart = ChannelMap(
         labels=labels,
         shapes=shapes,
@@ -131,7 +132,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)
         ),
         multiples=tuple(
-            WidthMultiple(final[one.labels], one.number, one.least) for one in (*trace.flow.multiples, *_least(trace))
+            WidthMultiple(final[one.labels], one.number, one.least) for one in (*trace.flow.multiples, *least)
         ),
         stored=stored,
         inputs=trace.inputs,
@@ -162,7 +163,8 @@ def _least_locked(
         return best
     for fixed in (True, False):
         _, sizes, heads, records = best
-        if not (any(isinstance(one, FixedPositions) for one in every) if fixed else _whole_axis(records)):
+        whole = any(record.reason == WHOLE_AXIS for record in records)
+        if not (any(isinstance(one, FixedPositions) for one in every) if fixed else whole):
             continue
         found = [one for one in avoidable(trace) if one.fixed is fixed]
         needless = {constraint for one in found for constraint in one.constraints}
@@ -202,10 +204,6 @@ def _beside_unused(trace: Trace, axes: LabeledAxes, unread: list[int]) -> list[L
     return [LockRecord(BESIDE_UNUSED, path, "", axis) for path, axis in places if axis.size in sizes[path]]
 
 
-def _whole_axis(records: Iterable[LockRecord]) -> bool:
-    return any(record.reason == WHOLE_AXIS for record in records)
-
-
 def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
     """Yield the sizes that convolutions remember of groups that may be removed."""
     for grouped in trace.flow.constraints:
@@ -222,12 +220,6 @@ def _sizes_of_positions(trace: Trace) -> Iterator[SizeAttribute]:
         labels, parts = positions.labels[:, None], positions.known.parts
         for module, name, of_part in positions.known.sizes:
             yield SizeAttribute(module, name, None, labels[: len(labels) // parts] if of_part else labels)
-
-
-def _least(trace: Trace) -> Iterator[WidthMultiple]:
-    """Yield the least numbers of interchangeable positions."""
-    for positions in trace.flow.interchangeable.values():
-        yield WidthMultiple(positions.labels, 1, positions.known.least)
 
 
 def _stays(record: LockRecord, final: Labels) -> bool:

@@ -89,12 +89,16 @@ def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs 
           2                 2              output of the model
     """
     model = with_weights(unwrapped(model, offloaded=True))
+    return traced_map(model, [as_example(model, one) for one in (example, *more_examples)], outputs)
+
+
+def traced_map(model: nn.Module, examples: list[tuple[Any, ...]], outputs: Outputs | None = None) -> ChannelMap:
+    """Return the channel map of a model without wrappers, on examples in the form of `as_example`; see `trace`."""
     if is_sharded(model):
         raise ModelError(
             f"{type(model).__name__}: each process has only its shards; trace and prune the whole model, and call "
             "fully_shard on the result"
         )
-    examples = [as_example(model, one) for one in (example, *more_examples)]
     read = ReadOutputs.given(outputs)
     chart = build_map(model, trace_model(model, examples, read=read))
     if not any(lock.operator in Trait.PICKS_FROM_STACK for lock in chart.traced.trace.flow.locks):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from prunekit import known_names
 from prunekit.errors import UsageError, nearest
-from prunekit.known_names import CRITERIA
+from prunekit.utils.registry import Registry
 
 if TYPE_CHECKING:
     from prunekit.channels.tracing.channel_map import ChannelMap
@@ -77,6 +78,9 @@ class Criterion:
     comparable: bool = False
 
 
+CRITERIA: Registry[Criterion] = known_names.CRITERIA
+
+
 def register_criterion(
     name: str,
     *,
@@ -127,11 +131,6 @@ def register_criterion(
         return function
 
     return register
-
-
-def get_criterion(name: str) -> Criterion:
-    """Return the criterion of that name, or of `file.py:function`."""
-    return cast(Criterion, CRITERIA.get(name))
 
 
 def accept(reference: str, given: Any) -> Criterion:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.criteria.criterion import Criterion, Evidence, Need, Scores, get_criterion
+from prunekit.criteria.criterion import CRITERIA, Criterion, Evidence, Need, Scores
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.utils.inputs import described
@@ -39,7 +39,7 @@ def score(
     Args:
         stats: channel statistics of that model, from `calibrate`; for "ranks" with its `ranks=True`.
     """
-    chosen = get_criterion(criterion)
+    chosen = CRITERIA.get(criterion)
     _require_evidence(chosen, stats, gradients, patches)
     parameters = {name: as_real(parameter.detach()) for name, parameter in model.named_parameters()}
     require_model(channel_map, model, "the channel map")

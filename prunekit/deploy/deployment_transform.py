@@ -141,22 +141,25 @@ def flush_subnormals(model: nn.Module, example: Any) -> FlushedModel:
         ({'0.weight': 4}, [0.0, 0.0, 0.0, 0.0])
     """
     model = unwrapped(model)
-    given = as_example(model, example)
-    if next(_holding(model), None) is None:
-        return FlushedModel(model, {}, 0.0)
-    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-    flushed = with_tensors(model, own)
-    counts = flush_subnormals_in_place(flushed)
-    return FlushedModel(flushed, counts, compare_outputs(model, flushed, given))
+    return _flushed(model, as_example(model, example))
 
 
 def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> FlushedModel:
     """Return what `flush_subnormals` returns; the model itself if it computes something else without such numbers."""
     try:
-        return flush_subnormals(model, example)
+        return _flushed(model, example)
     except VerificationError as error:  # the model takes their logarithm, or divides by them
         count = sum(count_subnormals(model).values())
         return FlushedModel(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")
+
+
+def _flushed(model: nn.Module, example: tuple[Any, ...]) -> FlushedModel:
+    if next(_holding(model), None) is None:
+        return FlushedModel(model, {}, 0.0)
+    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+    flushed = with_tensors(model, own)
+    counts = flush_subnormals_in_place(flushed)
+    return FlushedModel(flushed, counts, compare_outputs(model, flushed, example))
 
 
 def count_subnormals(model: nn.Module) -> dict[str, int]:

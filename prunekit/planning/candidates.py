@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.labels.constraints import NO_EQUAL_WIDTHS, Removal
+from prunekit.channels.labels.constraints import NO_EQUAL_WIDTHS, LockRecord, Removal
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep, Lock
+from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.settings.pruning import PruneSettings
+from prunekit.utils.display import listed
 from prunekit.utils.globs import globs, matching
 
 Scores = NDArray[np.float64]
@@ -29,6 +31,8 @@ class PlanBounds:
 
 
 UNBOUNDED = PlanBounds()
+NAMED = 3
+"""How many modules an error names."""
 
 
 def free_parts(
@@ -39,7 +43,7 @@ def free_parts(
     A part is ordered by scores, but labels that `bounds` requires come first, and those that it forbids come last.
 
     Raises:
-        PlanError: a glob matches no module path.
+        PlanError: a glob matches no module path, or nothing may be pruned.
     """
     excluded = labels_matching(channel_map, settings.ignore, "ignore")
     ratio = np.ones(channel_map.n_labels) * np.nan
@@ -59,7 +63,11 @@ def free_parts(
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
             parts.append(part if bounds is UNBOUNDED else _bounded(part, bounds))
             owners.append(group)
-    return parts if settings.layout == "free" else with_equal_widths(channel_map, parts, owners, settings)
+    if settings.layout != "free":
+        parts = with_equal_widths(channel_map, parts, owners, settings)
+    if not parts:
+        raise nothing_free_error(channel_map)
+    return parts
 
 
 def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
@@ -179,3 +187,54 @@ def _outputs(channel_map: ChannelMap) -> list[tuple[str, Labels]]:
     paths = {path for path, _ in called}
     owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]
     return called + [(path, rows) for path, rows in owned if rows is not None and path not in paths]
+
+
+def nothing_free_error(channel_map: ChannelMap) -> PlanError:
+    """Return the error for a model without a free channel; it names the lock that holds most channels.
+
+    Where a trial locked what was free before, that is the reason.
+    """
+    if reason := calls_no_own_module(channel_map):
+        return PlanError(reason)
+    if found := found_by_trial(channel_map):
+        return PlanError(f"no channel is free: all are locked or excluded, after the trial of a plan locked {found}")
+    quantized = () if channel_map.source is None else quantized_parts(channel_map.source.trace.model())
+    if quantized:
+        named = listed(sorted(quantized), NAMED)
+        return PlanError(f"no channel is free: all are locked beside {named}, which observe or quantize; {PRUNE_FIRST}")
+    locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
+    most = max(locks, key=lambda lock: lock.channels, default=None)
+    why = "" if most is None else f", most of them in {_named(most)}: {most.reason}"
+    return PlanError(f"no channel is free: all are locked or excluded{why}; `prunekit inspect` lists all reasons")
+
+
+def _named(lock: Lock | LockRecord) -> str:
+    """Return the module and the operator of a lock, in words."""
+    return " ".join(filter(None, (lock.module or "the top-level forward", lock.operator and f"({lock.operator})")))
+
+
+def found_by_trial(channel_map: ChannelMap) -> str:
+    """Return the lock of a trial that holds most channels, in words; empty if no trial locked any."""
+    extra = () if channel_map.source is None else channel_map.source.extra
+    locks = [lock for lock in extra if isinstance(lock, LockRecord)]
+    if not locks:
+        return ""
+    most = max(locks, key=lambda lock: lock.labels.size)
+    more = f" (the most of {len(locks)} places)" if len(locks) > 1 else ""
+    return f"those in {_named(most)}{more}: {most.reason}"
+
+
+def calls_no_own_module(channel_map: ChannelMap) -> str:
+    """Return a message if the model calls none of its own modules with parameters; empty otherwise.
+
+    This is the case for a predictor that makes its own copy of the model that it holds.
+    """
+    if channel_map.source is None:
+        return ""
+    trace = channel_map.source.trace
+    model = trace.model()
+    holders = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    inside = hint_at_child(model)
+    if not inside or holders & trace.ran:
+        return ""
+    return f"{type(model).__name__} calls no module of its own that has parameters, on the example{inside}"

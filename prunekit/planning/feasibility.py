@@ -8,86 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels.labels.constraints import LockRecord
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Lock
-from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.budget import Budgets, budgets_of
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers
 from prunekit.planning.budgets.latency_table import LatencyTable
-from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, free_parts
+from prunekit.planning.candidates import Scores, calls_no_own_module, found_by_trial, free_parts, nothing_free_error
 from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_blocks
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_of
-from prunekit.utils.display import listed
 from prunekit.utils.globs import globs, matching
 
 LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "layout", "plain_classes")
-NAMED = 3
-"""How many modules an error names."""
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
-
-
-def require_free_parts(
-    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, bounds: PlanBounds = UNBOUNDED
-) -> list[GroupPart]:
-    """Return the parts of a model that a plan may prune, see `free_parts`."""
-    parts = free_parts(channel_map, scores, settings, bounds)
-    if not parts:
-        raise nothing_free_error(channel_map)
-    return parts
-
-
-def nothing_free_error(channel_map: ChannelMap) -> PlanError:
-    """Return the error for a model without a free channel; it names the lock that holds most channels.
-
-    Where a trial locked what was free before, that is the reason.
-    """
-    if reason := calls_no_own_module(channel_map):
-        return PlanError(reason)
-    if found := _found_by_trial(channel_map):
-        return PlanError(f"no channel is free: all are locked or excluded, after the trial of a plan locked {found}")
-    quantized = () if channel_map.source is None else quantized_parts(channel_map.source.trace.model())
-    if quantized:
-        named = listed(sorted(quantized), NAMED)
-        return PlanError(f"no channel is free: all are locked beside {named}, which observe or quantize; {PRUNE_FIRST}")
-    locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
-    most = max(locks, key=lambda lock: lock.channels, default=None)
-    why = "" if most is None else f", most of them in {_named(most)}: {most.reason}"
-    return PlanError(f"no channel is free: all are locked or excluded{why}; `prunekit inspect` lists all reasons")
-
-
-def _named(lock: Lock | LockRecord) -> str:
-    """Return the module and the operator of a lock, in words."""
-    return " ".join(filter(None, (lock.module or "the top-level forward", lock.operator and f"({lock.operator})")))
-
-
-def _found_by_trial(channel_map: ChannelMap) -> str:
-    """Return the lock of a trial that holds most channels, in words; empty if no trial locked any."""
-    extra = () if channel_map.source is None else channel_map.source.extra
-    locks = [lock for lock in extra if isinstance(lock, LockRecord)]
-    if not locks:
-        return ""
-    most = max(locks, key=lambda lock: lock.labels.size)
-    more = f" (the most of {len(locks)} places)" if len(locks) > 1 else ""
-    return f"those in {_named(most)}{more}: {most.reason}"
-
-
-def calls_no_own_module(channel_map: ChannelMap) -> str:
-    """Return a message if the model calls none of its own modules with parameters; empty otherwise.
-
-    This is the case for a predictor that makes its own copy of the model that it holds.
-    """
-    if channel_map.source is None:
-        return ""
-    trace = channel_map.source.trace
-    model = trace.model()
-    holders = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-    inside = hint_at_child(model)
-    if not inside or holders & trace.ran:
-        return ""
-    return f"{type(model).__name__} calls no module of its own that has parameters, on the example{inside}"
 
 
 def require_met(
@@ -116,7 +50,7 @@ def require_met(
             f"budget {facts.name}: {facts.limit} {wanted} was asked for, but locks, exclusions, ratios, "
             f"min_channels{limits} leave {no_less} than {left}{of_dense}{without}"
         )
-    found = _found_by_trial(channel_map)
+    found = found_by_trial(channel_map)
     why = found and f". The trial of a plan locked {found}"
     raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these{why}")
 
@@ -142,7 +76,7 @@ def _least_parts(
     channel_map: ChannelMap, scores: Scores, settings: PruneSettings, latency: LatencyTable | None = None
 ) -> tuple[list[GroupPart], Budgets]:
     """Return the parts that a plan may prune, those of all blocks that may go without channels, and the budgets."""
-    parts = require_free_parts(channel_map, scores, settings)
+    parts = free_parts(channel_map, scores, settings)
     budgets = budgets_of(channel_map, parts, settings, latency)
     blocks = blocks_of(channel_map, parts, scores, settings)
     return without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets)), budgets

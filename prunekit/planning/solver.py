@@ -20,9 +20,9 @@ from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable
-from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores
+from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, calls_no_own_module, free_parts
 from prunekit.planning.depth_search import Block, all_that_may_go, blocks_of, chosen_blocks, without_blocks
-from prunekit.planning.feasibility import calls_no_own_module, fastest, require_free_parts, require_met
+from prunekit.planning.feasibility import fastest, require_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
 from prunekit.settings.pruning import PruneSettings, Scope, budget_names
@@ -79,7 +79,7 @@ def make_plan(
     if settings.channels_stay:
         keep = np.ones(channel_map.n_labels, dtype=bool)
         return Plan(channel_map, keep, _origin(settings, seed, {"budgets": {}, "binding": None}))
-    parts = require_free_parts(channel_map, scores, settings, bounds)
+    parts = free_parts(channel_map, scores, settings, bounds)
     budgets = budgets_of(channel_map, parts, settings, latency)
     blocks = blocks_of(channel_map, parts, scores, settings, bounds) if channel_map.branches.found else []
     least = without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets)) if blocks else parts

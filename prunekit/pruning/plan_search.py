@@ -19,10 +19,10 @@ from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.constraints import EqualWidths
 from prunekit.channels.map_builder import with_equal_widths
-from prunekit.channels.trace import trace
+from prunekit.channels.trace import traced_map
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import PlanError, UsageError
@@ -122,7 +122,7 @@ class PlanSearch:
         if channel_map is not None:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection():
-            channel_map = channel_map or trace(model, *examples, outputs=outputs)
+            channel_map = channel_map or traced_map(model, list(examples), outputs)
         library = library_of(model, examples, settings)
         if library is not None:
             channel_map = library.with_layout(channel_map)
@@ -239,8 +239,10 @@ class PlanSearch:
                     layouts.append(other)
                     settled = run_trial(self.model, chart, choose, list(self.examples), plain=settings.plain_classes)
             settled, unseen = with_untraced_sizes(self.model, settled, list(self.examples))
+        release_memory(self.model)
         chart, known = settled.channel_map, set(self.channel_map.locks)
-        chart = with_equal_widths(chart, made[-1][0].channel_map.traced.equal_widths)
+        if library is not None:
+            chart = with_equal_widths(chart, made[-1][0].channel_map.traced.equal_widths)
         added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
         plan, scores = made[-1]
         plan = replace(plan, channel_map=chart)  # with the locks of the last trial
@@ -325,7 +327,7 @@ def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:
 
 def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
     """Return scores as plans rank them: normalized within groups, unless that changes no rank."""
-    as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
+    as_it_is = settings.scope == "uniform" or CRITERIA.get(settings.criterion).comparable
     return scores if as_it_is else normalize(scores, channel_map)
 
 

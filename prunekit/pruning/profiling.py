@@ -38,8 +38,8 @@ from prunekit.measure.measurement_effort import current_effort
 from prunekit.modes.public_call import public_call
 from prunekit.planning.budgets.cost_model import GroupPart, round_up
 from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency
+from prunekit.planning.candidates import free_parts
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
-from prunekit.planning.feasibility import require_free_parts
 from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import PruneSettings, Target
 from prunekit.utils.context import paused_garbage_collection
@@ -414,7 +414,7 @@ def _within(limit_s: float, times: Iterable[LayerTimes]) -> Iterator[LayerTimes]
 
 
 def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:
-    return require_free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
+    return free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
 
 
 def _tried(

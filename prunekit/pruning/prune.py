@@ -185,7 +185,8 @@ def prune(
         require_kind("repair", repair, RepairSettings, "prunekit.RepairSettings(), or False for none")
     request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "prune"):
-        planned = request.find_plan(None if calibration is None else repair or RepairSettings())
+        request.prepare(None if calibration is None else repair or RepairSettings())
+        planned = request.search.find(request.inputs)
         if wanted.pattern is not None:
             fitting = None if repair is False else repair or RepairSettings()
             result = _with_zeros(request, planned, wanted.pattern, fitting)
@@ -250,7 +251,8 @@ def plan(
     wanted = prune_settings(model, calibration is not None, **removed)
     request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
     with reporting(progress, "plan"):
-        found = request.find_plan(channel_map=channel_map).plan
+        request.prepare(channel_map=channel_map)
+        found = request.search.find(request.inputs).plan
         return found if wanted.pattern is None else _masked_plan(request, found, wanted.pattern)
 
 
@@ -267,7 +269,9 @@ def _result(
     flushed = without_subnormals(small, request.search.examples[0])
     state = planned.plan.channel_map.state
     kept = state.in_words(request.model) if state else ""
-    said = (*request.notes, *planned.notes, *notes, *flushed.notes, *([kept] if kept else []), *remarks(flushed.model))
+    doubt = "" if request.inputs.check is None else request.inputs.check.note
+    found = (*request.notes, doubt, *planned.notes, *notes, *flushed.notes, kept, *remarks(flushed.model))
+    said = tuple(filter(None, found))
     most = max(planned.max_relative_difference, difference, flushed.max_relative_difference)
     return Pruned(flushed.model, planned.plan, planned.scores, most, masked, report, said)
 
@@ -333,7 +337,7 @@ def _masked_plan(request: Request, plan: Plan, pattern: PatternSettings) -> Plan
 
 @dataclass(eq=False)
 class Request:
-    """The arguments of `prune` or `plan`, and the search for the plan."""
+    """The arguments of `prune`, `plan` or `Pruner`, and what `prepare` makes of them."""
 
     model: nn.Module
     example: Any
@@ -346,34 +350,17 @@ class Request:
     more_examples: Sequence[Any]
     task: Task | str | None
     outputs: Outputs | None = None
-    # of the calibration data, on the model's device; None without them, and before `find_plan`
-    samples: Any = field(default=None, init=False)
+    samples: Any = field(default=None, init=False)  # of the calibration data, on the model's device; None without them
     search: PlanSearch = field(init=False)  # for the plan
+    inputs: CriterionInputs = field(init=False)  # what the criterion reads
     notes: tuple[str, ...] = field(default=(), init=False)  # what the calibration was short of
 
-    def __post_init__(self) -> None:
-        if self.stats is not None or self.gradients is not None:
-            from prunekit.statistics.channel_stats import ChannelStats
-            from prunekit.statistics.taylor_terms import TaylorTerms
-
-            require_kind(
-                "stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)"
-            )
-            made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
-            require_kind("gradients", self.gradients, TaylorTerms, made)
-        require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
-
-    def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
-        """Read the samples, trace, collect what the criterion needs, and plan within the budgets."""
-        collected = self._collected()
+    def prepare(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> None:
+        """Read the samples, trace the model, and collect what the criterion needs."""
+        self._require_kinds()
+        collected = None if self.calibration is None else self._read_samples()
         if collected is not None:
-            self.samples = collected.samples
             channel_map = channel_map or collected.channel_map
-        elif self.calibration is not None:
-            from prunekit.pruning.sample_statistics import samples_for
-
-            stage("read the samples")
-            self.samples = samples_for(self.model, self.calibration, self.images, self.task)
         example = self._example()
         more = tuple(as_example(self.model, one) for one in self.more_examples)
         if self.samples is not None:
@@ -390,32 +377,50 @@ class Request:
             log_plans=True,
         )
         release_memory(self.model)
-        inputs = self._criterion_inputs(search.channel_map, repair, collected)
+        patches = None if collected is None else collected.patches
+        self.inputs = CriterionInputs(self.stats, self.gradients, patches, self.seed)
+        if self.samples is not None and not self.settings.channels_stay:
+            from prunekit.pruning.sample_statistics import evidence_of_samples
+
+            self.inputs, self.notes = evidence_of_samples(
+                self.model, self.samples, search.channel_map, self.settings, repair, self.inputs
+            )
         release_memory(self.model)
         if self.settings.budget.measured:
             from prunekit.pruning.latency_budget_search import with_profile  # with all runtimes
 
             search = with_profile(search)
         self.search = search
-        planned = self.search.find(inputs)
-        if inputs.check is not None and inputs.check.note:
-            self.notes += (inputs.check.note,)
-        release_memory(self.model)
-        return planned
 
-    def _collected(self) -> Collected | None:
-        """Return the evidence of `collect`, if that is the calibration."""
-        if self.calibration is None:
-            return None
+    def _require_kinds(self) -> None:
+        """Raise if statistics or further examples are of another kind than was asked for."""
+        if self.stats is not None or self.gradients is not None:
+            from prunekit.statistics.channel_stats import ChannelStats
+            from prunekit.statistics.taylor_terms import TaylorTerms
+
+            require_kind(
+                "stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)"
+            )
+            made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
+            require_kind("gradients", self.gradients, TaylorTerms, made)
+        require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
+
+    def _read_samples(self) -> Collected | None:
+        """Take the samples from the calibration data; return what `collect` found, if that was given."""
         from prunekit.pruning.collected_statistics import Collected
 
         if not isinstance(self.calibration, Collected):
+            from prunekit.pruning.sample_statistics import samples_for
+
+            stage("read the samples")
+            self.samples = samples_for(self.model, self.calibration, self.images, self.task)
             return None
         self.calibration.require_unchanged(self.model)
         given = {"example": self.example, "more_examples": self.more_examples, "outputs": self.outputs}
         for name, value in given.items():
             if value is not None and len(value if isinstance(value, (list, tuple)) else (0,)):
                 raise UsageError(f"{name}: the model was traced by collect; give {name} to none, or outputs to collect")
+        self.samples = self.calibration.samples
         return self.calibration
 
     def first_samples(self, count: int) -> tuple[Any, ...]:
@@ -445,19 +450,6 @@ class Request:
             raise UsageError(
                 f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
             ) from None
-
-    def _criterion_inputs(
-        self, channel_map: ChannelMap, repair: RepairSettings | None, collected: Collected | None
-    ) -> CriterionInputs:
-        """Collect what the criterion needs from the samples, and note what they are short of."""
-        model, samples, settings = self.model, self.samples, self.settings
-        if samples is None or settings.channels_stay:
-            return CriterionInputs(self.stats, self.gradients, None, self.seed)
-        from prunekit.pruning.sample_statistics import evidence_of_samples
-
-        given = CriterionInputs(self.stats, self.gradients, None if collected is None else collected.patches, self.seed)
-        inputs, self.notes = evidence_of_samples(model, samples, channel_map, settings, repair, given)
-        return inputs
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:

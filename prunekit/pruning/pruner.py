@@ -180,7 +180,8 @@ class Pruner(Displayed):
             inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task, outputs
         )
         with reporting(progress, "pruner"):
-            planned = request.find_plan()
+            request.prepare()
+            planned = request.search.find(request.inputs)
             self._example = request.search.examples[0]
             plan = share_plan(planned.plan)
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.tracing.traced_run import TracedOperator
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import most_state_bytes, unread_stacks
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
@@ -94,12 +94,12 @@ def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
 
 def needs_activations(criterion: str) -> bool:
     """Return whether a criterion looks at activations."""
-    return not {"stats", "ranks"}.isdisjoint(get_criterion(criterion).needs)
+    return not {"stats", "ranks"}.isdisjoint(CRITERIA.get(criterion).needs)
 
 
 def activation_statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
     """Return the activation statistics that a criterion needs; None if it needs none."""
-    needs = get_criterion(criterion).needs
+    needs = CRITERIA.get(criterion).needs
     if not needs_activations(criterion):
         return None
     return calibrate(model, in_batches(images), device=gather(images)[0].device, ranks="ranks" in needs)
@@ -163,7 +163,7 @@ def evidence_of_samples(
     given: CriterionInputs,
 ) -> tuple[CriterionInputs, tuple[str, ...]]:
     """Return what a criterion reads, collected from samples unless it is given, and what the samples are short of."""
-    needs, patches, check, short = get_criterion(settings.criterion).needs, None, None, list[str]()
+    needs, patches, check, short = CRITERIA.get(settings.criterion).needs, None, None, list[str]()
     if "patches" in needs:
         patches = given.patches
         if patches is None:

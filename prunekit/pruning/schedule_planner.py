@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.gradient import Movement
 from prunekit.criteria.scoring import score
 from prunekit.distributed.process_group import computed_by_main, is_main, main_process_only, require_equal, size
@@ -207,7 +207,7 @@ class ChannelPlanner(Planner):
 
 def rescored(settings: PruneSettings) -> bool:
     """Return whether a criterion scores the model again at each stage, as those of Gram matrices do not."""
-    return "patches" not in get_criterion(settings.criterion).needs
+    return "patches" not in CRITERIA.get(settings.criterion).needs
 
 
 def share_plan(plan: Plan | None) -> Plan:

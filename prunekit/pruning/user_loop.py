@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.distributed.process_group import is_main, size
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import OwnedHook
@@ -99,7 +99,7 @@ class LoopStatistics(StepStatistics):
         seed: int,
     ) -> None:
         self._criterion, self._map = settings.criterion, channel_map
-        self._needs = set(get_criterion(settings.criterion).needs)
+        self._needs = set(CRITERIA.get(settings.criterion).needs)
         self._samples, self._pairs, self._loss, self._seed = samples, pairs, loss, seed
         moves = settings.schedule is not None and settings.schedule.score == "movement"
         self._of_steps = "gradients" in self._needs and not pairs and not moves
@@ -152,7 +152,7 @@ def check_calibration(
         raise UsageError("; ".join(problems))
     assert settings.schedule is not None
     moves = settings.schedule.score == "movement"
-    criterion, needs = settings.criterion, set() if moves else set(get_criterion(settings.criterion).needs)
+    criterion, needs = settings.criterion, set() if moves else set(CRITERIA.get(settings.criterion).needs)
     said = f"criterion {criterion!r}"
     second = "curvature" in needs
     if calibration is None and needs & FROM_SAMPLES:

@@ -19,6 +19,8 @@ from prunekit.utils.user_code import is_reference
 
 KINDS: dict[Any, Any] = {int: Integral, float: Real, str: str, bool: bool, Path: (str, PathLike)}
 """Types of values that an annotation allows; numbers of NumPy too."""
+CONTAINERS: dict[Any, Any] = {dict: Mapping, tuple: (tuple, list)}
+"""The same of an annotation of items."""
 IN_PYTHON = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", Path: "a path",
              type(None): "None", dict: "a dictionary", tuple: "a tuple"}  # fmt: skip
 IN_YAML = {**IN_PYTHON, str: "text", bool: "true or false", type(None): "null", dict: "a mapping", tuple: "a list"}
@@ -40,7 +42,7 @@ def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
     """Yield a message for each part of a value that does not fit its annotation, the innermost ones."""
     if _fits(hint, value):
         return
-    parts = [part for part in _alternatives(hint) if get_origin(part) in (dict, tuple) and _is_kind(part, value)]
+    parts = [part for part in _alternatives(hint) if isinstance(value, CONTAINERS.get(get_origin(part), ()))]
     inner = get_args(parts[0])[-1 if get_origin(parts[0]) is dict else 0] if parts else None
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if parts else ()
     found = [text for key, item in items for text in _problems(inner, item, f"{path}[{key!r}]")] if parts else []
@@ -56,10 +58,6 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _is_kind(hint: Any, value: Any) -> bool:
-    return isinstance(value, Mapping) if get_origin(hint) is dict else isinstance(value, (tuple, list))
-
-
 def _fits(hint: Any, value: Any) -> bool:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -69,9 +67,10 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(one) and value == one for one in parts)
     if origin is tuple:
-        return _is_kind(hint, value) and all(_fits(parts[0], item) for item in value)
+        return isinstance(value, CONTAINERS[tuple]) and all(_fits(parts[0], item) for item in value)
     if origin is dict:
-        return _is_kind(hint, value) and all(_fits(parts[0], k) and _fits(parts[1], v) for k, v in value.items())
+        whole = isinstance(value, Mapping)
+        return whole and all(_fits(parts[0], k) and _fits(parts[1], item) for k, item in value.items())
     if hint is Any:
         return True
     if hint is None or hint is type(None):

@@ -176,10 +176,11 @@ def zeros_of(specs: Sequence[InputSpec]) -> tuple[Any, ...]:
 
 def parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the arguments of a model's `forward` in their order; none if its code is not Python."""
-    return [parameter.name for parameter in _parameters(model)]
+    return [parameter.name for parameter in parameters_of(model)]
 
 
-def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the arguments of a model's `forward` in their order; none if its code is not Python."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):  # of code that is not Python
@@ -190,7 +191,7 @@ def arguments_by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | 
     """Return the arguments of an example by their names in `forward`; by position if they have none."""
     positional, named = split(example)
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    keys: list[str | int] = [one.name for one in _parameters(model) if one.kind in kinds]
+    keys: list[str | int] = [one.name for one in parameters_of(model) if one.kind in kinds]
     keys += range(len(keys), len(positional))
     return dict(zip(keys, positional, strict=False)) | dict(named)
 
@@ -217,7 +218,7 @@ def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
 
     Without an annotation the model tells: it takes lists if it runs on one, of the image (C, H, W).
     """
-    first = next(iter(_parameters(model)), None)
+    first = next(iter(parameters_of(model)), None)
     if first is not None and first.annotation is not inspect.Parameter.empty:
         text = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
         return re.search(r"\b(list|Sequence|Iterable)\[[^\]]*Tensor", text, re.IGNORECASE) is not None
@@ -283,7 +284,7 @@ def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
 
     Images of ultralytics' loaders are scaled to 0..1, as its trainers do.
     """
-    names = {one.name for one in _parameters(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    names = {one.name for one in parameters_of(model) if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     if not names.isdisjoint(batch) or required_count(model) > 1:
         return None
     keys = [key for key in batch if isinstance(key, str) and not IMAGE_NAMES.isdisjoint(key.split(";"))]
@@ -299,7 +300,7 @@ def images_in(model: nn.Module, batch: Mapping[Any, Any]) -> Any:
 def required_count(model: nn.Module) -> int:
     """Return the number of arguments that `forward` requires."""
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return sum(one.default is one.empty and one.kind not in kinds for one in _parameters(model))
+    return sum(one.default is one.empty and one.kind not in kinds for one in parameters_of(model))
 
 
 @contextmanager
@@ -322,7 +323,7 @@ def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str
     """Return advice about examples that a model does not run on."""
     named = set().union(*(split(one)[1] for one in examples))
     kinds = inspect.Parameter
-    alone = [one.name for one in _parameters(model) if one.kind is kinds.KEYWORD_ONLY and one.default is one.empty]
+    alone = [one.name for one in parameters_of(model) if one.kind is kinds.KEYWORD_ONLY and one.default is one.empty]
     if missing := [name for name in alone if name not in named]:
         given = ", ".join(f'"{name}": {name}' for name in missing)
         return f"its forward takes {', '.join(missing)} only by name: give a mapping, {{{given}}}"

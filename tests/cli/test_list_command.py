@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 from prunekit.cli import cli
 from prunekit.cli.commands.list import AUGMENTATIONS, KINDS, SCOPES
-from prunekit.criteria.criterion import get_criterion
 from prunekit.known_names import CRITERIA, FORMATS, RUNTIMES
 from prunekit.settings.inputs import NamedAugment
 from prunekit.settings.pruning import Scope
@@ -19,7 +18,7 @@ def test_criteria_are_listed_with_what_they_need() -> None:
     listed = json.loads(CliRunner().invoke(cli, ["list", "criteria", "--json"]).stdout)["criteria"]
     assert {row["name"] for row in listed} == set(CRITERIA.declared)
     for row in listed:
-        assert tuple(row["needs"]) == get_criterion(row["name"]).needs
+        assert tuple(row["needs"]) == CRITERIA.get(row["name"]).needs
         assert row["label_free"] == ("gradients" not in row["needs"])
         assert row["paper"] or row["name"] == "random"
     shown = CliRunner().invoke(cli, ["list", "criteria"]).stdout.splitlines()

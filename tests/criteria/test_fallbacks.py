@@ -15,7 +15,7 @@ from torchvision import models
 import prunekit as pk
 from prunekit.channels.trace import trace
 from prunekit.criteria.activation import ACTIVATIONS
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.scoring import score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.statistics.channel_stats_collector import calibrate
@@ -139,7 +139,7 @@ def test_filters_of_transposed_convolutions_lie_on_the_second_axis() -> None:
 
 
 def test_lamp_keeps_the_largest_of_every_layer_whatever_its_scale() -> None:
-    assert get_criterion("lamp").comparable
+    assert CRITERIA.get("lamp").comparable
     model = small_net()
     with torch.no_grad():
         model.norm2.weight *= 1e-3

@@ -11,10 +11,9 @@ from criteria_nets import Scores, SmallNet, data, scored, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prunekit.criteria.criterion import get_criterion
 from prunekit.known_names import CRITERIA
 
-LEARNED = [name for name in CRITERIA.declared if get_criterion(name).needs and name != "elimination"]
+LEARNED = [name for name in CRITERIA.declared if CRITERIA.get(name).needs and name != "elimination"]
 quick = settings(max_examples=6)
 
 

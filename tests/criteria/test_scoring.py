@@ -13,7 +13,7 @@ from torchvision import models
 
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap, group_labels
-from prunekit.criteria.criterion import Evidence, get_criterion, register_criterion
+from prunekit.criteria.criterion import Evidence, register_criterion
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.known_names import CRITERIA
@@ -220,7 +220,7 @@ def test_weights_and_statistics_that_are_not_finite_are_named(value: float) -> N
 def test_registering() -> None:
     assert {"l1", "l2", "activation", "elimination", "random"} <= set(CRITERIA.declared)
     for name, declared in CRITERIA.declared.items():
-        found = get_criterion(name)
+        found = CRITERIA.get(name)
         facts = {key: getattr(found, key) for key in ("needs", "measures", "paper", "comparable")}
         assert (found.name, facts) == (name, {"paper": "", "comparable": False, **declared.facts})
         assert found.function.__module__ == declared.module

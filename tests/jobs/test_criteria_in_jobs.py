@@ -12,7 +12,6 @@ import torchvision
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.criteria.criterion import get_criterion
 from prunekit.criteria.scoring import normalize, score
 from prunekit.errors import UsageError
 from prunekit.jobs.dry_run import dry_run
@@ -65,7 +64,7 @@ def test_pruning_by_gradients_in_one_call() -> None:
 
 
 def test_scores_are_normalized_only_where_layers_cannot_be_compared() -> None:
-    comparable = {name for name in CRITERIA.declared if get_criterion(name).comparable}
+    comparable = {name for name in CRITERIA.declared if CRITERIA.get(name).comparable}
     assert comparable == {"lamp", "elimination", "taylor", "taylor2", "obd"}
     model = torchvision.models.resnet18(num_classes=4)
     chart = prunekit.trace(model, (torch.randn(1, 3, 32, 32),))

@@ -27,7 +27,7 @@ from training_models import CPU, net, splits
 import prunekit as pk
 from prunekit.errors import ModelError, UsageError
 from prunekit.planning.plan import Plan
-from prunekit.pruning.plan_search import Planned, PlanSearch
+from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.prune import Request
 from prunekit.pruning.pruner import Pruner
 from prunekit.pruning.schedule_planner import ChannelPlanner, StepStatistics
@@ -416,17 +416,21 @@ def test_criteria_and_options(arguments: dict[str, Any]) -> None:
 
 
 def test_a_budget_of_time_is_measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, find_plan = [0.5, 0.7], Request.find_plan
+    left, prepare, find = [0.5, 0.7], Request.prepare, PlanSearch.find
 
-    def measured(request: Request) -> Planned:
-        """Comes to another plan each time, as measuring does."""
+    def prepared(request: Request) -> None:
         request.settings = replace(request.settings, budget=BudgetSettings(macs=left.pop(0)))
-        found = find_plan(request)
+        prepare(request)
+
+    def measured(search: PlanSearch, inputs: CriterionInputs) -> Planned:
+        """Comes to another plan each time, as measuring does."""
+        found = find(search, inputs)
         budgets = {"speedup": {"asked": 1.5, "left": 1.5, "dense": 1.0}}
         plan = replace(found.plan, provenance={**found.plan.provenance, "budgets": budgets})
         return replace(found, plan=plan)
 
-    monkeypatch.setattr(Request, "find_plan", measured)
+    monkeypatch.setattr(Request, "prepare", prepared)
+    monkeypatch.setattr(PlanSearch, "find", measured)
     model = small_net()
     optimizer = MOMENTUM(model.parameters())
     with pytest.raises(UsageError, match="the final plan for a budget of time is measured then, got 'taylor'"):

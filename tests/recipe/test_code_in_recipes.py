@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.errors import RecipeError, UsageError
 from prunekit.jobs.run.command_subject import own_source
 from prunekit.jobs.run.job_subject import code_of_job, renew_code
@@ -47,7 +47,7 @@ def test_a_recipe_runs_no_code_unless_it_is_allowed(recipe: Path) -> None:
     assert not (recipe.parent / "ran").exists()
     job = load(recipe, allow_code=True)
     assert job.prune.criterion == f"{recipe.parent / 'mine.py'}:score"  # from beside the recipe
-    assert get_criterion(job.prune.criterion).needs == ("weights",)
+    assert CRITERIA.get(job.prune.criterion).needs == ("weights",)
     assert (recipe.parent / "ran").exists()
 
 
@@ -73,9 +73,9 @@ def test_a_job_reads_a_file_once_and_knows_when_it_has_changed(recipe: Path) -> 
     job = load(recipe, allow_code=True)
     renew_code(job)
     ((name, _),) = code_of_job(job)
-    first, source = get_criterion(name), own_source(name)
+    first, source = CRITERIA.get(name), own_source(name)
     (recipe.parent / "mine.py").write_text(CODE.replace("np.ones", "np.zeros"))
-    assert get_criterion(name) is first
+    assert CRITERIA.get(name) is first
     assert own_source(name) != source
     renew_code(job)
-    assert get_criterion(name) is not first
+    assert CRITERIA.get(name) is not first

@@ -168,7 +168,8 @@ def narrow(
     if heads := heads_left(model, kept):
         set_heads(compact, {path: left for path, left in heads.items() if not is_inside(path, shorter.modules)})
     resize(compact)
-    set_bare_widths(compact, widths or {})
+    if widths:
+        set_bare_widths(compact, widths)
     if attributes:
         set_attributes(compact, attributes)
     return compact

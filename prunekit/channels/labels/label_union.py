@@ -56,7 +56,7 @@ class LabelUnion:
 
     def lock(self, labels: Labels) -> None:
         """Merge labels into the locked class."""
-        self.merge(labels, np.zeros(1, dtype=np.int64))
+        self._pending.append((labels.reshape(-1), np.zeros(labels.size, dtype=np.int64)))
 
     def find(self, labels: Labels) -> Labels:
         """Return the representative of every label, in the shape of `labels`."""

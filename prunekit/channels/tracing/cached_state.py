@@ -8,7 +8,6 @@ with the state that it returned.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from prunekit.channels.tracing.execution import as_in_trace
 from prunekit.errors import reason_of
 from prunekit.hooks.model_copy import with_tensors
-from prunekit.utils.inputs import Keywords, arguments_by_name, call
+from prunekit.utils.inputs import Keywords, arguments_by_name, call, parameters_of
 from prunekit.utils.outputs import ALL_READ, ReadOutputs, named_parts
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -63,7 +62,7 @@ def model_calls(model: nn.Module, example: tuple[Any, ...], read: ReadOutputs = 
     no optional arguments is not run.
     """
     arguments = arguments_by_name(model, example)
-    free = {name for name in _optional(model) if arguments.get(name) is None}
+    free = {one.name for one in parameters_of(model) if one.default is None and arguments.get(one.name) is None}
     if not free or not all(isinstance(name, str) for name in arguments):
         return ModelCalls(read)
     twin = with_tensors(model, {})
@@ -93,15 +92,6 @@ def _with_state(model: nn.Module, arguments: Arguments, state: dict[str, Any], r
 def _with(arguments: Arguments, state: dict[str, Any]) -> tuple[Any, ...]:
     """Return an example of arguments by name and the state."""
     return (Keywords({str(name): value for name, value in arguments.items()} | state),)
-
-
-def _optional(model: nn.Module) -> set[str]:
-    """Return the names of the arguments that a model's forward takes and that are None by default."""
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # of code that is not Python
-        return set()
-    return {one.name for one in parameters if one.default is None}
 
 
 def next_position(arguments: Arguments) -> Arguments:

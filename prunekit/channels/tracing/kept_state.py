@@ -150,16 +150,14 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if name not in tables]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value: itself, or those in nested containers and dataclasses."""
-    found: list[Tensor] = []
-
-    def add(_: int, tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(value, add)
-    return found
+def _tensors(value: Any, depth: int = 0) -> list[Tensor]:
+    """Return the tensors in a value, or in nested containers and dataclasses, in the order of `_mapped`."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == _DEEPEST:
+        return []
+    items = value if isinstance(value, tuple) else [item for _, item in _items(value)]
+    return [tensor for item in items for tensor in _tensors(item, depth + 1)]
 
 
 def _mapped(value: Any, function: Callable[[int, Tensor], Tensor]) -> Any:

@@ -147,7 +147,8 @@ def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         out = shortcut(args, kwargs)
         if out is not NotImplemented:
             return out
-    if _depends_on_numbers(func) and any(tensor.is_meta for tensor in gather((args, kwargs))):
+    by_numbers = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    if by_numbers and any(tensor.is_meta for tensor in gather((args, kwargs))):
         found = _with_numbers(func, args, kwargs)
         if found is not None:
             return map_tensors(found, _on_meta)
@@ -169,11 +170,6 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     found = tensor.to("meta")
     remember(found, None if tensor.is_floating_point() else tensor)
     return found
-
-
-def _depends_on_numbers(func: Any) -> bool:
-    """Return whether an operator returns a number, or tensors whose size depends on numbers."""
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -271,18 +271,15 @@ def _label(
     Removed entries along the axes `nonzero` keep their values under masks.
     """
     axes: list[Labels | None] = []
+    # masks view entries as integers of their size, to set them to zero
+    maskable = has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided
     for axis, size in enumerate(tensor.shape):
-        labeled = size > 1 and _is_maskable(tensor)
+        labeled = size > 1 and maskable
         axes.append(shared.get(axis, fresh[:size]) if labeled else None)
         fresh = fresh[size:]
     labeled_axes = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), i not in nonzero) for i, axis in labeled_axes])
     return tuple(axes), fresh
-
-
-def _is_maskable(tensor: torch.Tensor) -> bool:
-    """Return whether masks can zero entries of a tensor, for which they view it as integers of its element size."""
-    return has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided
 
 
 def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace, how: _Attempt) -> None:

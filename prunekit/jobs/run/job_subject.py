@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from prunekit.compaction.model_folder import load, save
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import missing_data
 from prunekit.data.splits import Splits
@@ -205,7 +205,7 @@ def _require_targets(job: JobSettings, task: Task) -> None:
             f"baseline: expected none, because the targets of task {task.name!r} are the dense model's own outputs; "
             "give trained weights, a folder for model.name, or a factory that loads them"
         )
-    needs = get_criterion(job.prune.criterion).needs
+    needs = CRITERIA.get(job.prune.criterion).needs
     if "gradients" in needs and "curvature" not in needs:
         raise UsageError(
             f"prune.criterion: expected one without gradients of the loss, which are zero at the dense model whose "

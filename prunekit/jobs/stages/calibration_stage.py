@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.criteria.criterion import get_criterion
+from prunekit.criteria.criterion import CRITERIA
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import gather_on_main, is_main, main_has, main_process_only, rank, size
@@ -127,7 +127,7 @@ def _settings(job: JobSettings, device: torch.device) -> list[Any]:
 
 
 def _wants_ranks(job: JobSettings) -> bool:
-    return "ranks" in get_criterion(job.prune.criterion).needs
+    return "ranks" in CRITERIA.get(job.prune.criterion).needs
 
 
 def collectors_for(job: JobSettings, model: nn.Module) -> Collectors:
@@ -141,7 +141,7 @@ def loss_gradients(prepared: JobSubject, model: nn.Module, *, log: Log) -> Taylo
 
     Processes share the batches, and the main one gets the terms.
     """
-    needs = get_criterion(prepared.job.prune.criterion).needs
+    needs = CRITERIA.get(prepared.job.prune.criterion).needs
     if "gradients" not in needs:
         return None
     images = prepared.calibration_batches()
@@ -154,7 +154,7 @@ def loss_gradients(prepared: JobSubject, model: nn.Module, *, log: Log) -> Taylo
 
 def merged_gradients(prepared: JobSubject, model: nn.Module, images: Batches) -> TaylorTerms | None:
     """Return the Taylor terms of all batches, which processes share; None outside the main one."""
-    second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
+    second = "curvature" in CRITERIA.get(prepared.job.prune.criterion).needs
     share, mine = (rank(), size()), images.dealt(rank(), size())
     seen = None
     if len(mine):
@@ -177,7 +177,7 @@ def merged_gradients(prepared: JobSubject, model: nn.Module, images: Batches) ->
 def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
     """Return patch statistics of the calibration images; None if the criterion needs none, or in other processes."""
     job = prepared.job
-    if "patches" not in get_criterion(job.prune.criterion).needs:
+    if "patches" not in CRITERIA.get(job.prune.criterion).needs:
         return None
     images = prepared.calibration_images()
     with threads(job.threads):
@@ -216,7 +216,7 @@ def calibrate_again(prepared: JobSubject, model: nn.Module) -> tuple[ChannelStat
 
     Processes share the batches, and the main one gets the results. The random state is restored.
     """
-    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, prepared.calibration_batches(), None
+    needs, images, stats = CRITERIA.get(prepared.job.prune.criterion).needs, prepared.calibration_batches(), None
     share_buffers(model)  # BatchNorm statistics differ between two steps
     with seeded(prepared.job.seed):
         if needs_activations(prepared.job.prune.criterion):
