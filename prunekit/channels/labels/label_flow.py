@@ -149,7 +149,9 @@ class LabelFlow:
 
     def only_made(self, labels: Labels) -> bool:
         """Return whether no parameter has any of these labels: a user need not know of their lock."""
-        if self.first_made is None or not (self._made(labels) | (labels == LOCKED)).all():
+        if self.first_made is None or ((labels < self.first_made) & (labels != LOCKED)).any():  # which most have
+            return False
+        if not (self._made(labels) | (labels == LOCKED)).all():
             return False
         roots = self.union.find(labels)
         return bool((self._made(roots) | (roots == LOCKED)).all())
@@ -333,25 +335,19 @@ class LabelFlow:
     def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
         """Merge a field with those of another operand, or lock it if that has none; return the fields to be dropped.
 
-        These are locked ones, and those of the other operand that this one covers.
+        Of fields that overlap the wider one decides, else the first operand's. Dropped are locked fields, and those of
+        the other operand that this one covers.
         """
         full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
             return set()
         overlapping = [match for match in other[1] if set(match.span) & set(full)]
-        if overlapping:
-            return self._match(field, own, overlapping, full, forward=forward)
-        if len(full) < len(field.span):
+        if not overlapping and len(full) < len(field.span):
             self.union.tie(field.labels, full)
-        else:
+            return set()
+        if not overlapping:
             self.lock([field], MEETS_FIXED)
             return {field}
-        return set()
-
-    def _match(
-        self, field: Field, own: Operand, overlapping: Sequence[Field], full: Sequence[int], *, forward: bool
-    ) -> Fields:
-        """Merge a field with overlapping ones of another operand: the wider one decides, else the first operand's."""
         theirs = [match for match in overlapping if match.span == field.span]
         ours = [one for one in own[1] if one.span == field.span]
         if forward and theirs:
@@ -394,21 +390,25 @@ class LabelFlow:
         return self.summed([(left, left_axes), (right, right_axes)], out_axes)
 
     def summed(
-        self, factors: Sequence[tuple[torch.Tensor, str]], out_axes: str, *, product: bool = True, count: bool = True
+        self,
+        factors: Iterable[tuple[torch.Tensor | Operand, str]],
+        out_axes: str,
+        *,
+        product: bool = True,
+        count: bool = True,
     ) -> list[Field]:
-        """Return the fields of tensors that meet in the joint space of their axes and are summed over most of them."""
-        operands = [((tuple(tensor.shape), self.fields(tensor)), axes) for tensor, axes in factors]
-        return self.summed_fields(operands, out_axes, product=product, count=count)
+        """Return the fields of tensors that meet in the joint space of their axes and are summed over most of them.
 
-    def summed_fields(
-        self, factors: Sequence[tuple[Operand, str]], out_axes: str, *, product: bool = True, count: bool = True
-    ) -> list[Field]:
-        """Return the same for tensors given by shape and fields, such as one of a stack."""
+        A tensor may also be given by shape and fields, such as one of a stack.
+        """
+        factors = list(factors)
         joint = "".join(dict.fromkeys("".join(axes for _, axes in factors)))
         operands = [self._lift(one, axes, joint) for one, axes in factors]
         fields = self.pointwise(operands, product=product)
         if count:
-            self._count_contraction(operands, fields)
+            shape = np.broadcast_shapes(*[shape for shape, _ in operands])
+            counted, covered = apart(fields)
+            self.add_macs(float(np.prod([size for axis, size in enumerate(shape) if axis not in covered])), counted)
         kept = []
         for field in fields:
             contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
@@ -432,22 +432,13 @@ class LabelFlow:
         self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
         return part
 
-    def _lift(self, operand: Operand, axes: str, joint: str) -> tuple[Shape, list[Field]]:
-        def lifted(shape: Sequence[int]) -> list[int]:
-            return [shape[axes.index(letter)] if letter in axes else 1 for letter in joint]
-
+    def _lift(self, operand: torch.Tensor | Operand, axes: str, joint: str) -> Operand:
+        """Return an operand with the axes of the joint space, of size 1 where it has none."""
+        shape, fields = operand if isinstance(operand, tuple) else (tuple(operand.shape), self.fields(operand))
         order = [axes.index(letter) for letter in joint if letter in axes]
-        fields = [
-            Field(np.transpose(field.labels, order).reshape(lifted(field.labels.shape)), field.zero)
-            for field in operand[1]
-        ]
-        return tuple(lifted(operand[0])), fields
-
-    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field]) -> None:
-        shape = np.broadcast_shapes(*[shape for shape, _ in operands])
-        factors, covered = apart(fields)
-        constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))
-        self.add_macs(constant, factors)
+        new = [index for index, letter in enumerate(joint) if letter not in axes]
+        lifted = [Field(np.expand_dims(np.transpose(field.labels, order), new), field.zero) for field in fields]
+        return tuple(shape[axes.index(letter)] if letter in axes else 1 for letter in joint), lifted
 
 
 class MadeAxes(LabelFlow):

@@ -16,12 +16,12 @@ from prunekit.channels.rules.pointwise import aligned, zero_where
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
 _EINSUM = {
-    "aten.mm": ("mk", "kn", "mn"),
-    "aten.bmm": ("bmk", "bkn", "bmn"),
-    "aten.mv": ("mk", "k", "m"),
-    "aten.dot": ("k", "k", ""),
-    "aten.vdot": ("k", "k", ""),
-    "aten.outer": ("m", "n", "mn"),
+    "aten.mm": (("mk", "kn"), "mn"),
+    "aten.bmm": (("bmk", "bkn"), "bmn"),
+    "aten.mv": (("mk", "k"), "m"),
+    "aten.dot": (("k", "k"), ""),
+    "aten.vdot": (("k", "k"), ""),
+    "aten.outer": (("m", "n"), "mn"),
 }
 _GROUPED = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
 Trait.COUNTED.declare(*aten("addmm _sparse_addmm baddbmm"))
@@ -32,7 +32,8 @@ Trait.LAST_AXIS.declare("aten.addmm")
 @register_rule(*_EINSUM, traits=[Trait.COUNTED])
 def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Merge along the contracted axis."""
-    flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
+    axes, out = _EINSUM[call.name]
+    flow.set(call.out, flow.summed(zip(call.args[:2], axes, strict=True), out))
 
 
 _ADDED = {
@@ -47,7 +48,8 @@ _ADDED = {
 @register_rule(*_ADDED)
 def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
     """Add a broadcast bias to a matrix product; for a sparse matrix, torch adds zeros of the whole size."""
-    product = flow.contract(call.args[1], call.args[2], *_EINSUM[_ADDED[call.name]])
+    axes, out = _EINSUM[_ADDED[call.name]]
+    product = flow.summed(zip(call.args[1:3], axes, strict=True), out)
     bias = aligned(flow, call.args[0], call.out.dim())
     flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
 
@@ -69,7 +71,7 @@ def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
     """
     left, right = call.args[:2]
     if left.dim() == right.dim() == 3:
-        flow.set(call.out, flow.contract(left, right, *_EINSUM["aten.bmm"]))
+        flow.set(call.out, flow.contract(left, right, "bmk", "bkn", "bmn"))
         return
     flow.lock([f for given in (call.arg(2, "offs"), call.arg(3, "bias")) for f in flow.fields(given)], COUNTS_ROWS)
     lefts, rights = _without_stack(flow, left), _without_stack(flow, right)
@@ -77,7 +79,7 @@ def grouped_product(flow: LabelFlow, call: OperatorCall) -> None:
         lefts = flow.tied_along([1 if right.dim() == 2 else 0], lefts, COUNTS_ROWS)
     if right.dim() == 2:
         rights = flow.tied_along([0 if left.dim() == 2 else 1], rights, COUNTS_ROWS)
-    fields = flow.summed_fields([((left.shape[-2:], lefts), "mk"), ((right.shape[-2:], rights), "kn")], "mn")
+    fields = flow.summed([((left.shape[-2:], lefts), "mk"), ((right.shape[-2:], rights), "kn")], "mn")
     for field in (*lefts, *rights):  # one axis is read in rows of memory, the other in gradients
         step = gcd(IN_STEPS_OF.get(call.name, 1), field.labels.size)
         flow.multiples += [WidthMultiple(field.labels.reshape(-1), step)] if step > 1 else []
@@ -107,7 +109,7 @@ def trilinear(flow: LabelFlow, call: OperatorCall) -> None:
     letters = "abcdefgh"[: tensors[0].dim() + len(added[0])]
     axes = ["".join(letter for axis, letter in enumerate(letters) if axis not in fresh) for fresh in added]
     kept = "".join(letter for axis, letter in enumerate(letters) if axis not in summed)
-    flow.set(call.out, flow.summed(list(zip(tensors, axes, strict=True)), kept, count=False))
+    flow.set(call.out, flow.summed(zip(tensors, axes, strict=True), kept, count=False))
 
 
 @register_rule("aten._sparse_mm_reduce_impl")
