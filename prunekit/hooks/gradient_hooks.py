@@ -115,11 +115,8 @@ def view_read_by(module: nn.Module, tensor: Tensor) -> InputView:
 class OutputGradients:
     """A forward hook that passes the gradients of a module's results through a change, while its owner is active.
 
-    Args:
-        owner: of the hook.
-        change: called whenever the module's results get gradients; returns the change of these.
-        check: gets each result first, and raises if it won't do.
-        traced: takes the place of the change under `torch.compile`.
+    `change` is called whenever the results get gradients, and returns the change of these; `check` gets each result
+    first, and raises if it won't do; under `torch.compile`, `traced` takes the place of the change.
     """
 
     def __init__(

@@ -92,9 +92,7 @@ class HookOwner:
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
         """Run a hook before a module's forward; it may change the arguments.
 
-        Args:
-            again: whether the hook is meant to run again when activation checkpointing recomputes; otherwise the second
-                run warns.
+        If the hook is not meant to run `again` when activation checkpointing recomputes, the second run warns.
         """
         warn_if_ignored(module, type(self).__name__)
         self._forward = True

@@ -14,11 +14,7 @@ from prunekit.hooks.owner import HookOwner
 
 
 class StepHook(HookOwner):
-    """A hook right before each step of an optimizer, when the gradients are complete.
-
-    Args:
-        optimizer: one of torch.optim, no wrapper.
-    """
+    """A hook right before each step of an optimizer of torch.optim, when the gradients are complete."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()

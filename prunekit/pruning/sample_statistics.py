@@ -21,7 +21,7 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.memory_format import in_fastest_format
 from prunekit.planning.candidates import labels_matching
 from prunekit.pruning.plan_search import CriterionInputs
-from prunekit.repair.repair_model import require_images
+from prunekit.repair.held_out_images import require_images
 from prunekit.repair.similar_layer_shares import ShareCheck
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.pruning import PruneSettings

@@ -23,14 +23,7 @@ from prunekit.utils.inputs import sample_count
 
 
 class StackFitter:
-    """A fitter of stacks in a masked model.
-
-    Args:
-        original: the dense model, in eval mode.
-        masked: the model whose weights are written.
-        plan: which entries are kept.
-        settings: of the repair.
-    """
+    """A fitter of stacks in a masked model, whose weights it writes."""
 
     def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, settings: RepairSettings) -> None:
         self._original, self._plan, self._settings = original, plan, settings

@@ -1,4 +1,4 @@
-"""Held-out images: batches to fit on and to judge by, and the difference of two models' outputs on the latter."""
+"""Calibration images: batches to fit on and held-out ones to judge by, and how far outputs differ on the latter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import sample_count, select_samples
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.inputs import sample_count, sample_noun, select_samples, split
+from prunekit.utils.tensors import gather, has_sample_lists, holds_samples, is_finite, map_tensors
 
 Inputs = tuple[Any, ...]
 """Arguments of a model, see `prunekit.utils.inputs.as_example`, with samples along the first axis of every tensor."""
@@ -29,6 +30,46 @@ class Batch:
     share: float  # of the sampled rows
     # bool, False where positions of the samples are padding, see `counted_positions`; None: none are
     counted: Tensor | None = None
+
+
+def require_images(images: Tensor | Inputs) -> Inputs:
+    """Check calibration images, and return them as an example."""
+    inputs = images if isinstance(images, tuple) else (images,)
+    positional, named = split(inputs)
+    values, samples = (*positional, *named.values()), sample_count(inputs)
+    for value in values:
+        if not isinstance(value, Tensor) and not holds_samples(value, samples):
+            raise DataError(
+                "calibration: expected samples as one tensor (B, ...), a list of images (C, H, W), or a tuple of such; "
+                f"got {type(value).__name__}"
+                + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(value, list) else "")
+            )
+    shapes = ", ".join(_shape(value) for value in values)
+    few = any((isinstance(value, Tensor) and not value.dim()) or len(value) < FEWEST_IMAGES for value in values)
+    if few or (len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim() < 2):  # as a sample alone has
+        raise DataError(
+            f"calibration: expected at least {FEWEST_IMAGES} {sample_noun(inputs)} (B, ...), some of which only judge; "
+            f"got {shapes if has_sample_lists(inputs) else f'a tensor of shape {shapes}'}; "
+            "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
+        )
+    if len({len(value) for value in values}) > 1:
+        raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
+    for value in values:
+        if (first := _first_not_finite(value)) is not None:
+            raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
+    return inputs
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a list of {len(value)}"
+
+
+def _first_not_finite(value: Any) -> int | None:
+    """Return the index of the first sample with NaN or Inf in it; None if there is none."""
+    if not isinstance(value, Tensor):
+        return next((i for i, one in enumerate(value) if not all(map(is_finite, gather(one)))), None)
+    wrong = (~torch.isfinite(value)).reshape(len(value), -1).any(1)
+    return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
 
 
 def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | None = None) -> tuple[list[Batch], int]:

@@ -219,11 +219,7 @@ def _dot(one: Weights, other: Weights) -> float:
 class PairFitter(LayerWeights):
     """A fitter that refits a layer together with its source, and writes changes that lower the error.
 
-    Args:
-        original: the dense model.
-        masked: the model whose weights are written.
-        plan: which rows and columns are kept.
-        masks: of single weights that are not zero, by weight, bool (o, i, taps) of kept outputs and inputs.
+    `masks` say which single weights are not zero: by weight, bool (o, i, taps) of kept outputs and inputs.
     """
 
     def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:

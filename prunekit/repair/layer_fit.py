@@ -37,23 +37,13 @@ from prunekit.utils.tensors import is_finite
 
 
 class LayerFitter(LayerWeights):
-    """A fitter that refits one layer after another, and writes changes that lower the error.
-
-    Args:
-        original: the dense model.
-        masked: the model whose weights are written.
-        plan: which rows and columns are kept.
-        settings: what is fitted.
-
-    Attributes:
-        reports: of the layers so far.
-        masks: of single weights that are not zero, by weight, bool (o, i, taps) of kept outputs and inputs.
-    """
+    """A fitter that refits one layer after another, and writes changes that lower the error."""
 
     def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, settings: RepairSettings) -> None:
         super().__init__(original, masked, plan)
-        self.reports: list[LayerRepair] = []
+        self.reports: list[LayerRepair] = []  # of the layers so far
         self._settings = settings
+        # of single weights that are not zero, by weight, bool (o, i, taps) of kept outputs and inputs
         self.masks: dict[str, Tensor] = {}
         self._pairs = PairFitter(original, masked, plan, self.masks)
 

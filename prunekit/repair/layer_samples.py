@@ -240,11 +240,7 @@ class PassRoute:
 
 
 class LayerPass(ResumableRun):
-    """Passes of a model, each of which samples some layers.
-
-    Attributes:
-        taken: in the last pass, of each layer.
-    """
+    """Passes of a model, each of which samples some layers; `taken` is what the last one took of each layer."""
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
@@ -452,11 +448,7 @@ class SampleWindows:
         seed: int,
         among: Tensor | None = None,
     ) -> SampleWindows:
-        """Draw samples and windows in them; the size does not depend on the number of images.
-
-        Args:
-            among: (N,) samples that may be drawn; None if all may.
-        """
+        """Draw samples, all or some of `among`, and windows in them; the number of images does not change the size."""
         made = first.spatial(inputs)
         outputs = second.spatial_of(made)
         samples = sample_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed, among)

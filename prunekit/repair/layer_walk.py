@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,10 +16,10 @@ from torch import nn
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.errors import NonFiniteError
-from prunekit.hooks.model_copy import named_tensors
-from prunekit.planning.plan import Plan
+from prunekit.hooks.model_copy import named_tensors, with_tensors
+from prunekit.planning.plan import Plan, require_plan
 from prunekit.repair.expert_fit import StackFitter
-from prunekit.repair.held_out_images import Inputs, batches_of, difference
+from prunekit.repair.held_out_images import Inputs, batches_of, difference, require_images
 from prunekit.repair.layer_fit import LayerFitter, bias_names
 from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.least_squares import NEGLIGIBLE
@@ -37,15 +37,15 @@ from prunekit.repair.memory_budget import (
     pair_size,
     too_wide,
 )
-from prunekit.repair.repair_report import LayerRepair, RepairMemory, dropped
+from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, find_layer_graph, merge_calls
 from prunekit.statistics.linear_layers import LayerCall
 from prunekit.statistics.output_error import OutputComparison
 from prunekit.statistics.resumable_forward import Lifetimes
 from prunekit.utils.context import release_memory, training_mode
-from prunekit.utils.inputs import counted_positions, sample_count, select_samples
-from prunekit.utils.progress import tracked
+from prunekit.utils.inputs import as_example, counted_positions, sample_count, select_samples
+from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import gather, is_finite
 
 
@@ -65,8 +65,14 @@ class RepairSetup:
 
     @classmethod
     @contextmanager
-    def entered(cls, dense: nn.Module, plan: Plan, inputs: Inputs) -> Iterator[Self]:
-        """Yield the setup, with both copies in eval mode, without gradients, and with norms over kept channels."""
+    def entered(cls, dense: nn.Module, plan: Plan, images: Any, name: str, progress: bool | None) -> Iterator[Self]:
+        """Yield the setup, with both copies in eval mode, without gradients, and with norms over kept channels.
+
+        `name` is that of the job, for messages and bars; see `repair` for the rest.
+        """
+        require_plan(plan, dense)
+        inputs = require_images(as_example(dense, images) if isinstance(images, (tuple, list, Mapping)) else images)
+        plan.channel_map.require_plain_forward(name)
         parameters = {name for name, _ in dense.named_parameters(remove_duplicate=False)}
         original = substituted_copy(dense, own=lambda name: name not in parameters)  # only buffers may be written to
         masked = substituted_copy(dense, own=lambda name: True)
@@ -78,7 +84,7 @@ class RepairSetup:
             axes = {layer.weight: layer.axes[0] for layer in found.layers}
             judge = OutputComparison.of(original, inputs, plan.channel_map.read)
             judge = judge.within({name: torch.from_numpy(plan.kept(name, axis)) for name, axis in axes.items()})
-            with NarrowNorms(masked, plan.channel_map, plan.keep):
+            with NarrowNorms(masked, plan.channel_map, plan.keep), reporting(progress, name):
                 yield cls(original, masked, plan, inputs, found, layers, skipped, looping, judge)
 
     def walk(self, settings: RepairSettings, fitter: LayerFitter) -> LayerWalk:
@@ -101,9 +107,7 @@ class RepairSetup:
             return [dropped(layer) for layer in found]
         return found
 
-    def keep_what_helps(
-        self, walk: LayerWalk, fitter: LayerFitter, plan: Plan, before: float
-    ) -> tuple[float, float, tuple[LayerRepair, ...]]:
+    def keep_what_helps(self, walk: LayerWalk, fitter: LayerFitter, plan: Plan, before: float) -> RepairReport:
         """Undo fits, the last half of them each time, until the model's output is nearer to the dense one's."""
         plan.zero(self.masked)
         fitted = after = self.difference(walk)
@@ -115,7 +119,12 @@ class RepairSetup:
             plan.zero(self.masked)
             after = self.difference(walk) if count else before
         done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
-        return fitted, after, self._in_model_order(done)
+        layers, kept = self._in_model_order(done), any(layer.applied for layer in done)
+        return RepairReport(layers, before, after, kept, walk.memory, fitted, self.judge.selected)
+
+    def repaired(self, dense: nn.Module) -> nn.Module:
+        """Return a copy of the dense model with the masked one's tensors."""
+        return with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(self.masked)})
 
     def _in_model_order(self, done: list[LayerRepair]) -> tuple[LayerRepair, ...]:
         order = Counter({name: -i for i, (name, _) in enumerate(named_tensors(self.original))})

@@ -16,13 +16,7 @@ from prunekit.statistics.linear_layers import LayerCall
 
 
 class LayerWeights:
-    """The kept weights of layers, and changes that are written to them.
-
-    Args:
-        original: the dense model.
-        masked: the model whose weights are written.
-        plan: which rows and columns are kept.
-    """
+    """The kept weights of layers in a dense and a masked model, and changes that are written to the latter."""
 
     def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan) -> None:
         self._dense = dict(named_tensors(original))

@@ -116,10 +116,7 @@ def moment_matching(problem: FitProblem, weight: Tensor) -> WeightChange:
 
     As in Finkelstein et al. 2019, "Fighting quantization bias with bias", and unlike BatchNorm's own recalibration:
     statistics of augmented training data are not those of the images at hand, and the dense network was trained with
-    the former.
-
-    Args:
-        weight: (o, d) the kept weights.
+    the former. `weight` (o, d) are the kept weights.
     """
     outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
     # The target of the layer itself: without offsets and summands.
@@ -185,14 +182,8 @@ def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, rid
 
     For layers whose patches are too wide for a Gram matrix: this one is over channels only, C x C. As the 1x1 layer of
     He et al. 2017, folded into the weights; the constant is that of the interior, where no tap is padding.
-
-    Args:
-        kept: (N, k) kept channels of the input, as the running model has them.
-        dense: (N, C) all channels, as the dense model has them.
-        weight: (o, C, taps) of the dense layer.
-
-    Returns:
-        (o, k, taps) weights and (o,) change of the bias.
+    `kept` (N, k) and `dense` (N, C) are the inputs in the running and in the dense model, `weight` (o, C, taps) is that
+    of the dense layer. The result is weights (o, k, taps), and the change of the bias, (o,).
     """
     target = dense.double()
     identity = torch.zeros(kept.shape[1], target.shape[1], dtype=torch.float64, device=kept.device)
@@ -312,7 +303,8 @@ def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps
         return problem.now + scale * (inputs @ found)
 
     before, spread = problem.error(problem.now), problem.wanted.var(1).mean(1)
-    factors = torch.stack([_factored_grouped(moments, ridge * multiple, problem.biased) for multiple in RIDGES])
+    ridged = (with_ridge(moments, ridge * multiple, biased=problem.biased) for multiple in RIDGES)
+    factors = torch.stack([torch.linalg.cholesky(each) for each in ridged])
     trials = torch.stack([solve(problem.wanted, factor) for factor in factors])
     errors, best = torch.stack([problem.error(end(trial)) for trial in trials]).min(0)
     every = torch.arange(len(best), device=best.device)
@@ -331,18 +323,18 @@ def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps
     return GroupedChange(weight, bias, before, torch.where(wins, errors, before), spread, wins)
 
 
-def _factored_grouped(moments: Tensor, ridge: float, biased: bool) -> Tensor:
-    """Return Cholesky factors, (g, d, d), with a ridge on all but the constant; dead groups get one of 1."""
-    diagonal = moments.diagonal(dim1=1, dim2=2)
-    mean = diagonal[:, : diagonal.shape[1] - biased].mean(1, keepdim=True)
+def with_ridge(gram: Tensor, ridge: float, *, biased: bool) -> Tensor:
+    """Return Gram matrices (..., d, d) with a share of the mean diagonal added, more where they cannot be factored."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal[..., : diagonal.shape[-1] - biased].mean(-1, keepdim=True)
     pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()
     if biased:
-        pull[:, -1] = 0
-    factor, failed = torch.linalg.cholesky_ex(moments + torch.diag_embed(pull))
+        pull[..., -1] = 0
+    found = gram + torch.diag_embed(pull)
+    failed = torch.linalg.cholesky_ex(found).info > 0
     if not bool(failed.any()):
-        return factor  # type: ignore[no-any-return]
-    found: Tensor = torch.where((failed > 0)[:, None, None], _factored_grouped(moments, 10 * ridge, biased), factor)
-    return found
+        return found
+    return torch.where(failed[..., None, None], with_ridge(gram, 10 * ridge, biased=biased), found)
 
 
 def chunks(groups: int, rows: int, columns: int, values: int = CHUNK) -> Iterator[slice]:

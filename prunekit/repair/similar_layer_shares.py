@@ -17,8 +17,7 @@ from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
-from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference
-from prunekit.repair.repair_model import require_images
+from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference, require_images
 from prunekit.statistics.gram_matrices import PatchStats, too_few
 from prunekit.statistics.layer_errors import shifted, without_channels
 from prunekit.statistics.layer_graph import find_layers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from prunekit.hooks.hook import called_leaves, never_called
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, StatsKey, combine_rows
+from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, Side, StatsKey, combine_rows
 from prunekit.statistics.observers import Consumer, ConsumerHooks, PassHooks, watch
 from prunekit.statistics.reductions import Reducer, summarize
 from prunekit.tasks.batches import ModelBatches
@@ -26,8 +27,6 @@ from prunekit.utils.inputs import blank_padding, rows_of
 from prunekit.utils.private_torch import without_torch_function
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import gather
-
-Side = Literal["input", "output"]
 
 PARTS = 16
 """Batches merged at a time; merging each alone costs as much as measuring a small activation."""
@@ -181,8 +180,10 @@ class StatsCollector(ConsumerHooks):
         """Register hooks on the modules, and intercept the consumers."""
         super().register_hooks()
         for path, module in self._targets.items():
-            if not never_called(module):  # a consumer, measured where its weight is used
-                self._hook_module(path, module)
+            if not never_called(module):  # else a consumer, measured where its weight is used
+                self.own_forward_pre(module, partial(self._before, path), again=True)
+                if self._sides["output"]:
+                    self.own_forward(module, partial(self._after, path), again=True)
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
@@ -209,33 +210,22 @@ class StatsCollector(ConsumerHooks):
         merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
         return ChannelStats(merged, {"reduction": self.form}, reads=dict(self.consumers))
 
-    def _hook_module(self, path: str, module: nn.Module) -> None:
-        def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._called.add(path)
-            if self._sides["input"]:
-                self._measure(path, "input", first_tensor((arguments, named)))
+    def _before(self, path: str, module: nn.Module, arguments: Any, named: Any) -> None:
+        self._called.add(path)
+        if self._sides["input"]:
+            self._measure(path, "input", first_tensor((arguments, named)))
 
-        def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            self._measure(path, "output", first_tensor(result))
-
-        self.own_forward_pre(module, before, again=True)
-        if self._sides["output"]:
-            self.own_forward(module, after, again=True)
+    def _after(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+        self._measure(path, "output", first_tensor(result))
 
     def start_pass(self) -> None:
         """Drop the results of a pass that raised."""
         super().start_pass()
         self._called.clear()
 
-    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Measure the input of a layer whose module is not called."""
-        self._measure_uncalled(consumer.path, "input", values, axis)
-
-    def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Measure the output of a layer whose module is not called."""
-        self._measure_uncalled(consumer.path, "output", values, axis)
-
-    def _measure_uncalled(self, path: str, side: Side, values: Tensor, axis: int) -> None:
+    def on_values(self, consumer: Consumer, side: Side, values: Tensor, axis: int) -> None:
+        """Measure what a layer whose module is not called reads or returns."""
+        path = consumer.path
         if self._sides[side] and path not in self._called and (self._every or path in self._targets):
             self._measure(path, side, values, axis)
 
@@ -345,7 +335,7 @@ class RankCollector(ConsumerHooks):
         """Register hooks on the outputs of modules, and intercept the consumers."""
         super().register_hooks()
         for path, module in called_leaves(self._model).items():
-            self._hook_output(path, module)
+            self.own_forward(module, partial(self._after, path), again=True)
 
     def finish_pass(self) -> None:
         """Add the ranks of the finished pass."""
@@ -353,24 +343,17 @@ class RankCollector(ConsumerHooks):
             known = self._sums.get(key)
             self._sums[key] = ranks if known is None else known.merge(ranks)
 
-    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Measure the input of a layer with a weight."""
-        self._measure(consumer.path, "input", values, axis)
+    def on_values(self, consumer: Consumer, side: Side, values: Tensor, axis: int) -> None:
+        """Measure the input of a layer, and the output of a linear one, as that alone carries queries and keys."""
+        if side == "input" or axis == values.dim() - 1:
+            self._measure(consumer.path, side, values, axis)
 
-    def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Measure the output of a linear layer: nothing else carries attention's queries and keys."""
-        if axis == values.dim() - 1:
-            self._measure(consumer.path, "output", values, axis)
+    def _after(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+        tensor = next(iter(gather(result)), None)
+        if self.inside and tensor is not None and path not in self.consumers:
+            self._measure(path, "output", tensor, channel_axis(module, tensor.ndim))
 
-    def _hook_output(self, path: str, module: nn.Module) -> None:
-        def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            tensor = next(iter(gather(result)), None)
-            if self.inside and tensor is not None and path not in self.consumers:
-                self._measure(path, "output", tensor, channel_axis(module, tensor.ndim))
-
-        self.own_forward(module, after, again=True)
-
-    def _measure(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
+    def _measure(self, path: str, side: Side, values: Tensor, axis: int) -> None:
         key = StatsKey(path, side, self.ordinal(path, side))
         if axis == values.dim() - 1:  # padding adds no rank
             values = rows_of(values, self.counted) if values.dim() == 2 else blank_padding(values, self.counted)

@@ -127,24 +127,17 @@ class _Collector(LayerFinder):
     """Sums the moments of layers over forward passes, and over all calls that use a weight alike.
 
     Another batch may make other calls: layers are known by their uses of weights, and their chains are found again.
-
-    Args:
-        layers: the first call of each use of a weight, with the chain and the rows of all of its calls.
-        columns: of the Gram matrices of each of them.
-        pooled: stacks that have one Gram matrix for all of their matrices.
-        samples: in the pass that found them.
-        rows_of: how many positions to sample of each layer, by the number of samples in a batch.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        layers: Iterable[LayerCall],
+        layers: Iterable[LayerCall],  # the first call of each use of a weight, with the chain and rows of all calls
         norms: Iterable[str],
-        columns: Mapping[WeightUse, int],
-        pooled: Collection[WeightUse],
-        samples: int,
-        rows_of: Callable[[int], int],
+        columns: Mapping[WeightUse, int],  # of the Gram matrices of each use
+        pooled: Collection[WeightUse],  # stacks that have one Gram matrix for all of their matrices
+        samples: int,  # in the pass that found the layers
+        rows_of: Callable[[int], int],  # how many positions to sample of each layer, by the samples in a batch
     ) -> None:
         super().__init__(model, norms, stacks=True)
         self._model, self._rows_of = model, rows_of

@@ -145,14 +145,8 @@ class _Prediction:
 class _Slopes(CallInterceptor):
     """The slopes of a sum along changes of layers: of what linear ones read, and of the weights of others.
 
-    A gradient of a weight is dropped as soon as it is used, and the weights of linear layers have none.
-
-    Args:
-        model: whose parameters require no gradients; those that change do within `HookOwner(slopes.follow)`.
-        predictions: of linear layers by the names of their weights and whether these are transposed, each with its
-            place among all layers.
-        changes: of other layers, each with its place.
-        layers: how many there are.
+    A gradient of a weight is dropped as soon as it is used, and the weights of linear layers have none: parameters of
+    the model require no gradients but those that change, within `HookOwner(slopes.follow)`.
     """
 
     def __init__(
@@ -346,9 +340,7 @@ def without_channels(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the change of a layer that takes input channels away and fits the others to its outputs, by least squares.
 
-    Args:
-        weight: (o, C, ...), see `LayerCall.matrix`.
-        kept: (C,) bool, False for channels that go; of each group.
+    `weight` is (o, C, ...), see `LayerCall.matrix`; `kept` (C,) is False for channels that go, the same in each group.
     """
     changes, biases, errors = list[Tensor](), list[Tensor](), list[Tensor]()
     for some in map(Tensor.double, [weight] if len(moments.grams) > 1 else in_parts(weight, 4 * AT_ONCE)):

@@ -116,15 +116,7 @@ class LayerChain:
 class LayerFinder(CallInterceptor):
     """Finds the layers of a forward pass and the chains behind them, and the functions that read each parameter.
 
-    Args:
-        model, norms: as for `CallInterceptor`.
-        stacks: whether products with matrices of a stack, as experts have them, are layers.
-
-    Attributes:
-        chains: of the layers, in the order in which they are called.
-        readers: for each parameter and buffer the names of the functions that read it.
-        calls: the names of all functions, in the order in which they are called.
-        boundary: indices, among the chains, of the layers from whose outputs computed values select something.
+    With `stacks`, products with matrices of a stack, as experts have them, are layers too.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str], *, stacks: bool = False) -> None:
@@ -133,10 +125,10 @@ class LayerFinder(CallInterceptor):
         self._clear()
 
     def _clear(self) -> None:
-        self.chains: list[LayerChain] = []
-        self.readers: dict[str, list[str]] = {}
-        self.calls: list[str] = []
-        self.boundary: set[int] = set()
+        self.chains: list[LayerChain] = []  # of the layers, in the order in which they are called
+        self.readers: dict[str, list[str]] = {}  # names of the functions that read each parameter and buffer
+        self.calls: list[str] = []  # names of all functions, in order
+        self.boundary: set[int] = set()  # indices of chains from whose outputs computed values select something
         self._owner, self._bits = object(), dict[str, int]()
         if self._stacks is not None:
             self._stacks.clear()

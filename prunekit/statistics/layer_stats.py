@@ -13,13 +13,14 @@ from prunekit.errors import UsageError
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Side = Literal["input", "output"]
 
 
 class StatsKey(NamedTuple):
     """The key of an activation: a module's input or output, in its `call`-th call (from 0) of one forward pass."""
 
     module: str
-    side: Literal["input", "output"]
+    side: Side
     call: int
 
     def __str__(self) -> str:

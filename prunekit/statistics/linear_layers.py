@@ -193,13 +193,9 @@ class _Stopped(BaseException):
 
 
 class CallInterceptor(TorchFunctionMode):
-    """Intercepts and numbers the calls of torch's functions in forward passes; each module of `norms` counts as one.
+    """Intercepts and numbers the calls of torch's functions in forward passes.
 
-    Masked runs compute norms over several channels twice, so calls inside of them are not compared.
-
-    Args:
-        model: whose parameters are known by name.
-        norms: paths of modules whose inner calls do not count.
+    All that a module of `norms` calls counts as one call: masked runs compute norms over several channels twice.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
@@ -335,11 +331,7 @@ class StackPart(NamedTuple):
 
 
 class StackParts:
-    """Knows which tensors of a forward pass are matrices of a stack.
-
-    Args:
-        names: of parameters, by their ids.
-    """
+    """Knows which tensors of a forward pass are matrices of a stack."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names, self._owner = names, object()
@@ -429,8 +421,7 @@ def _lies(value: Tensor, shape: tuple[int, int], steps: tuple[int, int]) -> bool
 def _row_numbers(numbers: Tensor, inputs: Tensor, offsets: Any) -> Tensor | None:
     """Return the number of the matrix that each row of an output is made with, -1 for rows that none makes.
 
-    Args:
-        offsets: where the rows of each matrix end, of a product of (rows, channels) with a stack; None of others.
+    `offsets` say where the rows of each matrix end, in a product of (rows, channels) with a stack; None elsewhere.
     """
     if offsets is None and not numbers.dim():
         return numbers.expand(inputs.shape[:-1])

@@ -23,6 +23,7 @@ from prunekit.errors import UsageError
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.owner import HookOwner
+from prunekit.statistics.layer_stats import Side
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import device_of, training_mode, without_gradients
 from prunekit.utils.inputs import (
@@ -74,15 +75,10 @@ ConsumerCallback = Callable[[Consumer, Tensor, int], Tensor | None]
 
 
 class ConsumerInterceptor(CallInterceptor):
-    """Passes the inputs and outputs of each layer with a weight of the model to callbacks.
+    """Passes each input and output of a layer with a weight to callbacks, before a later layer may overwrite it.
 
     A weight may be computed in the pass, as weight standardization does: a tensor that is made of the model's own
     tensors alone, entry by entry, and has the shape of exactly one of them stands for that one.
-
-    Args:
-        model: whose tensors are known by name.
-        before: gets each input, before it may be overwritten; may replace it.
-        after: gets each output; may replace it.
     """
 
     def __init__(self, model: nn.Module, before: ConsumerCallback, after: ConsumerCallback) -> None:
@@ -231,8 +227,7 @@ class PassHooks(HookOwner):
     def without_padding(self, values: Tensor, axis: int) -> tuple[Tensor, int]:
         """Return an activation without the positions that are padding, and its channel axis.
 
-        Args:
-            values: (B, T, ..., channels) or (B, channels, T) of sequences; others are returned unchanged.
+        Only activations of sequences are changed, (B, T, ..., channels) or (B, channels, T).
         """
         if self.counted is None or (axis == 1 and values.dim() > 3):
             return values, axis
@@ -316,32 +311,20 @@ class ConsumerHooks(PassHooks):
         self._running.clear()
         self._cache.clear()
 
-    def on_input(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Handle an input, which a later layer may overwrite; `axis` holds the channels."""
-
-    def on_output(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        """Handle an output."""
+    def on_values(self, consumer: Consumer, side: Side, values: Tensor, axis: int) -> None:
+        """Handle an input or output, which a later layer may overwrite; `axis` holds the channels."""
 
     def register_hooks(self) -> None:
         """Intercept the consumers."""
-        self.intercept_consumers(self._before, self._after)
+        self.intercept_consumers(partial(self._hand, "input"), partial(self._hand, "output"))
 
-    def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+    def _hand(self, side: Side, consumer: Consumer, values: Tensor, axis: int) -> None:
         if self.inside and values.is_floating_point():
             self.consumers.setdefault(consumer.path, consumer)
-            self._hand(self.on_input, consumer, values, axis)
-
-    def _after(self, consumer: Consumer, values: Tensor, axis: int) -> None:
-        if self.inside and values.is_floating_point():
-            self._hand(self.on_output, consumer, values, axis)
-
-    def _hand(
-        self, note: Callable[[Consumer, Tensor, int], None], consumer: Consumer, values: Tensor, axis: int
-    ) -> None:
-        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            found = self.measurable(values, axis)
-            if found is not None:
-                note(consumer, *found)
+            with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+                found = self.measurable(values, axis)
+                if found is not None:
+                    self.on_values(consumer, side, *found)
 
 
 def watch(
@@ -352,18 +335,11 @@ def watch(
     title: str = "calibration",
     total: int | None = None,
 ) -> int:
-    """Run a model over batches, in eval mode without gradients, under the eyes of observers.
+    """Run a model over batches, in eval mode without gradients, watched by observers; return the number of batches.
 
     All observers see the same passes. An owner of hooks is entered once, before the first batch; an interceptor, which
-    numbers the calls of a pass, anew for each batch, with the inputs of that pass.
-
-    Args:
-        batches: inputs, or tuples and lists whose first entry they are.
-        device: that batches are moved to; None for that of the model's parameters.
-        title, total: of the progress bar.
-
-    Returns:
-        The number of batches.
+    numbers the calls of a pass, anew for each batch, with the inputs of that pass. A batch is a model's inputs, or a
+    tuple or list whose first entry they are. `title` and `total` are those of the progress bar.
     """
     place, count = device_of(model, device), 0
     with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:

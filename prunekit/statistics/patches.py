@@ -47,8 +47,7 @@ class PatchGeometry:
     def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
         """Return the rows of an output that are not padding, (N,), ascending; None if none is padding.
 
-        Args:
-            positions: shape of its rows: (B, T, ...) of tokens or of a convolution along them.
+        `positions` is the shape of its rows: (B, T, ...) of tokens or of a convolution along them.
         """
         if counted is None or len(self.kernel) > 1:
             return None
@@ -164,11 +163,9 @@ def with_constant(inputs: Tensor) -> Tensor:
 
 
 def gram(inputs: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Return the mean products of all columns and a constant one, (d + 1, d + 1), see `mean_products`.
+    """Return the mean products of all columns of (N, d) and a constant one, (d + 1, d + 1), see `mean_products`.
 
-    Args:
-        inputs: (N, d).
-        factors: (N,) of the rows; None: 1.
+    Rows are multiplied by `factors`, (N,), if there are some.
     """
     wide = with_constant(inputs)
     if factors is not None:

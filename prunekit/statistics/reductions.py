@@ -38,12 +38,9 @@ Measure = Callable[[Tensor], Tensor]
 
 
 def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> FloatArray:
-    """Return statistics of one activation per channel, the fields of `LayerStats`, (arrays, channels).
+    """Return statistics of one floating-point activation per channel, the fields of `LayerStats`, (arrays, channels).
 
     They are accumulated in float64; in float32 on MPS, which has no float64.
-
-    Args:
-        activation: floating point, any shape; it is only read.
     """
     values = _channels_second(activation.detach(), axis)
     if values.numel() == 0:
@@ -108,12 +105,7 @@ class Sums(NamedTuple):
 
 
 def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
-    """Return the sums of values, on the CPU.
-
-    Args:
-        finite_only: whether NaN and Inf are counted and left out; otherwise they are not counted, and sums with them
-            are not finite.
-    """
+    """Return the sums of values, on the CPU; NaN and Inf are counted and left out if they are `finite_only`."""
     dim = values.ndim - 2
     blocks = _blocks(values)
     wide = torch.empty_like(blocks[0], dtype=accumulation_dtype(values.device))
@@ -236,8 +228,7 @@ class CompiledKernel:
 class Reducer:
     """Measures activations with a fused kernel where that is possible and pays off, otherwise eagerly.
 
-    Args:
-        fused: True: from the first value; False: never; None: once `PAYS_OFF` values of a kind have been reduced.
+    With `fused` True a kernel is compiled from the first value on; with None once `PAYS_OFF` values were reduced.
     """
 
     def __init__(self, fused: bool | None) -> None:

@@ -129,25 +129,13 @@ _ALLOCATIONS = frozenset(
 
 
 class ResumableRun(CallInterceptor):
-    """A model that runs on one batch after another, each from its saved state.
-
-    Args:
-        model: in eval mode.
-        norms: as for `CallInterceptor`.
-
-    Attributes:
-        lifetimes: of the tensors of a pass, from `learn`.
-        opaque: whether the running pass did something that can't be resumed from a saved state: memory was made or
-            written to without torch's functions, or gradients or transforms of functions were taken.
-        expected: names of the calls that a pass must make; None while any are allowed.
-        first_reads: the number of the first call that reads a parameter or buffer, from `learn`, by the address of its
-            memory.
-    """
+    """A model in eval mode that runs on one batch after another, each from its saved state."""
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
-        self.lifetimes = Lifetimes()
-        self.expected: tuple[str, ...] | None = None
+        self.lifetimes = Lifetimes()  # of the tensors of a pass, from `learn`
+        self.expected: tuple[str, ...] | None = None  # names of the calls that a pass must make; None: any
+        # the first call that reads a parameter or buffer, from `learn`, by the address of its memory
         self.first_reads: dict[int, int] = {}
         self._model = model
         storages = map(storage_of, [*model.parameters(), *model.buffers()])
@@ -222,6 +210,8 @@ class ResumableRun(CallInterceptor):
         self._live: dict[TensorKey, weakref.ref[Tensor]] = {}
         self._blanks: dict[TensorKey, Tensor] = {}
         self._blank_ids: set[int] = set()
+        # opaque: whether the pass did something that can't be resumed from a saved state: memory was made or written to
+        # without torch's functions, or gradients or transforms of functions were taken
         self.opaque = self._leaked = False
         self._pinned: dict[TensorKey, Tensor] = {}
         self._untracked: dict[int, weakref.ref[Tensor]] = {}

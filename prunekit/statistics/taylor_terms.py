@@ -233,12 +233,7 @@ class StepGradients(StepHook):
     Each step counts as one batch of `collect_gradients`: the gradient is that of all its micro-batches and processes,
     clipped where the loop clips it before the step, and without the loss scale. Of more than `STEPS` steps every
     second one is left out, and so on, so that memory stays bounded and the terms cover the whole time since `terms` was
-    last called. Frozen parameters have no gradient and count as 0.
-
-    Args:
-        model: in training.
-        channel_map: of the model; axes without free labels are left out.
-        optimizer: torch's own, whose steps count.
+    last called. Frozen parameters have no gradient and count as 0; axes without free labels are left out.
     """
 
     def __init__(self, model: nn.Module, channel_map: ChannelMap, optimizer: Optimizer) -> None:

@@ -15,10 +15,11 @@ from prunekit.compaction.compact_model import compact
 from prunekit.models.zoo import build_model
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
+from prunekit.repair.least_squares import with_ridge
 from prunekit.repair.patterns import removal
 from prunekit.repair.patterns.group_problem import column_by_column
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
-from prunekit.repair.patterns.removal import MaskedLeastSquares, grouped_masked_least_squares, removal_order, with_ridge
+from prunekit.repair.patterns.removal import MaskedLeastSquares, grouped_masked_least_squares, removal_order
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.weight_pattern import PatternSettings

@@ -23,6 +23,7 @@ from prunekit.hooks.gradient_hooks import GradientChange, InputGradients, Output
 from prunekit.hooks.hook import HookWarning, never_called, recomputing, refuse_compiled
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.statistics.layer_stats import Side
 from prunekit.statistics.linear_layers import FunctionCall
 from prunekit.statistics.observers import Consumer, ConsumerCallback, ConsumerInterceptor, PassHooks
 from prunekit.utils.globs import matching
@@ -48,9 +49,7 @@ class TensorKey(NamedTuple):
 class LayerHooks(PassHooks):
     """Hooks that pass the tensors of chosen layers to `on_tensor`, in the order in which they are computed.
 
-    Args:
-        every: only the first of so many forward passes is observed.
-        look: takes the place of a subclass's `on_tensor`.
+    Only the first of `every` so many forward passes is observed. `look` takes the place of a subclass's `on_tensor`.
 
     Raises:
         UsageError: a glob, a class or a group matches nothing, or `what` is no tensor of a layer.
@@ -116,7 +115,7 @@ class LayerHooks(PassHooks):
         for path, module in self._chosen.modules.items():
             self._hook(path, module)
         if self._chosen.functional:
-            self.intercept_consumers(self._read, self._made, WeightUses)
+            self.intercept_consumers(partial(self._uncalled, "input"), partial(self._uncalled, "output"), WeightUses)
 
     def _hook(self, path: str, module: nn.Module) -> None:
         if path in self._chosen.functional:
@@ -173,32 +172,18 @@ class LayerHooks(PassHooks):
 
         return change
 
-    def _read(self, consumer: Consumer, values: Tensor, axis: int) -> Tensor | None:
-        """Return the tensor that a layer reads whose module may not be called; None if it is left."""
-        if not self._alone(consumer):
+    def _uncalled(self, side: Side, consumer: Consumer, values: Tensor, axis: int) -> Tensor | None:
+        """Return what a layer whose module may not be called is to read or to return instead; None to leave it."""
+        path, found = consumer.path, values
+        if path not in self._chosen.functional or path in self._called:
             return None
-        read = values
-        if "input" in self.what and not recomputing():
-            key = self._next(consumer.path, "input")
-            read = values if key is None else _first(self.on_tensor(key, values, axis), values)
-        if "grad_input" in self.what and read.requires_grad:
-            read = read.view_as(read)  # what this reader alone sends back
-            hook_gradient(read, tensor_hook(self, self.gradients(consumer.path, "grad_input", axis), 0))
-        return None if read is values else read
-
-    def _made(self, consumer: Consumer, values: Tensor, axis: int) -> Tensor | None:
-        if not self._alone(consumer):
-            return None
-        made = values
-        if "output" in self.what and not recomputing():
-            key = self._next(consumer.path, "output")
-            made = values if key is None else _first(self.on_tensor(key, values, axis), values)
-        if "grad_output" in self.what and made.grad_fn is not None:
-            hook_gradient(made, tensor_hook(self, self.gradients(consumer.path, "grad_output", axis), 0))
-        return None if made is values else made
-
-    def _alone(self, consumer: Consumer) -> bool:
-        return consumer.path in self._chosen.functional and consumer.path not in self._called
+        if side in self.what and not recomputing() and (key := self._next(path, side)) is not None:
+            found = _first(self.on_tensor(key, values, axis), values)
+        gradient: What = "grad_input" if side == "input" else "grad_output"
+        if gradient in self.what and (found.requires_grad if side == "input" else found.grad_fn is not None):
+            found = found.view_as(found) if side == "input" else found  # what this reader alone sends back
+            hook_gradient(found, tensor_hook(self, self.gradients(path, gradient, axis), 0))
+        return None if found is values else found
 
 
 def _first(one: Tensor | None, other: Tensor) -> Tensor:

@@ -317,12 +317,7 @@ SAMPLE = 32 * 2**20
 
 
 class TensorStore:
-    """A store of copies of tensors.
-
-    Args:
-        to: `cpu`; `device`, where the tensors are; or a folder, which is created.
-        limit_mib: limit of what is kept; None: half of what is free.
-        device: device of the model.
+    """A store of copies of tensors in memory or in a folder, see `capture`.
 
     Raises:
         UsageError: the folder holds files already, or is a file; the limit is negative.

@@ -102,12 +102,7 @@ class CorrelationCollector(LayerHooks):
 
     So for projections of attention, even if their modules are not called; three that are packed into one weight are
     `*.in_proj_weight`, with the channels of queries, keys and values in this order. A layer of C channels takes twice
-    C x C numbers of 8 bytes.
-
-    Args:
-        model: the model, which is not compiled; it is not changed.
-        paths: paths of layers; None: all.
-        positions: limit of positions in each call; they are evenly spread.
+    C x C numbers of 8 bytes. Each call counts with at most so many `positions`, evenly spread.
 
     Raises:
         UsageError: the sums would take more than half of the memory that is free.

@@ -119,12 +119,7 @@ def observe(
 
 
 class Observer:
-    """The passes of one observation.
-
-    Args:
-        model: on the device that the batches are moved to, in the mode in which it would be trained.
-        training: the loss, and how the model is called for it.
-    """
+    """The passes of one observation of a model, in the mode in which it would be trained."""
 
     def __init__(self, model: nn.Module, training: Training) -> None:
         self.model, self.training = model, training

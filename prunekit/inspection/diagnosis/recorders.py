@@ -49,21 +49,14 @@ _AROUND = (
 
 
 class ExecutionRecorder(ModuleStack):
-    """The modules that run, in order of execution; the stack is left as it is when one raises.
-
-    Attributes:
-        order: place of each module in the order in which modules are first entered, by path.
-        calls: calls of modules without children in the latest forward pass.
-        received: input tensors of every module that is running, outermost first.
-        last: path of the module without children that ran last.
-    """
+    """The modules that run, in order of execution; the stack is left as it is when one raises."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, self._entered, self._left)
-        self.order: dict[str, int] = {}
-        self.calls: list[RecordedCall] = []
-        self.received: list[list[Tensor]] = []
-        self.last = ""
+        self.order: dict[str, int] = {}  # place in the order in which modules are first entered, by path
+        self.calls: list[RecordedCall] = []  # of modules without children, in the latest forward pass
+        self.received: list[list[Tensor]] = []  # input tensors of every module that is running, outermost first
+        self.last = ""  # path of the module without children that ran last
 
     def begin(self) -> None:
         """Forget the previous pass."""
@@ -148,16 +141,13 @@ def _function(node: Any) -> TrailStep | None:
 
 
 class NonlinearityRecorder(OperatorMode):
-    """The inputs of nonlinearities, whether modules or functions: `nn.ReLU`, `F.relu` and `x.relu_()` alike.
-
-    Attributes:
-        inputs: by the innermost module that runs, the function, and the number of its call there.
-    """
+    """The inputs of nonlinearities, whether modules or functions: `nn.ReLU`, `F.relu` and `x.relu_()` alike."""
 
     def __init__(self, execution: ExecutionRecorder) -> None:
         super().__init__()
         self._execution = execution
         self._calls: Counter[tuple[str, str]] = Counter()
+        # by the innermost module that runs, the function, and the number of its call there
         self.inputs: dict[tuple[str, str, int], NonlinearityInputs] = {}
 
     def begin(self) -> None:
@@ -200,18 +190,13 @@ def _nonlinearity(func: Any, args: Any) -> str | None:
 
 
 class GradientRecorder(HookOwner):
-    """Norms of the gradients of modules' outputs.
-
-    Attributes:
-        squares: squared norms of the latest backward pass by path, all calls of a module together.
-        not_finite: path of the first module whose gradient was NaN or Inf; None if all are finite.
-    """
+    """Norms of the gradients of modules' outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self.squares: dict[str, float] = {}
-        self.not_finite: str | None = None
+        self.squares: dict[str, float] = {}  # of the latest backward pass by path, all calls of a module together
+        self.not_finite: str | None = None  # path of the first module whose gradient was NaN or Inf
 
     def register(self) -> None:
         """Register hooks on every module with parameters or without children, and on the model."""

@@ -320,9 +320,8 @@ def correlation(first: Tensor, second: Tensor) -> list[float | None]:
 def cam(activations: Tensor, weights: Tensor) -> Tensor:
     """Return CAM: sum_c w_c A_c (Zhou et al. 2016, "Learning deep features for discriminative localization").
 
-    Args:
-        activations: (B, C, h, w) of the layer that is averaged over its places and then read by the classifier.
-        weights: (B, C), the weights of the classifier for the class of each image.
+    A (B, C, h, w) are the activations of the layer that is averaged over its places and then read by the classifier,
+    and w (B, C) the weights of the classifier for the class of each image.
     """
     return torch.einsum("bchw,bc->bhw", activations, weights)
 

@@ -135,11 +135,7 @@ def _features(
 def aligned(
     sides: dict[str, Tensor], mask: NDArray[np.bool_] | None, what: str
 ) -> tuple[dict[str, Tensor], NDArray[np.bool_] | None, str]:
-    """Put the rows of the pruned model into their places in the dense one.
-
-    Args:
-        sides: name of a model -> (N, ...).
-    """
+    """Put the rows of the pruned model, (N, ...), into their places in the dense one; `sides` has both by name."""
     if PRUNED not in sides:
         return sides, None, ""
     left, dense = len(sides[PRUNED]), [len(values) for name, values in sides.items() if name != PRUNED]
@@ -167,11 +163,7 @@ class OutputView:
 
 
 def view_of(values: Tensor, image: Sequence[int], layer: str, view: View | None = None) -> OutputView:
-    """Return an output in the view that fits.
-
-    Args:
-        image: shape (1, C, H, W) of the model's input.
-    """
+    """Return an output in the view that fits it, for a model that reads an image of shape (1, C, H, W)."""
     found = _fitting(values, image)
     if found is None:
         sizes = " x ".join(map(str, values.shape)) or "a single number"

@@ -34,11 +34,7 @@ def first_filters(
     *,
     kept: KeptChannels | None = None,
 ) -> LayerFilters:
-    """Return the filters of the first layer that reads the image, a convolution or a linear layer.
-
-    Args:
-        image: shape (C, H, W) of the models' input.
-    """
+    """Return the filters of the first layer, a convolution or a linear one, that reads an image of shape (C, H, W)."""
     first = next(iter(models.values()))
     modules = dict(first.named_modules())
     if layer is not None and layer not in modules:

@@ -171,15 +171,7 @@ class Panel:
 
 
 def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
-    """Return a map over its image in gray, which larger values cover more; values below zero are transparent.
-
-    Args:
-        pixels: (H, W, 3).
-        values: (h, w); interpolated linearly.
-
-    Returns:
-        The enlarged image, (H, W, 3).
-    """
+    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it, negative ones nothing."""
     import matplotlib
 
     image = enlarged(pixels).astype(np.float64)

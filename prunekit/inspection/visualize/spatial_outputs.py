@@ -48,13 +48,10 @@ class Layout:
 
 
 def layout_of(shape: Sequence[int], image: Sequence[int]) -> Layout | None:
-    """Return the layout of an output by its shape, whose height and width are those of the image over a stride.
+    """Return the layout of an output by its shape, for a model that reads an image (B, C, H, W).
 
-    Four axes that fit no stride are taken for (B, C, h, w), as convolutions without padding return them.
-
-    Args:
-        shape: shape of the output.
-        image: shape (B, C, H, W) of the model's input.
+    Its height and width are those of the image over a stride. Four axes that fit no stride are taken for (B, C, h, w),
+    as convolutions without padding return them.
     """
     if shape[:1] != image[:1]:
         return None
@@ -123,13 +120,8 @@ class SpatialActivations(HookOwner):
 
     The copy is made before anything can overwrite the output, and the gradient is that of the values copied, also where
     a later operation works in place. If no layer is named, all are candidates: the last one that returns channels with
-    a height and width, and those that return tokens after it.
-
-    Args:
-        model: the model, in the mode in which it runs.
-        layer: path of a module, or None.
-        image: shape (B, C, H, W) of the input.
-        least: if no layer is named, layers of fewer rows or columns count only where none before has as many.
+    a height and width, and those that return tokens after it; layers of fewer than `least` rows or columns count only
+    where none before has as many.
 
     Raises:
         ModelError: on enter, if the model has no such layer or is compiled; in the forward pass, if the layer returns

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from prunekit.planning.patterns.pattern import Pattern, highest
-from prunekit.repair.least_squares import FitProblem, GroupedProblem, mean_squared_error
+from prunekit.repair.least_squares import FitProblem, GroupedProblem, mean_squared_error, with_ridge
 from prunekit.repair.patterns.removal import (
     MaskedLeastSquares,
     grouped_masked_least_squares,
     pattern_columns,
     removal_order,
-    with_ridge,
 )
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.patches import apply_weight, mean_products, with_constant
@@ -33,12 +32,8 @@ def column_by_column(
     """Return a mask (o, i * taps), and the weights (o, d) after the kept ones have taken over for the removed.
 
     Within each block of columns those units go whose weights, squared, are least over the diagonal of the inverse of
-    the Gram matrix of all later columns.
-
-    Args:
-        gram: (d, d) positive definite, float64; a constant column may be last, and stays.
-        weight: (o, d), input after input, the taps of each together.
-        shape: outputs, inputs and taps.
+    the Gram matrix of all later columns. `gram` (d, d) is positive definite, in float64; a constant column may be last,
+    and stays. `weight` (o, d) has input after input, the taps of each together; `shape` is (outputs, inputs, taps).
     """
     outputs, inputs, taps = shape
     order, unit = _order(pattern, inputs, taps)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers, highest, pattern_layers
-from prunekit.planning.plan import Plan, require_plan
+from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs
 from prunekit.repair.layer_fit import LayerFitter
 from prunekit.repair.layer_samples import LayerSample
@@ -20,13 +20,10 @@ from prunekit.repair.least_squares import MOST_GROUPS, WeightChange, chunks
 from prunekit.repair.memory_budget import chunk_values, kept_groups
 from prunekit.repair.patterns.group_problem import GroupProblem, Shape, SmallGroups
 from prunekit.repair.patterns.zero_shares import shares_by_error, uniform_shares
-from prunekit.repair.repair_model import require_images
 from prunekit.repair.repair_report import LayerRepair, RepairReport
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.weight_pattern import PatternMethod, PatternSettings
 from prunekit.statistics.linear_layers import LayerCall
-from prunekit.utils.inputs import as_example
-from prunekit.utils.progress import reporting
 
 EXACT = 2e8
 """Entries of the inverses of all outputs up to which each output has an order of its own: half a minute of a core."""
@@ -70,14 +67,6 @@ class PatternFitter(LayerFitter):
 
     A layer is first fitted as if all of its weights were kept, so that it corrects the errors of the layers before it;
     its zeros are chosen from there, and then what is kept is fitted.
-
-    Args:
-        original: the dense model.
-        masked: the model whose weights are written.
-        plan: which rows and columns are kept.
-        settings: of the fits.
-        layers: that get zeros, by weight.
-        zeros: how many, and by what they are chosen.
     """
 
     def __init__(
@@ -230,26 +219,18 @@ def prune_weights(
 ) -> PrunedWeights:
     """Return a masked copy of a model with zeros among the weights that its channels leave.
 
-    In the order in which layers run, each chooses its zeros on what the masked model feeds it, and its kept weights are
-    fitted to the dense model's outputs, as a repair does.
-
-    Args:
-        fitted: whether kept weights are fitted to the dense outputs; if not, methods `obs` and `sparsegpt` fit them to
-            what the layer itself computes, and others leave them.
+    In the order in which layers run, each chooses its zeros on what the masked model feeds it, and if `fitted`, its
+    kept weights are fitted to the dense model's outputs, as a repair does. If not, the methods `obs` and `sparsegpt`
+    fit them to what the layer itself computes, and others leave them.
     """
     settings = replace(settings or RepairSettings(), fit="patch")
-    require_plan(plan, dense)
-    if isinstance(images, (tuple, list, Mapping)):
-        images = as_example(dense, images)
-    inputs = require_images(images)
-    plan.channel_map.require_plain_forward("pattern")
-    with reporting(progress, "pattern"), RepairSetup.entered(dense, plan, inputs) as setup:
+    with RepairSetup.entered(dense, plan, images, "pattern", progress) as setup:
         found = pattern_layers(setup.found, plan, pattern)
         by_weight = {layer.weight: layer for layer in found.layers}
         if pattern.scope == "uniform" or pattern.kept_of is not None:
             shares = uniform_shares(found, pattern)
         else:
-            shares = shares_by_error(setup.original, found, plan, inputs, pattern, settings)
+            shares = shares_by_error(setup.original, found, plan, setup.inputs, pattern, settings)
         zeros = Zeros(Pattern.of(pattern), pattern.method, shares, fitted)
         fitter = PatternFitter(setup.original, setup.masked, plan, settings, by_weight, zeros)
         walk = setup.walk(settings, fitter)
@@ -265,8 +246,5 @@ def prune_weights(
         zeroed = with_tensors(dense, {name: tensor.detach().clone() for name, tensor in named_tensors(setup.original)})
         masked_plan.zero(zeroed)
         before = setup.difference(walk, zeroed)
-        after_all, after, reports = setup.keep_what_helps(walk, fitter, masked_plan, before)
-    model = with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(setup.masked)})
-    kept = any(layer.applied for layer in reports)
-    report = RepairReport(reports, before, after, kept, walk.memory, after_all, setup.judge.selected)
-    return PrunedWeights(model, masked_plan, report, found)
+        report = setup.keep_what_helps(walk, fitter, masked_plan, before)
+    return PrunedWeights(setup.repaired(dense), masked_plan, report, found)

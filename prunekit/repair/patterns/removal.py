@@ -47,11 +47,9 @@ def removal_order(
 ) -> RemovalOrder:
     """Return the order of removal of all units, or for N:M of as many as each group of M loses.
 
-    Args:
-        inverse: (d, d) or (o, d, d) inverse of the Gram matrix of the columns, for each output if they differ; a
-            constant column may be last, and stays.
-        weight: (o, d) fitted weights, input after input, the taps of each together.
-        shape: outputs, inputs and taps.
+    `inverse` (d, d) or (o, d, d) is the inverse of the Gram matrix of the columns, of each output if they differ; a
+    constant column may be last, and stays. `weight` (o, d) is fitted, input after input, the taps of each together;
+    `shape` is (outputs, inputs, taps).
     """
     outputs, inputs, taps = shape
     columns = pattern_columns(pattern, inputs, taps).to(weight.device)  # (units, columns of each)
@@ -80,11 +78,8 @@ def pattern_columns(pattern: Pattern, inputs: int, taps: int) -> Tensor:
 class _Rows:
     """Rows of outputs while their weights are removed.
 
-    Args:
-        inverse: (d, d) or (r, d, d).
-        weight: (r, b, d) of the b outputs that share zeros.
-        scale: (r, b).
-        columns: (units, c) of each unit.
+    `inverse` is (d, d) or (r, d, d), `weight` (r, b, d) of the b outputs that share zeros, `scale` (r, b), and
+    `columns` (units, c) are those of each unit.
     """
 
     def __init__(self, inverse: Tensor, weight: Tensor, scale: Tensor, columns: Tensor) -> None:
@@ -197,26 +192,10 @@ TOLERANCE = 1e-8
 """Share of the first residual's size at which they end."""
 
 
-def with_ridge(gram: Tensor, ridge: float, *, biased: bool) -> Tensor:
-    """Return Gram matrices (..., d, d) with a share of the mean diagonal added, more where they cannot be factored."""
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal[..., : diagonal.shape[-1] - biased].mean(-1, keepdim=True)
-    pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()
-    if biased:
-        pull[..., -1] = 0
-    found = gram + torch.diag_embed(pull)
-    failed = torch.linalg.cholesky_ex(found).info > 0
-    if not bool(failed.any()):
-        return found
-    return torch.where(failed[..., None, None], with_ridge(gram, 10 * ridge, biased=biased), found)
-
-
 class MaskedLeastSquares:
-    """Solutions W of least squares that are 0 where weights are not kept: they minimize tr(W gram W^T) / 2 - tr(W R^T).
+    """Solutions W (o, d) of least squares that are 0 where `keep` is False.
 
-    Args:
-        gram: (d, d) positive definite, float64.
-        keep: bool (o, d).
+    They minimize tr(W gram W^T) / 2 - tr(W R^T).
     """
 
     def __init__(self, gram: Tensor, keep: Tensor) -> None:

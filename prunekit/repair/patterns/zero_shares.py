@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
 from prunekit.planning.plan import Plan
-from prunekit.repair.patterns.removal import removal_order, with_ridge
+from prunekit.repair.least_squares import with_ridge
+from prunekit.repair.patterns.removal import removal_order
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.gram_matrices import LayerMoments, collect_patches
