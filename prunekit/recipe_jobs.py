@@ -276,18 +276,9 @@ def export(
         >>> [parity.batch for parity in found.parities]
         [2, 5]
     """
-    names = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
-    request = ExportRequest(
-        to,
-        None if path is None else Path(path),
-        ExportOptions(opset, half),
-        names,
-        batch,
-        force,
-        tuple(timed),
-        threads,
-        quantize,
-    )
+    axes, place = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic), None if path is None else Path(path)
+    options = ExportOptions(opset, half)
+    request = ExportRequest(to, place, options, axes, batch, force, tuple(timed), threads, quantize)
     facts = {} if dense is None else {"dense": dense}
     if isinstance(model, (str, PathLike)):
         folder = Path(model)
@@ -308,7 +299,7 @@ def export(
     if recipe is not None:
         job = job_of(recipe, (), own)
         target = target.with_data(job.known_data, own, "check the export on", job.task)
-    with TemporaryDirectory(prefix="prunekit-") as place:
+    with TemporaryDirectory(prefix="prunekit-") as scratch:
         needed = FORMATS.get(to).reads_folder and not isinstance(model, nn.Module)
-        saved = save(model, Path(place, "model")) if needed else None
+        saved = save(model, Path(scratch, "model")) if needed else None
         return export_target(target, request, folder=saved, facts=facts, log=log)

@@ -190,6 +190,24 @@ def trained(job: JobSettings, options: ModelOptions, console: Console) -> Subjec
     return trained_subject(job, log=console.log, progress=console.progress, own=own)
 
 
+def model_and_data(
+    arguments: Sequence[str], recipe: str | None, options: ModelOptions, *, images: bool = True, **given: Any
+) -> tuple[list[str], list[str], JobSettings | None]:
+    """Return the model and the overrides that a command line names, and the job whose data the command uses, if any.
+
+    The overrides are those of the job's recipe; the job has the model if that is the recipe. With `images`, `--data`
+    may be a folder or an archive of images instead of a recipe.
+    """
+    targets, overrides = split_overrides(arguments)
+    if images:
+        refuse_two_sources(targets, recipe, options)
+    recipe = None if images and options.labeled_images else recipe_of_data(targets, recipe)
+    refuse_idle_overrides(overrides, [recipe])
+    whole = any(map(is_recipe, targets))
+    job = None if recipe is None else job_to_read(recipe, overrides, options, whole=whole, **given)
+    return targets, overrides if whole else [], job
+
+
 def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: ModelOptions) -> None:
     """Raise UsageError if `--data` is a folder or an archive of images, and a recipe is given, which has its own."""
     named = recipe or next((target for target in targets if is_recipe(target)), None)
@@ -249,20 +267,33 @@ def find_model_pair(
     names, overrides = split_overrides(arguments)
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
-    from prunekit.jobs.run.model_pair import is_pruned, load_model_pair, recipe_of_run, require_class_scores
+    from prunekit.jobs.run.command_subject import Own
+    from prunekit.jobs.run.model_pair import (
+        is_pruned,
+        load_model_pair,
+        recipe_of_run,
+        require_class_scores,
+        single_model,
+    )
 
-    folder = Path(names[0]) if len(names) == 1 else None
+    job, folder = None, Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):
         refuse_idle_overrides(overrides, names, options.data)
-        return _single(names, overrides, options, console, of_classes)
-    if options.weights or options.input_shape or options.zoo:
+        if len(names) != 1 or not is_recipe(names[0]):
+            found = single_model(one_target(names, overrides, options, needs_module="look into"))
+        else:
+            job = job_to_read(names[0], overrides, options)
+            require_class_scores(job, of_classes)
+            found = single_model(trained(job, options, console), job, Own(options.factory, options.data))
+    elif options.weights or options.input_shape or options.zoo:
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
-    recipe = recipe_of_run(folder)
-    refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
-    job = None if recipe is None else job_to_read(str(recipe), overrides, options, whole=False, seed=None)
-    if of_classes:
+    else:
+        recipe = recipe_of_run(folder)
+        refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
+        if recipe is not None:
+            job = job_to_read(str(recipe), overrides, options, whole=False, seed=None)
         require_class_scores(job, of_classes)
-    found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)
+        found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)
     for note in found.notes:
         console.log(note)
     return found
@@ -280,21 +311,3 @@ def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
     from prunekit.report.pages.run_page import write_report
 
     return [write_report(pair.run)] if pair.run is not None and folder == pair.run / name else []
-
-
-def _single(
-    names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console, of_classes: str
-) -> ModelPair:
-    from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.model_pair import require_class_scores, single_model
-
-    if len(names) != 1 or not is_recipe(names[0]):
-        found = single_model(one_target(names, overrides, options, needs_module="look into"))
-    else:
-        job = job_to_read(names[0], overrides, options)
-        if of_classes:
-            require_class_scores(job, of_classes)
-        found = single_model(trained(job, options, console), job, Own(options.factory, options.data))
-    for note in found.notes:
-        console.log(note)
-    return found

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 ZOO = "The zoo of MODEL; python:MODULE:FACTORY is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-RECIPE_KEYS = {name: name for name in ("task", "device", "seed", "output")}
-"""Keys of a recipe that options change, by the names of the options."""
+RUNS = "runs.  [default: runs]"
+"""What commands write that run a recipe."""
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
 
@@ -128,7 +128,7 @@ def common_options(function: Decorated) -> Decorated:
     return json_option(debug_option(function))
 
 
-def recipe_options(output: str = "runs.  [default: runs]", *, device: bool = True) -> Callable[[Decorated], Decorated]:
+def recipe_options(output: str = RUNS, *, device: bool = True) -> Callable[[Decorated], Decorated]:
     """Return a decorator that adds RECIPE, KEY=VALUE and the options of a command that runs a recipe."""
 
     def decorate(function: Decorated) -> Decorated:
@@ -147,14 +147,16 @@ def recipe_options(output: str = "runs.  [default: runs]", *, device: bool = Tru
     return decorate
 
 
-def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def recipe_command(output: str = RUNS, *, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that makes a function a command that runs a recipe.
 
-    The function takes a console, the job, the user's own code, and its other options.
+    The function takes a console, the job, the user's own code, and its other options; `--output` too, unless that is
+    the folder of runs.
     """
+    keys = ("task", "device", "seed", "output") if output == RUNS else ("task", "device", "seed")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @recipe_options(device=device)
+        @recipe_options(output, device=device)
         @wraps(function)
         def run(
             recipe: str,
@@ -167,9 +169,9 @@ def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Ca
             **options: Any,
         ) -> None:
             console = Console(as_json)
-            given = {key: options.pop(name) for name, key in RECIPE_KEYS.items() if name in options}
+            given = {key: options.pop(key) for key in keys if key in options}
             job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **given)
-            check_folder(job.output)
+            check_folder(options.get("output", job.output))
             from prunekit.jobs.run.command_subject import Own
 
             function(console, job, Own(factory, data, optimizer), **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -154,8 +155,8 @@ class ImageTransform:
         """Return images (..., C, H, W) of values in 0..1, with C 1 or 3, normalized: (..., 3, H, W)."""
         return self.preprocessing.normalized(images)
 
-    @property
-    def preprocessing(self) -> Preprocessing:
+    @cached_property
+    def preprocessing(self) -> Preprocessing:  # each batch asks
         """The same for image files, without augmentation, as model folders hold it."""
         if self.own is not None:
             return self.own

@@ -6,7 +6,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from prunekit.distributed.process_group import size
 from prunekit.errors import PrunekitError, RunError, UsageError, is_shortage
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
-from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
+from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer, training_sections
 from prunekit.jobs.stages.training_stage import masks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.masks.thresholds import ActivationThresholds, chosen_paths
@@ -144,53 +144,48 @@ def free_memory() -> int:
     return max(0, free)
 
 
+@dataclass
 class BatchSizeSearch:
-    """The search for the largest batch that fits.
+    """The search for the largest batch that fits."""
 
-    Args:
-        most: the largest that is tried.
-        available: bytes.
-        measure: returns the bytes that a batch takes; None if memory ran out.
-        log: gets a line for each batch.
-        exact: whether to go on until the next larger batch is known not to fit, by running out of memory and not by
-            its bytes; else until the batch is `CLOSE`.
-    """
-
-    def __init__(
-        self, most: int, available: int, measure: Callable[[int], int | None], log: Log, *, exact: bool = False
-    ) -> None:
-        self._most, self._available, self._measure, self._log, self._exact = most, available, measure, log, exact
-        self.tried: list[TriedBatch] = []
+    most: int  # the largest that is tried
+    available: int  # bytes
+    measure: Callable[[int], int | None]  # returns the bytes that a batch takes; None if memory ran out
+    log: Log  # gets a line for each batch
+    # whether to go on until the next larger batch is known not to fit, by running out of memory and not by its bytes;
+    # else until the batch is `CLOSE`
+    exact: bool = False
+    tried: list[TriedBatch] = field(default_factory=list)
 
     def run(self) -> int:
         """Return the batch; 0 if not even the smallest fits."""
-        low, high = 0, self._most + 1
-        batch = min(SMALLEST, self._most)
-        while self._exact or len(self.tried) < ROUNDS:
-            taken = self._measure(batch)
+        low, high = 0, self.most + 1
+        batch = min(SMALLEST, self.most)
+        while self.exact or len(self.tried) < ROUNDS:
+            taken = self.measure(batch)
             self.tried.append(TriedBatch(batch, taken))
-            fits = taken is not None and (self._exact or taken <= self._available)
-            self._log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
+            fits = taken is not None and (self.exact or taken <= self.available)
+            self.log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
             low, high = (batch, high) if fits else (low, batch)
-            if not low or high - low <= 1 or (not self._exact and self._close(low, high)):
+            if not low or high - low <= 1 or (not self.exact and self._close(low, high)):
                 break
             batch = self._next(low, high)
         return low
 
     def _close(self, low: int, high: int) -> bool:
         most = max(each.bytes or 0 for each in self.tried if each.batch <= low)
-        return high - low <= CLOSE * low or most >= (1 - CLOSE) * self._available
+        return high - low <= CLOSE * low or most >= (1 - CLOSE) * self.available
 
     def _next(self, low: int, high: int) -> int:
         """Return the next batch to try: double the last, the middle of a bracket, or the prediction of a line."""
         known = {each.batch: each.bytes for each in self.tried if each.bytes is not None}
-        there_is_more = high > self._most
+        there_is_more = high > self.most
         guess = 2 * low if there_is_more else (low + high) // 2
         other = max((batch for batch in known if 2 * batch <= low), default=0) if there_is_more else high
-        if not self._exact and other in known:
+        if not self.exact and other in known:
             more = abs(known[other] - known[low])
             if more >= CLEAR or not there_is_more:
-                guess = low + (self._available - known[low]) * abs(other - low) // max(1, more)
+                guess = low + (self.available - known[low]) * abs(other - low) // max(1, more)
         aside = 0 if there_is_more else (high - low) // 8  # a line may creep up on one of the two
         return min(max(guess, low + 1 + aside), high - 1 - aside, STRIDE * low)
 
@@ -200,17 +195,14 @@ class Rehearsal:
 
     The plan is one of equal scores for the job's budget, or for half of the MACs if a budget is one of time, which
     would have to be measured. A dense model that has weights counts as trained.
-
-    Raises:
-        UsageError: the job trains nothing.
     """
 
     def __init__(self, prepared: JobSubject) -> None:
         job = prepared.job
         self._prepared = prepared
-        given = job.model.weights is not None
-        sections = {"baseline": None if given else job.baseline, "sparsify": job.sparsify, "finetune": job.finetune}
-        self._sections = {name: found for name, found in sections.items() if found is not None and found.epochs}
+        given = {"baseline"} if job.model.weights is not None else set[str]()
+        sections = training_sections(job).items()
+        self._sections = {name: found for name, found in sections if found.epochs and name not in given}
         if not self._sections:
             raise UsageError(
                 "--find-batch-size: expected a job that trains, and this one has no epochs; set finetune.epochs"

@@ -40,11 +40,8 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     says how times were predicted; None without such a budget.
 
     Without weights and without a cached baseline the scores are those of random weights, as `trained` of the result
-    says; under scope `uniform` the widths do not depend on them.
-
-    Args:
-        measure: whether anything may be timed. If not, a profile from the cache is used; without one, a speedup is
-            predicted from multiply-accumulates.
+    says; under scope `uniform` the widths do not depend on them. Where nothing may be timed (`measure`), a profile from
+    the cache is used; without one, a speedup is predicted from multiply-accumulates.
     """
     timely = job.prune.budget.measured
     if timely and measure:

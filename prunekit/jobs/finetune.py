@@ -1,14 +1,14 @@
 """Whole jobs: from the settings of a recipe to a smaller, faster, verified model and its report.
 
-`finetune` sets a run up, and checks that every stage gets what it needs before any runs; `FinetuneRun` then carries
-them out in the order of `stages_of`. The report is written when the run's folder is closed.
+`finetune` sets a run up, checks that every stage gets what it needs, and carries the stages out in the order of
+`stages_of`; `FinetuneRun` does their work. The report is written when the run's folder is closed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from prunekit.deploy.deployment_transform import without_subnormals
 from prunekit.distributed.process_group import (
     computed_by_main,
     from_main,
+    is_main,
     main_has,
     main_process_only,
     one_for_all,
@@ -59,7 +60,7 @@ from prunekit.jobs.stages.measurement_stage import (
     score_rows,
     write_detections,
 )
-from prunekit.jobs.stages.repair_stage import repair_model, repair_summary, zero_weights
+from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary
 from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import (
@@ -135,8 +136,10 @@ def finetune(
         wait_for_all()
         with run_folder(job.output, job.name, log, text, finish, resumed) as run, one_for_all(), threads(job.threads):
             note(run, identity)
-            stages = FinetuneRun(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
-            metrics = stages.run()
+            for line in prepared.splits.notes:
+                run.log(f"data: {line}")
+            work = FinetuneRun(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
+            metrics = carry_out(work.stages, work)["metrics"]
             folder = from_main(lambda: run.path)
         wait_for_all()  # until the report is written
     return RunResult(folder, metrics, own)
@@ -155,19 +158,12 @@ def _profiled(search: PlanSearch, job: JobSettings) -> PlanSearch:
 
 
 class FinetuneRun:
-    """The stages of one run, in order.
+    """The work of the stages of one run, and what they keep for each other besides the results that they declare."""
 
-    Args:
-        prepared: the job with its data and dense model.
-        search: for the plan; traced, and profiled where a budget is one of time.
-        run: where it writes.
-        progress: whether to show bars on stderr.
-        training: whether to fine-tune the pruned model, and a dense one for comparison.
-        on_epoch: called after each epoch.
-    """
-
-    schedule: JobSchedule
     trainings: Trainings
+    schedule: JobSchedule | None = None
+    repaired: RepairReport | None = None
+    compacted_early: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -177,7 +173,7 @@ class FinetuneRun:
         *,
         progress: bool,
         training: bool,
-        on_epoch: OnEpoch | None = None,
+        on_epoch: OnEpoch | None,
     ) -> None:
         self.prepared, self.search, self.folder = prepared, replace(search, log=run.log), run
         self.progress, self.training, self.on_epoch = progress, training, on_epoch
@@ -185,15 +181,6 @@ class FinetuneRun:
         self.clock = StageClock(run.resume / "seconds.json")
         self.stages = stages_of(self.job, training=training)
         self.counter = StageCounter([each.name for each in self.stages if each.counted], run.log)
-        self.repaired: RepairReport | None = None
-        self.compacted_early: dict[str, Any] | None = None
-
-    def run(self) -> dict[str, Any]:
-        """Run every stage and return the metrics; all processes of a group call this."""
-        for line in self.prepared.splits.notes:
-            self.log(f"data: {line}")
-        metrics: dict[str, Any] = carry_out(self.stages, self)["metrics"]
-        return metrics
 
     @contextmanager
     def _stage(self, name: str, clock: str | None = None) -> Iterator[None]:
@@ -227,7 +214,7 @@ class FinetuneRun:
         chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self._stage("sparsify"):
-            return self.trainings.train("sparsified", copied(model), settings, chart=chart, removed=plan)
+            return self.trainings.train("sparsified", copied(model), settings=settings, chart=chart, removed=plan)
 
     def calibrate(self, model: nn.Module) -> tuple[Planned | None, CriterionInputs | None]:
         """Return what the criterion reads, collected by all processes; or the plan of the run that is resumed."""
@@ -241,10 +228,11 @@ class FinetuneRun:
 
     def plan(self, known_plan: Planned | None, inputs: CriterionInputs | None) -> tuple[Planned | None, Plan]:
         """Return the plan within the budgets, in every process, and in the main one how it was found."""
-        planned = known_plan if inputs is None else self._search_plan(inputs)
+        planned = known_plan
+        if is_main() and inputs is not None:
+            planned = self._search_plan(inputs)
         return planned, share_plan(None if planned is None else planned.plan)
 
-    @main_process_only
     def _search_plan(self, inputs: CriterionInputs) -> Planned:
         with self._stage("plan"):
             if inputs.stats is not None:
@@ -283,13 +271,8 @@ class FinetuneRun:
     def repair(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
         """Return the masked model, repaired as the job says, and the plan, with masks of single weights if wanted."""
         with self._stage("repair"):
-            if self.job.prune.pattern is None:
-                masked, self.repaired = repair_model(self.prepared, model, plan, self.folder, training=self.training)
-            else:
-                masked, self.repaired, plan = zero_weights(
-                    self.prepared, model, plan, self.folder, training=self.training
-                )
-        return masked, plan
+            model, self.repaired, plan = repair_masked(self.prepared, model, plan, self.folder, training=self.training)
+        return model, plan
 
     def begin_schedule(self, model: nn.Module, planned: Planned | None, plan: Plan) -> nn.Module:
         """Return a copy of the model that nothing is masked in yet, and make the schedule that prunes it."""
@@ -300,20 +283,16 @@ class FinetuneRun:
     def finetune(self, model: nn.Module, plan: Plan) -> nn.Module:
         """Return the masked model after its fine-tuning."""
         with self._stage("fine-tune"):
-            finetuning = Finetuning(self.prepared, self.folder, self.trainings, self._schedule)
+            finetuning = Finetuning(self.prepared, self.folder, self.trainings, self.schedule)
             model, self.compacted_early = finetuning.tune(model, plan)
         return model
 
-    @property
-    def _schedule(self) -> JobSchedule | None:
-        return None if self.job.prune.schedule is None else self.schedule
-
     def final_plan(self, planned: Planned | None, plan: Plan) -> tuple[Planned | None, Plan]:
         """Return the plan after training, which a schedule has changed; the same in all processes."""
-        if self._schedule is not None:
-            plan = self._schedule.in_force()
+        if self.schedule is not None:
+            plan = self.schedule.in_force()
             if planned is not None:
-                planned = self._schedule.finished(planned)
+                planned = self.schedule.finished(planned)
                 self._write_plan(planned)
         elif planned is not None and plan.element_masks:
             planned = replace(planned, plan=plan)
@@ -435,7 +414,7 @@ class FinetuneRun:
             "repair": repair_summary(self.repaired),
             "resumed": len(self.folder.resumed),
             "compacted_early": self.compacted_early,
-            "schedule": None if self._schedule is None else self._schedule.summary(),
+            "schedule": None if self.schedule is None else self.schedule.summary(),
             "deployment": None if deployed is None else deployed.figures(),
         }
 
@@ -511,7 +490,7 @@ class RunResult(Displayed):
 
     folder: Path
     metrics: dict[str, Any]
-    own: Own = field(default=RECIPE_ONLY)
+    own: Own = RECIPE_ONLY
 
     @property
     def shortfalls(self) -> list[str]:

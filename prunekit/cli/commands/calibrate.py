@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
-from prunekit.utils.display import table
+from prunekit.utils.display import digits, share, table
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Own
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @register_command("calibrate", about="Collect activation statistics of the dense model.", place=4, together=True)
 @recipe_command()
-def calibrate_command(
-    console: Console,
-    job: JobSettings,
-    own: Own,
-) -> None:
+def calibrate_command(console: Console, job: JobSettings, own: Own) -> None:
     """Run the dense model of a recipe on its calibration images and write the statistics of every channel.
 
     They are written as safetensors and CSV, and used by `finetune` if model, weights, data and settings are the same.
@@ -34,12 +30,7 @@ def calibrate_command(
     with console.running():
         result = run(job, log=console.log, progress=console.progress, own=own)
     layers = list(summary(result.stats))
-    payload = {
-        "path": str(result.path),
-        "csv": str(result.csv),
-        "reused": result.reused,
-        "layers": layers,
-    }
+    payload = {"path": str(result.path), "csv": str(result.csv), "reused": result.reused, "layers": layers}
     reused = " (from an earlier run)" if result.reused else ""
     console.result(payload, f"{_text(layers)}\nStatistics{reused}: {result.path}\nAs a table: {result.csv}")
 
@@ -53,9 +44,7 @@ def summary(stats: ChannelStats) -> Iterator[dict[str, Any]]:
             "side": key.side,
             "call": key.call,
             "channels": layer.channels,
-            "mean": float(layer.mean.mean()),
-            "mean_abs": float(layer.mean_abs.mean()),
-            "rms": float(layer.rms.mean()),
+            **{name: float(getattr(layer, name).mean()) for name in ("mean", "mean_abs", "rms")},
             "min": float(layer.min.min()),
             "max": float(layer.max.max()),
             "zero_fraction": float(layer.zero_fraction.mean()),
@@ -65,8 +54,6 @@ def summary(stats: ChannelStats) -> Iterator[dict[str, Any]]:
 
 
 def _text(layers: list[dict[str, Any]]) -> str:
-    from prunekit.utils.display import digits, share
-
     rows = [
         (
             row["module"] + (f" (call {row['call']})" if row["call"] else ""),

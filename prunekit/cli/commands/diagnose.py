@@ -7,15 +7,8 @@ from pathlib import Path
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import (
-    ModelOptions,
-    job_to_read,
-    model_command,
-    one_target,
-    recipe_of_data,
-    refuse_idle_overrides,
-)
-from prunekit.cli.options import is_recipe, split_overrides
+from prunekit.cli.models import ModelOptions, model_and_data, model_command, one_target
+from prunekit.cli.options import is_recipe
 from prunekit.cli.output import Console
 
 
@@ -49,20 +42,19 @@ def diagnose_command(
 
     The exit code is 0 when nothing is found, 1 when something is, 2 for wrong usage.
     """
-    targets, overrides = split_overrides(arguments)
-    data_recipe = recipe_of_data(targets, data_recipe)
-    refuse_idle_overrides(overrides, [data_recipe])
-    whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, whole=whole, device=device)
-    from prunekit.jobs.analyses.diagnose import diagnose_target, first_training
+    targets, overrides, job = model_and_data(arguments, data_recipe, given, images=False, device=device)
+    from prunekit.jobs.analyses.diagnose import diagnose_target
     from prunekit.jobs.run.command_subject import Own
+    from prunekit.jobs.run.job_subject import first_training
     from prunekit.settings.inputs import DataSettings
     from prunekit.utils.context import resolve_device
 
     images = job.known_data if job else DataSettings(source="own") if given.data else None
-    training = None if job is None else first_training(job) if whole else job.finetune
+    training = None
+    if job is not None:
+        training = first_training(job)[1] if any(map(is_recipe, targets)) else job.finetune
     with console.running():
-        target = one_target(targets, overrides if whole else [], given, needs_module="diagnose")
+        target = one_target(targets, overrides, given, needs_module="diagnose")
         found = diagnose_target(
             target,
             images,

@@ -8,16 +8,8 @@ from pathlib import Path
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import (
-    ModelOptions,
-    job_to_read,
-    model_command,
-    model_or_trained,
-    recipe_of_data,
-    refuse_idle_overrides,
-    refuse_two_sources,
-)
-from prunekit.cli.options import is_recipe, model_options, split_overrides
+from prunekit.cli.models import ModelOptions, model_and_data, model_command, model_or_trained
+from prunekit.cli.options import is_recipe, model_options
 from prunekit.cli.output import Console, check_folder
 from prunekit.distributed.launcher import leads
 
@@ -42,13 +34,8 @@ def evaluate_command(
     on the data of that run unless --recipe or --data says otherwise; anywhere else --data is enough, because the folder
     has its preprocessing and task.
     """
-    targets, overrides = split_overrides(arguments)
-    refuse_two_sources(targets, data_recipe, given)
-    data_recipe = None if given.labeled_images else recipe_of_data(targets, data_recipe)
-    refuse_idle_overrides(overrides, [data_recipe])
-    whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, whole=whole, device=device)
-    check_folder(job.output if job and whole else None)
+    targets, _, job = model_and_data(arguments, data_recipe, given, device=device)
+    check_folder(job.output if job and any(map(is_recipe, targets)) else None)
     from prunekit.jobs.analyses.evaluate import evaluate as measure
     from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.job_subject import job_model

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import (
-    ModelOptions,
-    job_to_read,
-    model_or_trained,
-    recipe_of_data,
-    refuse_idle_overrides,
-    refuse_two_sources,
-)
-from prunekit.cli.options import common_options, is_recipe, model_options, seed_option, split_overrides
+from prunekit.cli.models import ModelOptions, model_and_data, model_or_trained
+from prunekit.cli.options import common_options, model_options, seed_option
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.known_names import FORMATS
@@ -76,37 +69,22 @@ def export_command(
     the test images of that run, others on those of --recipe or --data, or else on random inputs.
     """
     console, options = Console(as_json), ModelOptions(**given)
-    targets, overrides = split_overrides(arguments)
-    refuse_two_sources(targets, data_recipe, options)
-    data_recipe = None if options.labeled_images else recipe_of_data(targets, data_recipe)
-    refuse_idle_overrides(overrides, [data_recipe])
     wanted = formats or ("onnx",)
     if output is not None and len(wanted) > 1:
         raise UsageError(f"--output names one file, got {len(wanted)} formats: {', '.join(wanted)}; leave it out")
     if max_drop is not None and not int8:
         raise UsageError("--max-drop goes with --int8")
-    whole = any(map(is_recipe, targets))
-    job = None if data_recipe is None else job_to_read(data_recipe, overrides, options, whole=whole)
+    targets, _, job = model_and_data(arguments, data_recipe, options)
     from prunekit.backends.files.export_source import ExportOptions
     from prunekit.jobs.stages.export_model import ExportRequest, require_exportable
     from prunekit.jobs.stages.quantize_export import export_target, require_quantizable
     from prunekit.settings.deployment import QuantizeSettings
 
     limit = QuantizeSettings.max_drop if max_drop is None else max_drop
-    quantize = QuantizeSettings(max_drop=limit) if int8 else None
+    quantize, timed = QuantizeSettings(max_drop=limit) if int8 else None, () if no_timing else ExportRequest.timed
+    written = ExportOptions(opset, half)
     requests = [
-        ExportRequest(
-            name,
-            output,
-            ExportOptions(opset, half),
-            dynamic,
-            batch,
-            force,
-            () if no_timing else (1, 16),
-            threads,
-            quantize,
-        )
-        for name in wanted
+        ExportRequest(name, output, written, dynamic, batch, force, timed, threads, quantize) for name in wanted
     ]
     name = targets[0] if targets else (options.factory or "model").rpartition(":")[2]
     for request in requests:

@@ -10,7 +10,7 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain
-from prunekit.utils.display import table
+from prunekit.utils.display import change, count, share, table
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Own
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 SIZES = ("in", "out", "macs", "params")
-
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -129,7 +127,6 @@ def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool) -> 
 
 def _plan(plan: dict[str, Any]) -> str:
     from prunekit.report.headline import budgeted
-    from prunekit.utils.display import change, count
 
     before, after = plan["macs_before"], plan["macs_after"]
     rows = [
@@ -155,12 +152,10 @@ def _plan(plan: dict[str, Any]) -> str:
 
 
 def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
-    from prunekit.utils.display import share
-
     resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
     rows = [
-        (str(stage["step"]), f"{stage['epoch']:.2f}", *(share(stage[name], 1) for name in resources))
-        for stage in schedule["stages"]
+        (str(row["step"]), f"{row['epoch']:.2f}", *(share(row[name], 1) for name in resources))
+        for row in schedule["stages"]
     ]
     yield f"Schedule {schedule['kind']}, {schedule['steps_per_epoch']} steps an epoch: what is left of the dense model"
     yield table(("after step", "epoch", *resources), rows)
@@ -172,13 +167,8 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
     from prunekit.jobs.finetune import finetune, prune_job
 
     with console.running():
-        result = (finetune if training else prune_job)(
-            job,
-            log=console.log,
-            progress=console.progress,
-            own=own,
-            resume=resume,
-        )
+        run = finetune if training else prune_job
+        result = run(job, log=console.log, progress=console.progress, own=own, resume=resume)
     from prunekit.report.headline import comparison
     from prunekit.report.pages.run_page import lines
 

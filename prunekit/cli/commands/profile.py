@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
 
 SLOWEST = 20
-HOW = ("widths step by", "kernel changes at")
 
 
 @register_command("profile", about="Measure each layer's latency against its widths.", place=8)

@@ -13,7 +13,7 @@ from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
 from prunekit.known_names import SECTIONS
 from prunekit.utils.availability import require_report
-from prunekit.utils.display import table
+from prunekit.utils.display import count, digits, factor, in_unit, interval, share, table
 
 COMPARISON = "comparison.html"
 
@@ -97,8 +97,6 @@ def _instead(run: Path) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    from prunekit.utils.display import count, digits, factor, in_unit, interval, share
-
     rows = [
         (
             run["letter"],

@@ -9,6 +9,7 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
+from prunekit.utils.display import digits, in_unit
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Own
@@ -24,13 +25,7 @@ if TYPE_CHECKING:
     help="Only channel groups of such a name; may be repeated. `prunekit inspect` shows the names.",
 )
 @recipe_command()
-def sensitivity_command(
-    console: Console,
-    job: JobSettings,
-    own: Own,
-    measured: bool,
-    groups: tuple[str, ...],
-) -> None:
+def sensitivity_command(console: Console, job: JobSettings, own: Own, measured: bool, groups: tuple[str, ...]) -> None:
     """Show the error against kept channels, for every channel group of a recipe's dense model.
 
     Fast, from unlabeled calibration samples: the error of the layers that read the group after their weights are fitted
@@ -41,22 +36,13 @@ def sensitivity_command(
     from prunekit.jobs.analyses.sensitivity import analyze
 
     with console.running():
-        run = analyze(
-            job,
-            measured=measured,
-            groups=groups,
-            log=console.log,
-            progress=console.progress,
-            own=own,
-        )
+        run = analyze(job, measured=measured, groups=groups, log=console.log, progress=console.progress, own=own)
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
     after = "".join(f"\n{line}" for line in (*_measured(run.metrics), places))
     console.show(run.result, {"folder": str(run.folder), **run.metrics}, "sensitivity", None, after=after)
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:
-    from prunekit.utils.display import digits, in_unit
-
     if metrics["dense"] is None:
         return []
     task, dense = metrics["task"], metrics["dense"]

@@ -27,17 +27,10 @@ from prunekit.cli.models import (
     pictures_folder,
     report_of,
 )
-from prunekit.cli.options import (
-    allow_code_option,
-    data_option,
-    load_job,
-    own_model_option,
-    recipe_options,
-    task_option,
-)
+from prunekit.cli.options import allow_code_option, data_option, own_model_option, recipe_command, task_option
 from prunekit.cli.output import Console, check_folder, plain, save
 from prunekit.utils.availability import require_report
-from prunekit.utils.display import table
+from prunekit.utils.display import share, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +39,9 @@ if TYPE_CHECKING:
     from prunekit.inspection.visualize.feature_maps import View
     from prunekit.inspection.visualize.image_files import Panel
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import ModelPair
+    from prunekit.settings.job import JobSettings
 
 
 @click.group()
@@ -392,19 +387,9 @@ def _channel_list(channels: list[int]) -> str:
 @click.option(
     "--records", default=100, show_default=True, type=click.IntRange(min=1), help="How often gradients are recorded."
 )
-@recipe_options("the picture, and its figures as CSV and JSON.  [default: gradients]")
+@recipe_command("the picture, and its figures as CSV and JSON.  [default: gradients]")
 def gradients_command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    epochs: int | None,
-    records: int,
-    factory: str | None,
-    data: str | None,
-    optimizer: str | None,
-    allow_code: bool,
-    output: Path | None,
-    as_json: bool,
-    **options: Any,
+    console: Console, job: JobSettings, own: Own, epochs: int | None, records: int, output: Path | None
 ) -> None:
     """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
 
@@ -412,18 +397,15 @@ def gradients_command(
     plain loss; the trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros
     are counted apart.
     """
-    console, folder = Console(as_json), output or Path("gradients")
+    folder = output or Path("gradients")
     check_folder(folder)
-    job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **options)
     import pandas as pd
 
     from prunekit.jobs.analyses.pictures import gradient_flow
-    from prunekit.jobs.run.command_subject import Own
     from prunekit.report.figures.charts import write_flow
     from prunekit.utils.files import write_csv
 
     with console.running():
-        own = Own(factory, data, optimizer)
         found = gradient_flow(job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own)
         rows = [asdict(row) for row in found]
         frame = pd.DataFrame(rows)
@@ -444,23 +426,12 @@ def gradients_command(
 def _summary(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the first and the last record of each layer, in the order of the model."""
     by_layer = rows.groupby("layer", sort=False)
-    firsts, lasts = by_layer.first(), by_layer.last()
-    return [
-        {
-            "layer": layer,
-            "first": firsts["median"][layer],
-            "last": lasts["median"][layer],
-            "p10": lasts["p10"][layer],
-            "p90": lasts["p90"][layer],
-            "zeros": lasts["zeros"][layer],
-        }
-        for layer in firsts.index
-    ]
+    lasts = by_layer.last()[["median", "p10", "p90", "zeros"]].rename(columns={"median": "last"})
+    lasts.insert(0, "first", by_layer["median"].first())
+    return [{"layer": layer, **record} for layer, record in lasts.to_dict("index").items()]
 
 
 def _gradients_text(payload: dict[str, Any]) -> str:
-    from prunekit.utils.display import share
-
     rows = [
         (row["layer"], *(f"{row[key]:.2e}" for key in ("first", "last", "p10", "p90")), share(row["zeros"], 1))
         for row in payload["layers"]

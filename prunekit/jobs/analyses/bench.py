@@ -72,14 +72,7 @@ class Benchmark(Displayed):
 
     def figures(self) -> dict[str, Any]:
         """Return the benchmark as plain data."""
-        return {
-            "models": {name: dict(sizes) for name, sizes in self.models.items()},
-            "latency": list(self.latency),
-            "speedup": list(self.speedup),
-            "notes": list(self.notes),
-            "failures": list(self.failures),
-            "machine": dict(self.machine),
-        }
+        return {name: list(value) if isinstance(value, tuple) else dict(value) for name, value in vars(self).items()}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return latency, in ms for the whole batch, and speedup over the first model, of each model and setting."""
@@ -99,20 +92,19 @@ class Benchmark(Displayed):
         best = "" if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
         place = "" if fastest is None else f" ({setting_text(fastest)})"
         failed = f"; {len(self.failures)} not measured" if self.failures else ""
-        return f"{plural(len(self.models), 'model')} in {plural(len(self._settings), 'setting')}{best}{place}{failed}"
-
-    @property
-    def _settings(self) -> set[str]:
-        return {setting_text(row) for row in self.latency}
+        settings = len({setting_text(row) for row in self.latency})
+        return f"{plural(len(self.models), 'model')} in {plural(settings, 'setting')}{best}{place}{failed}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Benchmark: {self._headline()}"
         text = ("device", "runtime", "dtype", "95 % interval")
+
+        def place(row: dict[str, Any]) -> tuple[Any, ...]:
+            return row["model"], *(row[key] for key in WHERE), dtype_text(row)
+
         rows = [
             (
-                row["model"],
-                *(row[key] for key in WHERE),
-                dtype_text(row),
+                *place(row),
                 digits(row["median_ms"]),
                 interval(row["low_ms"], row["high_ms"]) + unstable_mark(row),
                 *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms")),
@@ -125,13 +117,7 @@ class Benchmark(Displayed):
         if rows:
             yield Table(("model", *WHERE, "dtype", *headings), rows, text=text, most=20)
         speedups = [
-            (
-                row["model"],
-                *(row[key] for key in WHERE),
-                dtype_text(row),
-                factor(row["median"]),
-                interval(row["low"], row["high"]) + unstable_mark(row),
-            )
+            (*place(row), factor(row["median"]), interval(row["low"], row["high"]) + unstable_mark(row))
             for row in self.speedup
         ]
         if speedups:

@@ -18,7 +18,6 @@ from prunekit.inspection.diagnosis.diagnose_model import diagnose, require_kinds
 from prunekit.inspection.diagnosis.findings import Diagnosis
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject
 from prunekit.settings.inputs import DataSettings
-from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import pair
 from prunekit.training.callbacks.pruning_schedule import steps_per_epoch
@@ -27,11 +26,6 @@ from prunekit.training.optimizers import build_optimizer, build_schedule
 LOOKED_AT = 1024
 """Samples of the training split, and of the validation split, that are compared to find copies."""
 BATCHES = 3
-
-
-def first_training(job: JobSettings) -> TrainSettings:
-    """Return the settings of a job's first training: `baseline` for random weights, else `finetune`."""
-    return job.finetune if job.model.weights is not None or job.baseline is None else job.baseline
 
 
 def diagnose_target(

@@ -50,6 +50,9 @@ LARGER, LONG_MS = (8, 4, 2), 1500.0
 """How many times larger a batch is tried: the most for which the dense model should take no longer than this."""
 ROUNDS = 11
 """Timed forward passes of each model in a job, at most."""
+SPLIT = [f"{model}_{part}ms" for model in ("dense", "pruned") for part in ("", "outside_", "operators_")]
+MEASURED = (*SPLIT, "speedup", "macs_ratio", "shortfall_ms")
+"""What an explanation takes from the breakdown as it is."""
 
 
 @public_call
@@ -114,7 +117,15 @@ def explain(
         log(f"timing {rounds} rounds of both models, as they are and by operator")
         found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
         causes = find_causes(CauseSearch(dense, pruned, inputs, batch, place, found), log)
-    return _explanation(found, causes, batch, threads or torch.get_num_threads(), place)
+    return Explanation(
+        device=str(place),
+        batch=batch,
+        threads=threads or torch.get_num_threads(),
+        operators=found.rows,
+        causes=causes,
+        notes=tuple(_notes(found)),
+        **{name: getattr(found, name) for name in MEASURED},
+    )
 
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -122,28 +133,6 @@ def _placed(model: nn.Module, device: torch.device) -> nn.Module:
     where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
     here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
     return model if here else copied(model, device)
-
-
-def _explanation(
-    found: Breakdown, causes: tuple[Cause, ...], batch: int, threads: int, device: torch.device
-) -> Explanation:
-    return Explanation(
-        device=str(device),
-        batch=batch,
-        threads=threads,
-        dense_ms=found.dense_ms,
-        pruned_ms=found.pruned_ms,
-        speedup=found.speedup,
-        macs_ratio=found.macs_ratio,
-        shortfall_ms=found.shortfall_ms,
-        dense_outside_ms=found.dense_outside_ms,
-        pruned_outside_ms=found.pruned_outside_ms,
-        dense_operators_ms=found.dense_operators_ms,
-        pruned_operators_ms=found.pruned_operators_ms,
-        operators=found.rows,
-        causes=causes,
-        notes=tuple(_notes(found)),
-    )
 
 
 def _notes(found: Breakdown) -> Iterator[str]:
@@ -183,14 +172,10 @@ def explain_job(
     except Exception as error:  # whatever a model's own code raises
         log(f"explain: not done: {type(error).__name__}: {error}")
         return None
-    for line in _lines(found):
-        log(f"explain: {line}")
+    log(f"explain: {found.reached:.0%} of the ideal {found.macs_ratio:.2f}x, the ratio of MACs, was reached")
+    for cause in found.causes:
+        log(f"explain: {cause.name} (about {cause.ms:.3g} ms); to fix it: {cause.fix}")
     return found.figures()
-
-
-def _lines(found: Explanation) -> list[str]:
-    lines = [f"{found.reached:.0%} of the ideal {found.macs_ratio:.2f}x, the ratio of MACs, was reached"]
-    return lines + [f"{cause.name} (about {cause.ms:.3g} ms); to fix it: {cause.fix}" for cause in found.causes]
 
 
 @dataclass(frozen=True, repr=False)
@@ -316,8 +301,7 @@ def _sides(row: OperatorRow) -> tuple[tuple[str, OperatorFigures | None], ...]:
 class CauseSearch:
     """Two models, and their times by operator, in which causes are searched for."""
 
-    # dense, pruned: on the device, in eval mode
-    dense: nn.Module
+    dense: nn.Module  # on the device, in eval mode, as is the pruned one
     pruned: nn.Module
     inputs: tuple[Any, ...]  # an example, see `prunekit.utils.inputs.as_example`, on the device
     batch: int  # samples in them

@@ -22,7 +22,7 @@ from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
-from prunekit.jobs.run.job_subject import chosen_batches, prepare, require_optimizer
+from prunekit.jobs.run.job_subject import chosen_batches, first_training, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.channel_stats_collector import StatsCollector
@@ -121,15 +121,10 @@ def gradient_flow(
     progress: bool = False,
     own: Own = RECIPE_ONLY,
 ) -> tuple[FlowRow, ...]:
-    """Train a copy of a job's dense model by the plain loss, and return records of its gradients.
-
-    Random weights are trained as `baseline` says, given ones as `finetune` says.
-    """
+    """Train a copy of a job's dense model as first, by the plain loss, and return records of its gradients."""
     require_optimizer(job, own)
     prepared = prepare(job, own)
-    section, given = "finetune", job.finetune
-    if job.model.weights is None and job.baseline is not None:
-        section, given = "baseline", job.baseline
+    section, given = first_training(job)
     settings = replace(given, epochs=epochs or given.epochs, distill=None, regularize=None, average=None)
     if not settings.epochs:
         raise UsageError(f"{section}.epochs: expected at least one to record gradients in, got 0; give --epochs")

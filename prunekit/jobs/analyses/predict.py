@@ -19,7 +19,7 @@ from prunekit.errors import DataError, ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.subject_sources import resolve
-from prunekit.models.interface import ModelInterface, TensorSpec, attached, named_tensors_of
+from prunekit.models.interface import ModelInterface, TensorSpec, attached, logits, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened
 from prunekit.modes.public_call import public_call
 from prunekit.reading.array_files import read_arrays, read_tensors
@@ -40,6 +40,7 @@ from prunekit.utils.inputs import (
 )
 from prunekit.utils.tensors import gather
 
+Runs = Iterator[tuple[tuple[Any, ...], Any]]
 TENSOR_FILES = (".npy", ".npz", ".safetensors")
 FEW = 10
 """Values of an output that are shown one by one; of more, their range."""
@@ -117,8 +118,8 @@ class Prediction(Displayed):
 
     def figures(self) -> dict[str, Any]:
         """Return the prediction as plain data, without large outputs."""
-        kind = "top" if self.probabilities is not None else "outputs"
-        kind = "detections" if self.detections is not None else kind
+        kind = "outputs" if self.probabilities is None else "top"
+        kind = kind if self.detections is None else "detections"
         return {"model": self.model, "samples": list(self.samples), kind: self.rows()}
 
     def save(self, path: StrPath) -> Path:
@@ -143,31 +144,22 @@ class Prediction(Displayed):
     def _parts(self) -> Iterator[str | Table]:
         rows = self.rows()
         if self.detections is not None:
-            boxes = [
-                (
-                    row["sample"] if row["rank"] == 1 else "",
-                    row["class"],
-                    share(row["score"], 2),
-                    " ".join(f"{side:.1f}" for side in row["box"]),
-                )
-                for row in rows
-            ]
-            header = ("sample", "class", "score", "left, top, right, bottom")
-            yield Table(header, boxes, text=("class", "left, top, right, bottom"), most=50)
-            return
-        if self.probabilities is not None:
-            shown = [
-                (row["sample"] if row["rank"] == 1 else "", row["class"], share(row["probability"], 2)) for row in rows
-            ]
+            corners = "left, top, right, bottom"
+            boxes = [(*_ranked(row, "score"), " ".join(f"{side:.1f}" for side in row["box"])) for row in rows]
+            yield Table(("sample", "class", "score", corners), boxes, text=("class", corners), most=50)
+        elif self.probabilities is not None:
+            shown = [_ranked(row, "probability") for row in rows]
             yield Table(("sample", "class", "probability"), shown, text=("class",), most=50)
-            return
-        listed = [
-            (row["sample"], row["output"], row["dtype"], "x".join(map(str, row["shape"])) or "1", _values(row))
-            for row in rows
-        ]
-        yield Table(
-            ("sample", "output", "dtype", "shape", "values"), listed, text=("output", "dtype", "values"), most=50
-        )
+        else:
+            keys = ("sample", "output", "dtype")
+            shapes = ("x".join(map(str, row["shape"])) or "1" for row in rows)
+            listed = [(*map(row.get, keys), shape, _values(row)) for row, shape in zip(rows, shapes, strict=True)]
+            yield Table((*keys, "shape", "values"), listed, text=("output", "dtype", "values"), most=50)
+
+
+def _ranked(row: Mapping[str, Any], value: str) -> tuple[str, str, str]:
+    """Return the cells of a class or detection: its sample where that begins, its name, and its score."""
+    return row["sample"] if row["rank"] == 1 else "", row["class"], share(row[value], 2)
 
 
 def _values(row: Mapping[str, Any]) -> str:
@@ -250,19 +242,20 @@ def predict_target(
     sizes: list[tuple[int, int]] = []
     names, parts = _samples(target, given, batch, sizes)
     parts = _without_nan(parts, names)
-    if (task is not None and task.logits is not None) or (task is None and interface.classes):
-        return _classified(target, task, names, parts, top, device or device_of(target.model))
-    place = device or device_of(target.model)
+    place, classes = device or device_of(target.model), interface.classes
+    if (task is not None and task.logits is not None) or (task is None and classes):
+        every = _class_scores(target, task, names, _run(target, parts, place))
+        return Prediction(target.name, names, classes, every.softmax(1), {"scores": every.float()}, top)
     if task is not None and task.predictions is not None and not isinstance(target.model, ExportedModel):
-        found = _detected(target, task, names, parts, top, place)
+        found = list(_detected(target, task, _run(target, parts, place)))
+        outputs = {f"{key}_{at}": tensor for at, each in enumerate(found) for key, tensor in each.items()}
         feed = interface.preprocessing
-        if feed is None or feed.padding is None or not sizes:
-            return found
-        pairs = zip(found.detections or (), sizes, strict=True)
-        return replace(
-            found, detections=tuple({**one, "boxes": feed.in_image(one["boxes"], size)} for one, size in pairs)
-        )
-    return Prediction(target.name, names, interface.classes, None, _outputs(target, parts, place), top)
+        if feed is not None and feed.padding is not None and sizes:
+            pairs = zip(found, sizes, strict=True)
+            found = [{**one, "boxes": feed.in_image(one["boxes"], size)} for one, size in pairs]
+        return Prediction(target.name, names, classes, None, outputs, top, tuple(found))
+    singles = (select_samples(part, slice(at, at + 1)) for part in parts for at in range(sample_count(part, 1)))
+    return Prediction(target.name, names, classes, None, _outputs(_run(target, singles, place)), top)
 
 
 def _without_nan(parts: Iterator[tuple[Any, ...]], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -279,37 +272,18 @@ def _without_nan(parts: Iterator[tuple[Any, ...]], names: Sequence[str]) -> Iter
         first += sample_count(part, 1)
 
 
-def _detected(
-    target: Subject,
-    task: Task,
-    names: tuple[str, ...],
-    parts: Iterator[tuple[Any, ...]],
-    top: int,
-    device: torch.device,
-) -> Prediction:
-    """Return what a detector finds, with boxes in pixels of its input."""
-    found: list[Mapping[str, Tensor]] = []
-    for part, output in _run(target, parts, device):
-        for each in task.scored(target.model, to_device(part, device), output):
+def _detected(target: Subject, task: Task, runs: Runs) -> Iterator[dict[str, Tensor]]:
+    """Yield what a detector finds in each sample, with boxes in pixels of its input."""
+    for part, output in runs:
+        for each in task.scored(target.model, part, output):
             order = each["scores"].argsort(descending=True, stable=True)
-            found.append({name: each[name][order].detach().cpu() for name in ("boxes", "scores", "labels")})
-    outputs = {f"{key}_{at}": tensor for at, each in enumerate(found) for key, tensor in each.items()}
-    classes = () if target.interface is None else target.interface.classes
-    return Prediction(target.name, names, classes, None, outputs, top, tuple(found))
+            yield {name: each[name][order].detach().cpu() for name in ("boxes", "scores", "labels")}
 
 
-def _classified(
-    target: Subject,
-    task: Task | None,
-    names: tuple[str, ...],
-    parts: Iterator[tuple[Any, ...]],
-    top: int,
-    device: torch.device,
-) -> Prediction:
-    from prunekit.models.interface import logits
-
+def _class_scores(target: Subject, task: Task | None, names: tuple[str, ...], runs: Runs) -> Tensor:
+    """Return the scores of classes, (samples, classes) float64, which are finite."""
     scores = []
-    for part, output in _run(target, parts, device):
+    for part, output in runs:
         try:
             found = (task.logits if task is not None and task.logits is not None else logits)(output)
         except ModelError as error:
@@ -325,21 +299,19 @@ def _classified(
         raise ModelError(
             f"{target.name}: expected a score for each of its {len(classes)} classes, got {every.shape[1]} scores"
         )
-    shares = every.softmax(1)
-    if (wrong := shares.isnan().any(1)).any():
+    if (wrong := every.softmax(1).isnan().any(1)).any():
         sample = names[int(wrong.nonzero()[0])]
         raise ModelError(
             f"{target.name}: its scores of {sample} are NaN or infinite, which put no class first; were its weights, "
             "or what it was trained on, finite?"
         )
-    return Prediction(target.name, names, classes, shares, {"scores": every.float()}, top)
+    return every
 
 
-def _outputs(target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.device) -> dict[str, Tensor]:
-    """Return all outputs, one sample after the other, because not every model returns a batch as it was given."""
+def _outputs(runs: Runs) -> dict[str, Tensor]:
+    """Return the outputs of samples that ran one by one, because not every model returns a batch as it was given."""
     found: dict[str, list[Tensor]] = {}
-    singles = (select_samples(part, slice(at, at + 1)) for part in parts for at in range(sample_count(part, 1)))
-    for _, output in _run(target, singles, device):
+    for _, output in runs:
         for name, tensor in named_tensors_of(output, "output"):
             found.setdefault(name, []).append(tensor.detach().cpu())
     joined: dict[str, Tensor] = {}
@@ -351,14 +323,14 @@ def _outputs(target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.de
     return joined
 
 
-def _run(
-    target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.device
-) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _run(target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.device) -> Runs:
+    """Yield batches on a device, each with what the model returns for it."""
     model = target.model.to(device)
     for part in parts:
+        there = to_device(part, device)
         with training_mode(model, False), torch.inference_mode(), running(model, part, called=target.name):
-            output = call(model, to_device(part, device))
-        yield part, output
+            output = call(model, there)
+        yield there, output
 
 
 def _samples(

@@ -277,9 +277,8 @@ def analyze(
 ) -> AnalysisRun[Sensitivity]:
     """Analyze the sensitivity of a job's dense model, which is trained first if it has no weights; see `sensitivity`.
 
-    Args:
-        measured: whether to measure too, by the loss and the scores of the job's task, on as many validation samples as
-            the job calibrates on.
+    If it is measured too, by the loss and the scores of the job's task, then on as many validation samples as the job
+    calibrates on.
     """
     require_report()
     text, shown = run_recipe(job, own), wanted(progress)
@@ -334,16 +333,8 @@ def _metrics(prepared: JobSubject, images: int, result: Sensitivity, labeled: Ba
 
 
 CURVE_COLUMNS = (
-    "group",
-    "module",
-    "kept",
-    "channels",
-    "macs_saved",
-    "error_fast",
-    "error_total",
-    "error_measured",
-    "kl",
-    "loss",
+    *("group", "module", "kept", "channels", "macs_saved"),
+    *("error_fast", "error_total", "error_measured", "kl", "loss"),
 )
 """Columns of `curve_rows`, which the scores of a task follow where they were measured."""
 
@@ -370,9 +361,6 @@ def curve_rows(
             row |= {"error_fast": None if curve is None else curve.share_at(kept)}
             row |= {"error_total": None if curve is None else curve.error_at(kept)}
             row |= {"error_measured": None if point is None else point.error}
-            rows.append(
-                row
-                | {name: getattr(point, name, None) for name in ("kl", "loss")}
-                | (dict(point.scores) if point else {})
-            )
+            row |= {name: getattr(point, name, None) for name in ("kl", "loss")}
+            rows.append(row | (dict(point.scores) if point else {}))
     return rows

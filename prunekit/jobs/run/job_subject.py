@@ -40,6 +40,7 @@ from prunekit.jobs.run.command_subject import (
     own_structure,
 )
 from prunekit.masks.thresholds import chosen_paths
+from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import (
@@ -99,6 +100,14 @@ class JobSubject(Subject):
         count = self.job.calibration.images
         return to_device(joined_samples(self.model, self.calibration_batches(), count), self.device)
 
+    def tested(self, model: nn.Module) -> Scores:
+        """Return the scores of a model on the test samples, which nothing has seen before; it is on the CPU then."""
+        data = self.job.data
+        test = batches(self.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
+        found = evaluate(model, test, self.splits.task, self.device)
+        model.cpu()
+        return found
+
     def save_model(self, model: nn.Module, folder: Path, plan: Plan) -> None:
         """Save a compact model of the job in a folder."""
         splits = self.splits
@@ -125,10 +134,7 @@ def job_subject(job: JobSettings, own: Own, shape: tuple[int, ...] | None = None
     splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)
     splits = bound_splits(splits, model)
-    settings, known = (
-        build_of(job, splits),
-        ModelInterface((), (), splits.task.name, splits.classes, splits.preprocessing),
-    )
+    settings, build = build_of(job, splits), None if own.model is None else own_build(own.model)
     return Subject(
         model,
         job.name,
@@ -136,8 +142,8 @@ def job_subject(job: JobSettings, own: Own, shape: tuple[int, ...] | None = None
         splits,
         trained=has_weights(job.model),
         inputs=None if shape else inputs_of_task(model, splits),
-        interface=known,
-        build=as_build(settings) if settings is not None else None if own.model is None else own_build(own.model),
+        interface=ModelInterface((), (), splits.task.name, splits.classes, splits.preprocessing),
+        build=build if settings is None else as_build(settings),
     )
 
 
@@ -180,13 +186,7 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
     build = build_of(job, splits)
     structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
     return JobSubject(
-        model,
-        job.name,
-        splits.sample_shape,
-        inputs=found.inputs,
-        interface=found.interface,
-        build=found.build,
-        splits=splits,
+        **vars(found) | {"trained": True},  # once its weights are there, which whoever prepares it sees to
         job=job,
         device=device,
         structure=structure,
@@ -277,6 +277,13 @@ def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
     """Return the sections of a job that train a model, by name."""
     sections = {"baseline": job.baseline, "sparsify": job.sparsify, "finetune": job.finetune}
     return {name: settings for name, settings in sections.items() if settings is not None}
+
+
+def first_training(job: JobSettings) -> tuple[str, TrainSettings]:
+    """Return the section of a job's first training, by name: `baseline` for random weights, else `finetune`."""
+    if job.model.weights is None and job.baseline is not None:
+        return "baseline", job.baseline
+    return "finetune", job.finetune
 
 
 def require_sources(job: JobSettings, own: Own) -> None:

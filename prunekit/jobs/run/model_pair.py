@@ -121,9 +121,8 @@ class ModelPair(Subject):
 
 
 def require_class_scores(job: JobSettings | None, purpose: str) -> None:
-    """Raise unless the task of a job, if there is one, gives class scores."""
-    task = None if job is None else get_task(job.task)
-    if job is not None and task is not None and task.logits is None:
+    """Raise unless the task of a job, if there is one, gives class scores; without a purpose none are needed."""
+    if job is not None and purpose and (task := get_task(job.task)).logits is None:
         raise UsageError(
             f"{job.name}: {purpose} shows where in an image a class is seen, and needs a task with class scores "
             f"(`logits`), such as image_classification and segmentation, got {task.name!r}; features and filters are "

@@ -46,15 +46,9 @@ AUTO = "auto"
 def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) -> Path | None:
     """Return the folder of the run to resume; None if there is none, which is logged.
 
-    Args:
-        asked: its folder, or `auto` for the newest unfinished run of the same recipe.
-        runs: folder of all runs of this name.
-        identity: of the job.
-        log: gets a line on what was found.
-
-    Raises:
-        ResumeError: the run is of another recipe, model, version or data (names what differs), still runs, or has
-            finished.
+    What is asked for is the folder, or `auto` for the newest unfinished run of the same recipe in `runs`. A
+    `ResumeError` says why a run cannot be resumed: it is of another recipe, model, version or data (and which differs),
+    it still runs, or it has finished.
     """
     if asked != AUTO:
         return _named(Path(asked), identity)
@@ -147,12 +141,7 @@ def run_recipe(job: JobSettings, own: Own) -> str:
 
 
 def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
-    """Return a job whose paths are absolute, and whose own model is named by its factory.
-
-    Args:
-        job: the settings; their relative paths are relative to the working directory.
-        own: the user's own code.
-    """
+    """Return a job whose paths are absolute, and whose own model is named by its factory."""
     data, model = job.data, job.model
     if data.root is not None:
         data = replace(data, root=Path(data.root).absolute())
@@ -174,14 +163,10 @@ Result = TypeVar("Result")
 
 
 class StageClock:
-    """Seconds of each stage of a run, summed over the times it was resumed; those of a killed stage are lost.
-
-    Args:
-        path: JSON file with the seconds.
-    """
+    """Seconds of each stage of a run, summed over the times it was resumed; those of a killed stage are lost."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path  # of a JSON file
         self.stages: dict[str, float] = {}
         with suppress(ArtifactError):  # not there yet
             self.stages = as_record(dict[str, float], read_json(path), str(path))
@@ -257,8 +242,8 @@ def cached_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairRe
 
 
 def _repair_of(run: RunFolder, dense: nn.Module, state: Mapping[str, Any]) -> tuple[nn.Module, RepairReport | None]:
-    where = str(run.resume / "repair")
-    report = as_record(_RepairFacts, {"report": state.get("report")}, where).report
+    where, given = str(run.resume / "repair"), state.get("report")
+    report = None if given is None else as_record(RepairReport, given, f"{where}.report")
     require_same_kind(state.get("weights"), named_tensors(dense), where)
     model = copied(dense)
     with torch.no_grad():
@@ -285,13 +270,6 @@ class _PlanFacts:
     locked_by_trial: tuple[str, ...]
     unseen: tuple[str, ...]
     frozen: _Frozen | None
-
-
-@dataclass(frozen=True)
-class _RepairFacts:
-    """Result of a repair, besides the weights."""
-
-    report: RepairReport | None
 
 
 def _cached(run: RunFolder, name: str, use: Callable[[dict[str, Any]], Result]) -> Result | None:

@@ -37,11 +37,7 @@ Finish = Callable[[Path], object]
 
 
 class StoppedByCaller(BaseException):
-    """The end of a run because a function of the caller, such as `on_epoch`, raised an error.
-
-    Args:
-        error: which it raised.
-    """
+    """The end of a run because a function of the caller, such as `on_epoch`, raised an error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")

@@ -83,11 +83,7 @@ def resolve(
 
 
 def exported_target(path: Path, shape: tuple[int, ...] | None = None, *, allow_code: bool = False) -> Subject:
-    """Return the model in an exported file.
-
-    Args:
-        shape: of one input without the batch, for a file of one input with axes of any size.
-    """
+    """Return the model in an exported file; `shape` is that of a sample, for a file of one input of any size."""
     model = open_exported(path, allow_code=allow_code)
     specs = model.interface.inputs
     alone = len(specs) == 1 and specs[0].dtype.startswith("float")
@@ -114,11 +110,7 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
 def folder_model(
     folder: Path, dense: nn.Module | Callable[[], nn.Module] | None = None, shape: tuple[int, ...] | None = None
 ) -> Subject:
-    """Return the model of a folder.
-
-    Args:
-        shape: of one input without the batch; None: what the manifest says.
-    """
+    """Return the model of a folder; `shape` is that of a sample, None: what the manifest says."""
     require_model_folder(folder)
     manifest = read_manifest(folder)
     inputs = None if shape else _noted_inputs(folder, manifest)

@@ -42,8 +42,8 @@ class Deployed:
     """A deployed model, and how it differs from the compact one."""
 
     model: nn.Module  # loaded from its folder
-    folded: int  # the number of norms that were folded into the layers before them
-    kept: dict[str, str]  # why each other norm is kept, by its path
+    folded_norms: int  # how many were folded into the layers before them
+    norms_kept: dict[str, str]  # why each other norm is kept, by its path
     max_relative_difference: float  # of the outputs from the compact model's, in float64
     after_rounding: float  # the same after the folded weights are rounded to their dtype and saved
     inputs: int  # images that both were compared on
@@ -51,14 +51,7 @@ class Deployed:
 
     def figures(self) -> dict[str, Any]:
         """Return what `metrics.json` holds of the deployment."""
-        return {
-            "folded_norms": self.folded,
-            "norms_kept": self.kept,
-            "max_relative_difference": self.max_relative_difference,
-            "after_rounding": self.after_rounding,
-            "inputs": self.inputs,
-            "channels_last": self.channels_last,
-        }
+        return {name: value for name, value in vars(self).items() if name != "model"}
 
 
 def require_deployable(prepared: JobSubject) -> None:
@@ -103,17 +96,17 @@ def deploy(prepared: JobSubject, run: RunFolder, dense: nn.Module, plan: Plan) -
     compare_outputs(model, again, example)
     found = Deployed(
         again,
-        folded=len(folded.norms),
-        kept=folded.kept,
+        folded_norms=len(folded.norms),
+        norms_kept=folded.kept,
         max_relative_difference=folded.max_relative_difference,
         after_rounding=compare_outputs(compact, again, example, tolerance=TOLERANCES["float32"]),
         inputs=sample_count(held_out),
         channels_last=wanted.channels_last,
     )
     run.log(
-        f"deploy: {found.folded} norms folded{', channels last' if found.channels_last else ''}; compact == deployed "
-        f"to {found.max_relative_difference:.1e} on {found.inputs} {prepared.splits.task.samples} (float64), "
-        f"{found.after_rounding:.1e} with weights rounded to their own dtype"
+        f"deploy: {found.folded_norms} norms folded{', channels last' if found.channels_last else ''}; "
+        f"compact == deployed to {found.max_relative_difference:.1e} on {found.inputs} {prepared.splits.task.samples} "
+        f"(float64), {found.after_rounding:.1e} with weights rounded to their own dtype"
     )
     return found
 

@@ -89,7 +89,7 @@ class Exported(Displayed):
             "format": self.format,
             "size_bytes": self.size_bytes,
             "max_relative_difference": self.max_relative_difference,
-            "parities": [asdict(parity) for parity in self.parities],
+            "parities": self.rows(),
             "real_inputs": self.real_inputs,
             "scores": None if self.scores is None else self.scores.figures(),
             "latency": self.latency_rows(),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.distributed.process_group import computed_by_main
 from prunekit.errors import UsageError
@@ -53,7 +52,7 @@ def require_schedule(prepared: JobSubject, *, training: bool) -> Timeline | None
 
 
 class JobStatistics(StepStatistics):
-    """The statistics of a job's calibration images, collected again at each stage."""
+    """The statistics of a job's calibration images, collected again at each step of the schedule."""
 
     def __init__(self, prepared: JobSubject) -> None:
         self._prepared = prepared
@@ -66,26 +65,20 @@ class JobStatistics(StepStatistics):
 class JobSchedule:
     """A job's schedule as a callback of its fine-tuning, which writes `schedule.csv`.
 
-    Args:
-        prepared: the job.
-        plan: of the dense model; the final one if a budget is one of time.
-        scores: of that plan; None outside the main process.
-        run: where the schedule is logged.
+    It starts from a plan of the dense model, which is the final one if a budget is one of time, and its scores, which
+    the main process alone has.
     """
 
     def __init__(self, prepared: JobSubject, plan: Plan, scores: Scores | None, run: RunFolder) -> None:
         self._prepared, self._run = prepared, run
-        settings = prepared.job.prune.schedule
-        assert settings is not None
-        self.settings = settings
-        chart: ChannelMap = plan.channel_map
-        statistics, seed = JobStatistics(prepared), prepared.job.seed
-        example = prepared.example_inputs
-        library = library_of(prepared.model, (example,), prepared.job.prune)
-        channels = ChannelPlanner(prepared.job.prune, plan, scores, statistics, seed=seed, library=library)
-        self.planner = schedule_planner(prepared.job.prune, channels, prepared.model, example, plan)
+        prune, example, chart = prepared.job.prune, prepared.example_inputs, plan.channel_map
+        assert prune.schedule is not None
+        self.settings = prune.schedule
+        library, statistics = library_of(prepared.model, (example,), prune), JobStatistics(prepared)
+        channels = ChannelPlanner(prune, plan, scores, statistics, seed=prepared.job.seed, library=library)
+        self.planner = schedule_planner(prune, channels, prepared.model, example, plan)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
-        self.part = PruningSchedule(settings, self.start, self.planner, self._changed)
+        self.part = PruningSchedule(self.settings, self.start, self.planner, self._changed)
 
     def in_force(self) -> Plan:
         """Return the plan that masks the model now."""
@@ -122,14 +115,11 @@ class JobSchedule:
 def change_rows(change: PlanChange, steps: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each resource: of single weights with how many of them, of others with how many channels."""
     for resource, (planned, actual) in change.shares.items():
-        row = {"step": change.step, "epoch": change.step / steps, "resource": resource, "planned": planned}
-        single = resource == RESOURCE
-        pruned = change.weights_pruned if single else change.pruned
-        yield row | {
-            "actual": actual,
-            "pruned": pruned,
-            "regrown": change.weights_regrown if single else change.regrown,
-        }
+        pruned, regrown = change.pruned, change.regrown
+        if resource == RESOURCE:
+            pruned, regrown = change.weights_pruned, change.weights_regrown
+        values = (change.step, change.step / steps, resource, planned, actual, pruned, regrown)
+        yield dict(zip(COLUMNS, values, strict=True))
 
 
 def _log_change(change: PlanChange, steps: int, log: Log) -> None:
@@ -142,7 +132,7 @@ def _log_change(change: PlanChange, steps: int, log: Log) -> None:
 
 
 def schedule_rows(settings: PruneSettings, line: Timeline, plan: Plan) -> dict[str, Any]:
-    """Return the stages of a schedule for a dry run, with the shares of the dense model that they leave."""
+    """Return the steps of a schedule for a dry run, with the shares of the dense model that they leave."""
     assert settings.schedule is not None
     pattern = {} if settings.pattern is None else {RESOURCE: 1 - settings.pattern.zeros}
     return {

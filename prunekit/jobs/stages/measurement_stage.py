@@ -22,7 +22,7 @@ from prunekit.jobs.run.run_folder import Attempts, RunFolder, environment
 from prunekit.jobs.stages.deployment_stage import DEPLOYED
 from prunekit.jobs.stages.training_stage import missed_targets
 from prunekit.masks.masked_model import Sparsity
-from prunekit.measure.accuracy import Scores, evaluate
+from prunekit.measure.accuracy import Scores
 from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
 from prunekit.measure.latency.row_text import failure_lines, setting_text, unstable_lines, unstable_mark
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
@@ -83,10 +83,7 @@ def measure_models(
     accuracies, figures = {}, {}
     with_zeros = prepared.job.compress or bool(load_plan(run.path / "model").element_masks)
     for name, model in models.items():
-        data = prepared.job.data
-        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
-        reached = accuracies[name] = evaluate(model, test, task, prepared.device)
-        model.cpu()
+        reached = accuracies[name] = prepared.tested(model)
         figures[name] = {
             **reached.values,
             "n_test": reached.n_test,
@@ -171,11 +168,7 @@ def metrics_of(
         "latency_failures": [dict(row) for row in measured.latency.failures],
         "machine": dict(measured.latency.machine),
         "explanation": measured.explanation,
-        "parity": {
-            "max_relative_difference": proof.max_relative_difference,
-            "inputs": proof.inputs,
-            "dtype": proof.dtype,
-        },
+        "parity": {name: getattr(proof, name) for name in ("max_relative_difference", "inputs", "dtype")},
         "activations": measured.activations,
         "shortfalls": shortfalls(measured, share, job, task.main.label),
         "seconds": sum(stages.values()),
@@ -331,9 +324,5 @@ def lock_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")
-
-
 COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
-
-
 LOCK_COLUMNS = ("reason", "module", "operator", "channels")

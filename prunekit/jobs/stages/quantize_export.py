@@ -141,18 +141,8 @@ def quantize_export(
         del run, others, module
         move_into_place(aside, path)
     figures = found.as_dict() | {"path": str(path), "speedup": beside}
-    return Exported(
-        path,
-        exported.format,
-        bytes_written,
-        (),
-        real,
-        scores,
-        latency,
-        exported.interface,
-        tuple(found.notes),
-        figures,
-    )
+    size, notes, interface = bytes_written, tuple(found.notes), exported.interface
+    return Exported(path, kind.format, size, (), real, scores, latency, interface, notes, figures)
 
 
 def _count(batch: Mapping[str, Any]) -> int:

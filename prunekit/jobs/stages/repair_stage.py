@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.distributed.process_group import main_process_only
+from prunekit.distributed.process_group import is_main
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.job_subject import JobSubject, share_model
 from prunekit.jobs.run.resume import cache_repair, cached_repair
@@ -20,35 +20,41 @@ from prunekit.pruning.schedule_planner import share_plan
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
+from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import sample_count
 
 COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 
 
-def repair_model(
+def repair_masked(
     prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
-) -> tuple[nn.Module, RepairReport | None]:
-    """Return the masked model on the CPU, and the report of its repair, None if the job asks for none.
+) -> tuple[nn.Module, RepairReport | None, Plan]:
+    """Return the masked model on the CPU, the report of its repair, and the plan; with a pattern it has its zeros.
 
-    The main process repairs once in a run, and shares the weights. Without repair, BatchNorm statistics are collected
-    again if training follows, which would change them anyway.
+    The main process repairs once in a run, and shares weights and masks. There is no report if nothing was fitted.
     """
-    model, report = _repaired_once(prepared, dense, plan, run, training) or (copied(dense), None)
+    model, report, made = copied(dense), None, None
+    if is_main():
+        model, report, made = _once_in_a_run(prepared, dense, plan, run, training)
     share_model(model, "the masked model")
-    return model, report
+    return model, report, plan if prepared.job.prune.pattern is None else share_plan(made)
 
 
-@main_process_only
-def _repaired_once(
+def _once_in_a_run(
     prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
-) -> tuple[nn.Module, RepairReport | None]:
+) -> tuple[nn.Module, RepairReport | None, Plan]:
     """Return the repaired model of the run that is resumed, or repair it now."""
-    kept = cached_repair(run, dense)
-    if kept is None:
-        kept = _repaired(prepared, dense, plan, run, training)
-        cache_repair(run, *kept)
-    return kept
+    kept, folder, pattern = cached_repair(run, dense), run.resume / "pattern", prepared.job.prune.pattern
+    if kept is not None:
+        return (*kept, plan if pattern is None else load_plan(folder))
+    if pattern is None:
+        model, report = _repaired(prepared, dense, plan, run, training)
+    else:
+        model, report, plan = _with_zeros(prepared, dense, plan, run, pattern, training)
+        plan.save(folder)
+    cache_repair(run, model, report)
+    return model, report, plan
 
 
 def _repaired(
@@ -69,7 +75,10 @@ def _repaired(
 
 
 def _masked(prepared: JobSubject, dense: nn.Module, plan: Plan, training: bool) -> nn.Module:
-    """Return a masked copy on the CPU, with BatchNorm statistics collected again if training follows."""
+    """Return a masked copy on the CPU, with BatchNorm statistics collected again if training follows.
+
+    Training would change them anyway.
+    """
     model = copied(dense, prepared.device)
     with masked(model, plan, restore=False):
         if training:
@@ -77,42 +86,16 @@ def _masked(prepared: JobSubject, dense: nn.Module, plan: Plan, training: bool) 
     return model.cpu()
 
 
-def zero_weights(
-    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
-) -> tuple[nn.Module, RepairReport | None, Plan]:
-    """Return the masked model with zeros among single weights, the report of its fit, and the plan with their masks.
-
-    The main process chooses them once in a run, and shares weights and masks. Kept weights are fitted to the dense
-    model if the job has a `repair`.
-    """
-    model, report, made = _zeros_once(prepared, dense, plan, run, training) or (copied(dense), None, None)
-    share_model(model, "the masked model")
-    return model, report, share_plan(made)
-
-
-@main_process_only
-def _zeros_once(
-    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
-) -> tuple[nn.Module, RepairReport | None, Plan]:
-    kept, folder = cached_repair(run, dense), run.resume / "pattern"
-    if kept is not None:
-        return (*kept, load_plan(folder))
-    model, report, made = _with_zeros(prepared, dense, plan, run, training)
-    made.save(folder)
-    cache_repair(run, model, report)
-    return model, report, made
-
-
 def _with_zeros(
-    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, pattern: PatternSettings, training: bool
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
-    pattern, repairing = prepared.job.prune.pattern, prepared.job.repair
-    assert pattern is not None
-    ordered, order = with_best_order(dense, plan, prepared.example_inputs, pattern)
+    """Return the masked model with zeros among single weights, the report of the fit, and the plan with their masks."""
+    repairing, example = prepared.job.repair, prepared.example_inputs
+    ordered, order = with_best_order(dense, plan, example, pattern)
     if order:
         run.log(order)
     if pattern.method == "magnitude" and repairing is None:
-        made, layers = zeros_by_size(ordered, plan, prepared.example_inputs, pattern)
+        made, layers = zeros_by_size(ordered, plan, example, pattern)
         for line in layers.notes():
             run.log(line)
         return _masked(prepared, ordered, made, training), None, made
@@ -122,8 +105,7 @@ def _with_zeros(
         f"pattern: {pattern.in_words} by {pattern.method} from {sample_count(images)} training "
         f"{prepared.splits.task.samples}{how}"
     )
-    model = copied(ordered, prepared.device)
-    found = zeros_from_samples(model, plan, images, pattern, repairing, log=run.log)
+    found = zeros_from_samples(copied(ordered, prepared.device), plan, images, pattern, repairing, log=run.log)
     _write_report(run, found.report)
     return found.model.cpu(), found.report, found.plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,6 @@ from prunekit.jobs.stages.tensorboard_log import watched_before, watching
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
-from prunekit.measure.accuracy import evaluate
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
@@ -83,15 +83,7 @@ def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) ->
 
 
 class Trainings:
-    """The trainings of a job, with the tables of all of them.
-
-    Args:
-        prepared: the job.
-        run: where it writes.
-        baseline: the dense model, the teacher of trainings with `distill`.
-        progress: whether to show bars on stderr.
-        on_epoch: called after each epoch.
-    """
+    """The trainings of a job, with the tables of all of them; the baseline is the teacher of those with `distill`."""
 
     def __init__(
         self,
@@ -128,8 +120,9 @@ class Trainings:
         """Return the dense model after the training of the pruned one, with the same settings but no regularizer."""
         model = copied(dense)
         if self._job.sparsify is not None:
-            model = self.train("control_before", model, replace(self._job.sparsify, regularize=None))
-        return self.train("control", model, replace(self._job.finetune, regularize=None), *self.rewinding())
+            model = self.train("control_before", model, settings=replace(self._job.sparsify, regularize=None))
+        settings = replace(self._job.finetune, regularize=None)
+        return self.train("control", model, *self.rewinding(), settings=settings)
 
     def rewinding(self) -> list[Callback]:
         """Return the callbacks of a schedule that the pruned model and its control share."""
@@ -140,8 +133,8 @@ class Trainings:
         self,
         name: str,
         model: nn.Module,
-        settings: TrainSettings,
         *callbacks: Callback,
+        settings: TrainSettings,
         masks: CurrentPlan = lambda: None,
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
@@ -214,20 +207,14 @@ PROOF_IMAGES = 64
 
 
 class Finetuning:
-    """The fine-tuning of a job's pruned model.
-
-    Args:
-        prepared: the job.
-        run: where it writes.
-        trainings: trains the model.
-        schedule: prunes while the model is trained; None: all is pruned before.
-    """
+    """The fine-tuning of a job's model, which is pruned before, or by a schedule in the meantime."""
 
     def __init__(
         self, prepared: JobSubject, run: RunFolder, trainings: Trainings, schedule: JobSchedule | None
     ) -> None:
         self._prepared, self._run, self._trainings, self._schedule = prepared, run, trainings, schedule
         self._job, self._log = prepared.job, run.log
+        self._train = partial(trainings.train, "pruned", settings=prepared.job.finetune)
 
     def tune(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Any] | None]:
         """Train the masked model in place, and return it on the CPU, with figures of `prune.compact_early`."""
@@ -265,16 +252,15 @@ class Finetuning:
         shown = ContextCallback(under_masks, figures)
         return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
 
-    def _train(self, model: nn.Module, *callbacks: Callback, **more: Any) -> nn.Module:
-        return self._trainings.train("pruned", model, self._job.finetune, *callbacks, **more)
-
     def _train_compact(
         self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: PausedRun | None
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Train the compact model in place of the masked one, and copy its weights back."""
         small = compact(model, plan)
         found = self._proof(model, small, plan)
-        at = 0.0 if left is None else left.state["position"]["step"] / self._steps()
+        at = 0.0
+        if left is not None and self._schedule is not None:
+            at = left.state["position"]["step"] / self._schedule.part.timeline.steps
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
         activations = ContextCallback(lambda training: masks(training.model, thresholds))
@@ -282,10 +268,6 @@ class Finetuning:
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
         spread_(model, small, plan)
         return model, {"epoch": at, "max_relative_difference": found}
-
-    def _steps(self) -> int:
-        assert self._schedule is not None
-        return self._schedule.part.timeline.steps
 
     @computed_by_main
     def _proof(self, model: nn.Module, small: nn.Module, plan: Plan) -> float:
@@ -356,13 +338,10 @@ def measure_masks(
     prepared: JobSubject, compact: nn.Module, thresholds: ActivationThresholds, *, log: Log
 ) -> dict[str, Any]:
     """Return sparsity and accuracy under the masks on the test images, which nothing has seen before."""
-    data, task = prepared.job.data, prepared.splits.task
-    test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
+    task, budget = prepared.splits.task, thresholds.budget
     with ActivationMasks(compact, thresholds, side=thresholds.side) as active:
-        found = evaluate(compact, test, task, prepared.device)
-    compact.cpu()
+        found = prepared.tested(compact)
     sparsity = active.sparsity()
-    budget = thresholds.budget
     overall = sparsity.overall if budget is None else thresholds.budget_share(sparsity.layers)
     weighted = "" if budget is None or budget.by == "values" else ", weighted by MACs"
     log(
@@ -401,9 +380,7 @@ def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
 
 def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each training and clamp, the row of the module whose gradients were clamped most."""
-    most: dict[tuple[str, str], dict[str, Any]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        key = row["run"], row["clamp"]
-        if key not in most or row["share"] > most[key]["share"]:
-            most[key] = row
-    return list(most.values())
+        groups.setdefault((row["run"], row["clamp"]), []).append(row)
+    return [max(group, key=lambda row: float(row["share"])) for group in groups.values()]
