@@ -14,7 +14,7 @@ from synthetic_run import metrics, write_run
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import FEWEST, outlined
 from prunekit.report.run_data import read_run
-from prunekit.report.sections.model_tables import UsageSection
+from prunekit.report.sections.model_tables import usage
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def html(run: Path) -> str:
 
 
 def commands(run: Path) -> list[str]:
-    data = UsageSection().read(read_run(run))
+    data = usage(read_run(run))
     assert data is not None
     return [step.command for step in data["steps"]]
 
@@ -80,7 +80,7 @@ def test_commands_have_the_paths_of_this_run(run: Path, html: str) -> None:
 
 def test_commands_fit_the_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", only=())
-    assert UsageSection().read(read_run(run)) is None
+    assert usage(read_run(run)) is None
     (run / "deployed").mkdir()
     (run / "recipe.yaml").write_text("model: {zoo: own, name: net}\n")
     figures = {**metrics(), "deployment": {"folded_norms": 1}, "task": {"samples": "texts", "scores": []}}

@@ -24,13 +24,10 @@ OTHERS = "all other modules"
 
 
 @register_section("explanation", about="what keeps the pruned model from its ideal speed", order=30)
-class ExplanationSection:
-    """Causes that keep the pruned model from its ideal speed."""
-
-    def read(self, run: Run) -> Mapping[str, Any] | None:
-        """Return causes, modules and operators; None if the run explained nothing."""
-        explanation = run.metrics.get("explanation")
-        return explained(explanation) if explanation else None
+def explanation(run: Run) -> Mapping[str, Any] | None:
+    """Return causes, modules and operators of what the run explained; None if it explained nothing."""
+    found = run.metrics.get("explanation")
+    return explained(found) if found else None
 
 
 def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:

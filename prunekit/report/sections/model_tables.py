@@ -122,42 +122,30 @@ def _command(path: Path, kind: str) -> list[str]:
 
 
 @register_section("widths", about="the layers that compute, before and after", order=90)
-class WidthsSection:
-    """The layers that compute, before and after."""
-
-    def read(self, run: Run) -> dict[str, Any]:
-        """Return a figure and the rows of a table."""
-        # Norms have the widths of what feeds them: the layers that compute are the ones to show.
-        layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
-        figure = figures.figure_or_none(figures.widths, layers)
-        return {"widths": figure, "layers": records(layers), "blocks": list(headline.blocks(run.metrics))}
+def widths(run: Run) -> dict[str, Any]:
+    """Return a figure of the layers that compute, before and after, and the rows of a table."""
+    # Norms have the widths of what feeds them: the layers that compute are the ones to show.
+    layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
+    figure = figures.figure_or_none(figures.widths, layers)
+    return {"widths": figure, "layers": records(layers), "blocks": list(headline.blocks(run.metrics))}
 
 
 @register_section("scores", about="importance scores of kept and removed channels", order=140)
-class ScoresSection:
-    """Importance scores of kept and removed channels."""
-
-    def read(self, run: Run) -> dict[str, Any]:
-        """Return histograms of each channel group."""
-        return {"histograms": figures.figure_or_none(figures.histograms, run.scores)}
+def importance(run: Run) -> dict[str, Any]:
+    """Return histograms of the scores of kept and removed channels, for each channel group."""
+    return {"histograms": figures.figure_or_none(figures.histograms, run.scores)}
 
 
 @register_section("coupling", about="channels that can only be kept or removed together", order=160)
-class CouplingSection:
-    """Channels that are coupled."""
-
-    def read(self, run: Run) -> dict[str, Any]:
-        """Return a figure of groups and modules."""
-        return {"coupling": figures.figure_or_none(figures.coupling, run.coupling)}
+def coupling(run: Run) -> dict[str, Any]:
+    """Return a figure of channel groups and the modules that they couple."""
+    return {"coupling": figures.figure_or_none(figures.coupling, run.coupling)}
 
 
 @register_section("locks", about="locked channels, and why", order=170)
-class LocksSection:
-    """Locked channels, with reasons."""
-
-    def read(self, run: Run) -> dict[str, Any]:
-        """Return the rows of a table."""
-        return {"locks": records(run.locks)}
+def locks(run: Run) -> dict[str, Any]:
+    """Return the rows of a table of locked channels, with reasons."""
+    return {"locks": records(run.locks)}
 
 
 FACTORY = "FILE.py:FACTORY"
@@ -172,13 +160,10 @@ class Step:
 
 
 @register_section("usage", about="what to do with the model now, as commands", order=5)
-class UsageSection:
-    """Commands that load, run, export and time the model of this run."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the steps; None if the run has no model yet."""
-        folder = run.folder / ("deployed" if run.metrics.get("deployment") else "model")
-        return {"steps": list(_steps(run, folder)), "own": _own(run)} if folder.is_dir() else None
+def usage(run: Run) -> dict[str, Any] | None:
+    """Return commands that load, run, export and time the model of this run; None if it has no model yet."""
+    folder = run.folder / ("deployed" if run.metrics.get("deployment") else "model")
+    return {"steps": list(_steps(run, folder)), "own": _own(run)} if folder.is_dir() else None
 
 
 def _own(run: Run) -> bool:
@@ -197,10 +182,10 @@ def _steps(run: Run, folder: Path) -> Iterator[Step]:
     yield Step(f"Run it on {what}", f"prunekit predict {path} {given}{own}")
     yield Step("Export it to ONNX; the file is checked and timed", f"prunekit export {path} --to onnx{own}")
     if images:
-        yield Step(
-            "Write a folder that runs without prunekit, for a server", f"prunekit export {path} --to standalone{own}"
-        )
-    both = f"{shlex.quote(str(run.folder / 'recipe.yaml'))} {path}" if run.recipe is not None else path
-    yield Step(
-        "Time it again, beside the dense model" if run.recipe else "Time it again", f"prunekit bench {both}{own}"
+        alone = "Write a folder that runs without prunekit, for a server"
+        yield Step(alone, f"prunekit export {path} --to standalone{own}")
+    recipe = shlex.quote(str(run.folder / "recipe.yaml"))
+    again, both = (
+        ("Time it again, beside the dense model", f"{recipe} {path}") if run.recipe else ("Time it again", path)
     )
+    yield Step(again, f"prunekit bench {both}{own}")

@@ -29,53 +29,37 @@ LARGEST_DETECTIONS = 2_500_000
 
 
 @register_section("detections", about="test images with boxes, dense beside pruned", order=95)
-class DetectionsSection:
-    """Boxes in test images: as labeled, and as the models find them."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the pictures in the folder."""
-        detections = detections_data(run.folder / "detections")
-        return None if detections is None else {"detections": detections}
+def detections(run: Run) -> dict[str, Any] | None:
+    """Return the pictures of boxes in test images: as labeled, and as the models find them."""
+    return _unless_none("detections", detections_data(run.folder / "detections"))
 
 
 @register_section("maps", about="class activation and saliency maps", order=100)
-class MapsSection:
-    """Places that the models look at: class activation and saliency maps."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the maps in the folder, with their pictures."""
-        maps = list(maps_data(run.folder / "maps"))
-        return {"maps": maps} if maps else None
+def maps(run: Run) -> dict[str, Any] | None:
+    """Return the class activation and saliency maps, which show the places that the models look at."""
+    return _unless_none("maps", list(maps_data(run.folder / "maps")) or None)
 
 
 @register_section("features", about="pictures of feature maps", order=110)
-class FeaturesSection:
-    """Pictures of feature maps of an image."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the pictures in the folder."""
-        features = features_data(run.folder / "features")
-        return None if features is None else {"features": features}
+def features(run: Run) -> dict[str, Any] | None:
+    """Return the pictures of feature maps of an image."""
+    return _unless_none("features", features_data(run.folder / "features"))
 
 
 @register_section("filters", about="the filters of the first layer", order=120)
-class FiltersSection:
-    """The filters of the first layer."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the picture in the folder."""
-        filters = filters_data(run.folder / "filters")
-        return None if filters is None else {"filters": filters}
+def filters(run: Run) -> dict[str, Any] | None:
+    """Return the picture of the first layer's filters."""
+    return _unless_none("filters", filters_data(run.folder / "filters"))
 
 
 @register_section("statistics", about="dead and redundant channels", order=130)
-class StatisticsSection:
-    """Dead and redundant channels, with a link to all histograms."""
+def statistics(run: Run) -> dict[str, Any] | None:
+    """Return the numbers of dead and redundant channels, with a link to all histograms."""
+    return _unless_none("statistics", histogram_counts(run.folder / "histograms", run.page_folder))
 
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return what the histograms in the folder come to."""
-        statistics = histogram_counts(run.folder / "histograms", run.page_folder)
-        return None if statistics is None else {"statistics": statistics}
+
+def _unless_none(name: str, data: Any) -> dict[str, Any] | None:
+    return None if data is None else {name: data}
 
 
 def write_histograms(folder: Path, run: Path | None = None) -> Path:
@@ -133,12 +117,17 @@ def features_data(folder: Path) -> dict[str, Any] | None:
     facts = read_facts(folder / "features.json", {"layers"}, "`layers`")
     if facts is None:
         return None
-    left, layers = LARGEST, []
-    for layer in facts["layers"]:
-        data = read_picture(folder / layer["picture"])
-        left -= len(data)
-        layers.append({**layer, "data": as_data(data) if left >= 0 else None})
-    return {**facts, "folder": folder.name, "input": as_data(read_picture(folder / facts["input"])), "layers": layers}
+    layers, first = list(_with_data(folder, facts["layers"], LARGEST)), as_data(read_picture(folder / facts["input"]))
+    return {**facts, "folder": folder.name, "input": first, "layers": layers}
+
+
+def _with_data(folder: Path, rows: list[dict[str, Any]], most: int) -> Iterator[dict[str, Any]]:
+    """Yield rows with their pictures as data, which is None for those beyond so many bytes."""
+    for row in rows:
+        picture = read_picture(folder / row["picture"])
+        most -= len(picture)
+        file = f"{folder.name}/{row['picture']}"
+        yield {**row, "file": file, "data": as_data(picture) if most >= 0 else None}
 
 
 def filters_data(folder: Path) -> dict[str, Any] | None:
@@ -151,15 +140,7 @@ def filters_data(folder: Path) -> dict[str, Any] | None:
 def detections_data(folder: Path) -> dict[str, Any] | None:
     """Return `detections.json` of a folder, with the pictures as data; None if there is none."""
     facts = read_facts(folder / "detections.json", {"images", "models"}, "images and models")
-    if facts is None:
-        return None
-    left, images = LARGEST_DETECTIONS, []
-    for image in facts["images"]:
-        data = read_picture(folder / image["picture"])
-        left -= len(data)
-        file = f"{folder.name}/{image['picture']}"
-        images.append({**image, "file": file, "data": as_data(data) if left >= 0 else None})
-    return {**facts, "images": images}
+    return facts and {**facts, "images": list(_with_data(folder, facts["images"], LARGEST_DETECTIONS))}
 
 
 def maps_data(folder: Path) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from markupsafe import Markup, escape
 
@@ -17,45 +17,40 @@ from prunekit.utils.registry import Registry
 SECTIONS: Registry[Section] = known_names.SECTIONS
 
 
-class SectionContent(Protocol):
-    """The content of a section.
-
-    It has `html`, from what was read to HTML, unless it is prunekit's own and `read` returns the values of the template
-    of its name. It may have `text`, from what was read to lines for the terminal.
-    """
-
-    def read(self, run: Run) -> Any:
-        """Return the content of a run's section; None if the page has no such section."""
-
-
-Kind = TypeVar("Kind")
+Kind = TypeVar("Kind", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a run's page and of the terminal's text; see `register_section`."""
+    """A section of a run's page and of the terminal's text; see `register_section`.
+
+    Those of prunekit itself may be a function of a run, the same as `read`, which returns the values of the template of
+    the section's name.
+    """
 
     name: str
-    content: SectionContent
+    content: Any  # with `read`, and `html` and `text` where it has any; or a function of a run
     about: str = ""
     order: float = 500
 
     def html(self, run: Run) -> Markup:
         """Return the section of a run as HTML; empty if the run has no such section."""
-        data = self.content.read(run)
+        data, html = self._read(run), getattr(self.content, "html", None)
         if data is None:
             return Markup()
-        html = getattr(self.content, "html", None)
-        return escape(html(data)) if html is not None else rendered(f"sections/{self.name}.html", **data)
+        return rendered(f"sections/{self.name}.html", **data) if html is None else escape(html(data))
 
     def text(self, run: Run) -> list[str]:
         """Return the lines that the terminal says of a finished run."""
         say = getattr(self.content, "text", None)
-        data = None if say is None else self.content.read(run)
+        data = None if say is None else self._read(run)
         return [] if say is None or data is None else list(say(data))
 
+    def _read(self, run: Run) -> Any:
+        return getattr(self.content, "read", self.content)(run)
 
-def register_section(name: str, *, about: str, order: float = 500) -> Callable[[type[Kind]], type[Kind]]:
+
+def register_section(name: str, *, about: str, order: float = 500) -> Callable[[Kind], Kind]:
     """Register a section of the pages of runs, which `finetune`, `prune` and `report` write.
 
     What it decorates is a class that is made without arguments, and has
@@ -92,8 +87,8 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
         ...         return [f"Energy: {joules} J"]
     """
 
-    def register(kind: type[Kind]) -> type[Kind]:
-        content: Any = kind()
+    def register(kind: Kind) -> Kind:
+        content = kind() if isinstance(kind, type) else kind
         SECTIONS.add(name, Section(name, content, about, order), kind)
         return kind
 

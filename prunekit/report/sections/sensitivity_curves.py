@@ -22,7 +22,7 @@ from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile, capital, samples, scores, unit
 from prunekit.report.run_data import Run
 from prunekit.report.sections.section import register_section
-from prunekit.utils.display import digits, in_unit, percent
+from prunekit.utils.display import digits, in_unit, share
 
 WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
 WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
@@ -39,16 +39,13 @@ Kept = Mapping[str, int]
 
 
 @register_section("sensitivity", about="error against kept channels, which a plan was made from", order=150)
-class SensitivitySection:
-    """Error against kept channels, which a plan was made from."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the curves, with where the plan stands; None if the plan was not made from such curves."""
-        if run.sensitivity is None or not ways(run.sensitivity) or not current_effort().figures:
-            return None
-        groups = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")
-        kept = None if groups is None else groups["kept"].to_dict()
-        return {"sensitivity": (heatmap(run.sensitivity, kept), lines(run.sensitivity, kept))}
+def curves_of_plan(run: Run) -> dict[str, Any] | None:
+    """Return the curves, with where the plan stands; None if the plan was not made from such curves."""
+    if run.sensitivity is None or not ways(run.sensitivity) or not current_effort().figures:
+        return None
+    groups = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")
+    kept = None if groups is None else groups["kept"].to_dict()
+    return {"sensitivity": (heatmap(run.sensitivity, kept), lines(run.sensitivity, kept))}
 
 
 def values(run: Run) -> dict[str, Any]:
@@ -73,13 +70,7 @@ def _tiles(run: Run) -> list[Tile]:
     if facts["groups"]:
         first = facts["groups"][0]
         half = first["half_fast"] if first["half_measured"] is None else first["half_measured"]
-        tiles.append(
-            Tile(
-                "Most sensitive",
-                percent(None if half is None else 100 * half, 0),
-                f"{first['group']}, at half of its channels",
-            )
-        )
+        tiles.append(Tile("Most sensitive", share(half, 0), f"{first['group']}, at half of its channels"))
     if facts["dense"]:
         loss = f"loss {digits(facts['dense']['loss'])}, " if facts["dense"]["loss"] is not None else ""
         detail = f"dense, {loss}{facts['measured_images']} validation {samples(facts)}"

@@ -55,17 +55,12 @@ def _skipped(history: pd.DataFrame | None) -> dict[str, int]:
 
 
 @register_section("schedule", about="the channels that were pruned while fine-tuning", order=50)
-class ScheduleSection:
-    """The pruning schedule of a model that was pruned while it was fine-tuned."""
-
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return a figure of planned and actual shares; None if the run had no schedule."""
-        if run.schedule is None or run.schedule.empty:
-            return None
-        return {
-            "metrics": run.metrics,
-            "schedule": figures.figure_or_none(partial(schedule, summary=run.metrics.get("schedule")), run.schedule),
-        }
+def pruning_schedule(run: Run) -> dict[str, Any] | None:
+    """Return a figure of the shares that a schedule planned and left; None if the run had none."""
+    if run.schedule is None or run.schedule.empty:
+        return None
+    drawn = figures.figure_or_none(partial(schedule, summary=run.metrics.get("schedule")), run.schedule)
+    return {"metrics": run.metrics, "schedule": drawn}
 
 
 @register_section("repair", about="the repair, layer by layer", order=60)
