@@ -24,8 +24,6 @@ from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import Augment, AugmentSettings
 
-GRAY = 114 / 255
-"""Gray value of the padding, as by ultralytics."""
 Target = dict[str, Tensor]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prunekit.data import coco, yolo
-from prunekit.data.annotated_images import GRAY, AnnotatedImages, BoxAugmentation, BoxedImages
+from prunekit.data.annotated_images import AnnotatedImages, BoxAugmentation, BoxedImages
 from prunekit.data.augmentation import Draw
 from prunekit.data.coco import GET_COCO
 from prunekit.data.datasets import (
@@ -45,6 +45,7 @@ from prunekit.data.yolo import GET_YOLO
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import BOXED, DataSettings
+from prunekit.tasks.batches import GRAY
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.detection import DETECTION
 from prunekit.tasks.task import get_task

@@ -139,13 +139,12 @@ def _dense_shapes(text: str) -> dict[str, list[int]]:
             f"expected a file that is plain, or compressed as {COMPRESSION!r} of version {VERSION}, got {found!r} of "
             f"version {version!r}; use the prunekit that wrote it, or a newer one"
         )
-    if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
+    if not isinstance(shapes, dict) or not all(
+        isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+        for shape in shapes.values()
+    ):
         raise ValueError("metadata: dense_shapes: expected a shape for each compressed tensor; the file is damaged")
     return shapes
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
 def _dense(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:

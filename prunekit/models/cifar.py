@@ -33,15 +33,7 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """A residual network of three stages with 16, 32 and 64 channels.
-
-    Args:
-        depth: 6n + 2 layers, n blocks in each stage.
-        num_classes: outputs.
-
-    Raises:
-        ValueError: no such depth.
-    """
+    """A residual network of 6n + 2 layers: three stages of n blocks, with 16, 32 and 64 channels."""
 
     def __init__(self, depth: int, num_classes: int = 10) -> None:
         super().__init__()

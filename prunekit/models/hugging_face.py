@@ -256,6 +256,8 @@ TRIED = 256
 """The most configurations that are built for one choice of widths."""
 KEYS = 5
 """The most entries that differ at once."""
+NO_WIDTHS = ("_token_id", "_ids", "label", "id2label", "dtype", "_name_or_path", "version")
+"""Ends of entries that are no width where they are not given; others may be one, as GPT-2's `n_inner`."""
 HEAD_DIM = "head_dim"
 """The width of a head, which many classes read from their configuration where it is there, and else compute."""
 
@@ -278,9 +280,7 @@ def library_model(model: nn.Module) -> tuple[str, Any] | None:
 class ConfigSearch:
     """The search for a configuration of a model's class by the shapes of its tensors.
 
-    Args:
-        model: of transformers, dense or compact; not changed.
-        config: of the dense model.
+    The model is dense or compact, and not changed; the configuration is that of the dense one.
     """
 
     def __init__(self, model: Any, config: Any) -> None:
@@ -335,16 +335,12 @@ class ConfigSearch:
         """Yield entries that make the wanted shapes, those with the fewest changes first.
 
         Several may fit: the number of heads changes no shape where their width follows from it.
-
-        Args:
-            wanted: shapes by name.
         """
         changed = _changed_axes(self.dense, wanted)
         sizes = {(self.dense[name][axis], wanted[name][axis]) for name, axis in changed} | {*counts}
         options: dict[str, list[int]] = {}
         for key, value in self.keys.items():
-            useful = [one for one in _candidates(value, sizes) if self._useful(key, one, changed)]
-            if useful:
+            if useful := [one for one in _candidates(value, sizes) if self._useful(key, one, changed)]:
                 options[key] = useful
         for chosen in islice(_choices(options), TRIED):
             if self.shapes(chosen) == wanted:
@@ -373,16 +369,16 @@ class ConfigSearch:
 
     def _head_dim(self) -> Changes:
         """Return the width of a head, where the class reads it though the configuration does not give it."""
-        widths = self._attributes.get(HEAD_DIM, set())
-        paths = [f"{outer}{HEAD_DIM}" for outer in _levels(self.config.to_dict())]
-        known = dict(_numbers(self.config.to_dict()))
-        found: Changes = {}
-        for path in paths:
-            if len(widths) == 1 and known.get(path) is None:
-                (width,) = widths
-                if self.shapes({path: width}) == self.dense and self.touched({path: 2 * width}):
-                    found[path] = width
-        return found
+        widths, entries = self._attributes.get(HEAD_DIM, set()), self.config.to_dict()
+        if len(widths) != 1:
+            return {}
+        (width,), known = widths, dict(_numbers(entries))
+        paths = [f"{outer}{HEAD_DIM}" for outer in _levels(entries)]
+        return {
+            path: width
+            for path in paths
+            if known.get(path) is None and self.shapes({path: width}) == self.dense and self.touched({path: 2 * width})
+        }
 
 
 def changed_config(config: Any, changes: Mapping[str, int | None]) -> Any:
@@ -409,7 +405,12 @@ def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
             if not (value is None or type(value) is int):
                 raise ValueError(f"library_config: {path}: expected a whole number, got {value!r:.99}")
         inner: Any = model.get_submodule(note["module"])
-        set_config(inner, changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()}))
+        made = changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()})
+        others = {id(old): new for old, new in _both(inner.config, made)}
+        for module in inner.modules():  # several may have the same configuration
+            new = others.get(id(vars(module).get("config")))
+            if new is not None:
+                module.config = new
 
 
 def unsayable(model: nn.Module) -> str | None:
@@ -439,15 +440,6 @@ def quiet_library() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-
-
-def set_config(model: Any, made: Any) -> None:
-    """Give a model of transformers, and all modules in it that have the same one, another configuration."""
-    others = {id(old): new for old, new in _both(model.config, made)}
-    for module in model.modules():
-        new = others.get(id(vars(module).get("config")))
-        if new is not None:
-            module.config = new
 
 
 def _both(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
@@ -495,13 +487,8 @@ def _numbers(entries: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, in
     for key, value in entries.items():
         if isinstance(value, Mapping) and "model_type" in value:
             yield from _numbers(value, f"{at}{key}.")
-        elif (type(value) is int and value > 1) or (value is None and _may_be_number(key)):
+        elif (type(value) is int and value > 1) or (value is None and not key.endswith(NO_WIDTHS)):
             yield f"{at}{key}", value
-
-
-def _may_be_number(key: str) -> bool:
-    """Return whether an entry that is not given may be a width, as GPT-2's `n_inner`: none of tokens or classes."""
-    return not key.endswith(("_token_id", "_ids", "label", "id2label", "dtype", "_name_or_path", "version"))
 
 
 def whole_numbers(model: nn.Module) -> dict[str, set[int]]:

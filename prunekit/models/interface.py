@@ -39,21 +39,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """The way a model is fed, and what it returns; model folders and exported files carry it.
+    """The way a model is fed, and what it returns; model folders and exported files carry it."""
 
-    Attributes:
-        inputs: tensors in the order of the example.
-        outputs: tensors in the order in which the output nests them.
-        task: name of the task, as in a recipe; None if unknown.
-        classes: name of each label; empty if there are none.
-        preprocessing: the way from an image to the input; None for other inputs, or if unknown.
-    """
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    task: str | None = None
-    classes: tuple[str, ...] = ()
-    preprocessing: Preprocessing | None = None
+    inputs: tuple[TensorSpec, ...]  # in the order of the example
+    outputs: tuple[TensorSpec, ...]  # in the order in which the output nests them
+    task: str | None = None  # name of the task, as in a recipe; None if unknown
+    classes: tuple[str, ...] = ()  # name of each label; empty if there are none
+    preprocessing: Preprocessing | None = None  # from an image to the input; None for other inputs, or if unknown
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -75,7 +67,8 @@ class ModelInterface:
                 wanted = "inputs and outputs with name, dtype and shape each"
                 raise ArtifactError(f"{where}: expected {wanted}; it is damaged: {given!r:.99}")
         task, classes, prepared = given.get("task"), given.get("classes") or [], given.get("preprocessing")
-        if not isinstance(task, str | None) or not _is_texts(classes):
+        named = isinstance(classes, list) and all(isinstance(one, str) for one in classes)
+        if not isinstance(task, str | None) or not named:
             raise ArtifactError(
                 f"{where}: expected the name of a task or null, and a list with the name of each class; it is damaged: "
                 f"{task!r:.50}, {classes!r:.50}"
@@ -83,11 +76,11 @@ class ModelInterface:
         if task is not None:
             task = from_file(task, f"{where}: task", "name it yourself: --task NAME (from Python: task=NAME)")
         preprocessing = None if prepared is None else Preprocessing.from_dict(prepared, where)
-        return cls(_specs(inputs), _specs(outputs), task, tuple(classes), preprocessing)
-
-
-def _is_texts(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(one, str) for one in given)
+        taken, returned = (
+            tuple(TensorSpec(one["name"], one["dtype"], tuple(one["shape"])) for one in specs)
+            for specs in (inputs, outputs)
+        )
+        return cls(taken, returned, task, tuple(classes), preprocessing)
 
 
 def _is_spec(given: Any) -> bool:
@@ -95,10 +88,6 @@ def _is_spec(given: Any) -> bool:
         case {"name": str(), "dtype": str(), "shape": list(shape)}:
             return all(type(size) is str or (type(size) is int and size >= 0) for size in shape)
     return False
-
-
-def _specs(given: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(one["name"], one["dtype"], tuple(one["shape"])) for one in given)
 
 
 def attach(model: nn.Module, interface: ModelInterface) -> None:
@@ -149,9 +138,7 @@ def with_batch(interface: ModelInterface, batch: int) -> ModelInterface:
     return replace(interface, inputs=inputs, outputs=outputs)
 
 
-def input_specs_of(
-    model: nn.Module, example: tuple[Any, ...], taken: set[str] | None = None
-) -> tuple[TensorSpec, ...]:  # fmt: skip
+def input_specs_of(model: nn.Module, example: tuple[Any, ...], taken: set[str] | None = None) -> tuple[TensorSpec, ...]:
     """Return the inputs of a model by the names of its arguments, without running it."""
     batch = sample_count(example) if is_batched(example) else None
     inputs = [

@@ -89,14 +89,7 @@ class Preprocessing(Checked):
             )
 
     def __call__(self, images: Pixels | Sequence[Pixels]) -> Tensor:
-        """Return the input of one image, or of several in one batch.
-
-        Args:
-            images: paths of image files, Pillow images, or uint8 arrays (H, W) or (H, W, 3) in RGB.
-
-        Returns:
-            (N, channels, height, width) float32.
-        """
+        """Return the input of one image, or of several in one batch, (N, channels, height, width) float32."""
         several: Sequence[Pixels] = images if isinstance(images, (list, tuple)) else [images]  # type: ignore[list-item]
         if not several:
             raise DataError("preprocessing: expected at least one image, got none")
@@ -176,17 +169,11 @@ class Preprocessing(Checked):
 
     @classmethod
     def from_dict(cls, given: Any, where: str) -> Preprocessing:
-        """Return the preprocessing of plain data.
-
-        Raises:
-            ArtifactError: it is damaged; `where` names its place in the message.
-        """
+        """Return the preprocessing of plain data; an `ArtifactError` names the place `where` it is damaged."""
         try:
             if not isinstance(given, Mapping):
                 raise TypeError(f"expected a mapping, got {type(given).__name__}")
-            known: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-            }
+            known: dict[str, Any] = {k: tuple(one) if isinstance(one, list) else one for k, one in given.items()}
             return cls(**known)
         except (TypeError, SettingsError) as error:
             raise ArtifactError(f"{where}: preprocessing: {error}") from error

@@ -26,23 +26,32 @@ CONTAINERS = ("state_dict", "model_state_dict", "model")
 def load_weights(model: nn.Module, path: StrPath) -> None:
     """Load a state dict into a model, in place.
 
-    Args:
-        model: receives every weight.
-        path: `.safetensors`, compressed by `prunekit.save` or not, or `.pt`/`.pth`/`.th` read with
-            `weights_only=True`: a state dict, or a dict that holds one as `state_dict`, `model_state_dict` or `model`.
-            Prefixes of DistributedDataParallel and torch.compile are removed.
-
-    Raises:
-        ModelError: the file is missing or unreadable, or its names, shapes or kinds of values are not the model's, or
-            values are NaN; all are listed.
+    The file is `.safetensors`, compressed by `prunekit.save` or not, or `.pt`/`.pth`/`.th` read with
+    `weights_only=True`: a state dict, or a dict that holds one as `state_dict`, `model_state_dict` or `model`. Prefixes
+    of DistributedDataParallel and torch.compile are removed. A `ModelError` lists all names, shapes and values that are
+    not the model's.
     """
     path = Path(path)
-    load_state(model, _unwrap(_read(path), path), path)
+    content = _read(path)
+    for key in CONTAINERS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if (
+        not isinstance(content, dict)
+        or not content
+        or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
+    ):
+        keys = f" with the keys {listed(map(str, content), NAMED) or '(none)'}" if isinstance(content, dict) else ""
+        raise ModelError(f"{path}: expected a state dict (names to tensors), got a {type(content).__name__}{keys}")
+    load_state(model, content, path)
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Load a state dict that was read from a file into a model, in place, see `load_weights`."""
-    state = _strip(dict(state))
+    for prefix in PREFIXES * 2:  # either may be around the other
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
     own = model.state_dict()
     # Files written before BatchNorm counted its batches lack this number; torch itself fills it in as well.
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
@@ -120,25 +129,3 @@ def _read(path: Path) -> Any:
             f"{path}: expected a state dict of tensors, but {first_line(error)}; pickled objects are never loaded: "
             "save model.state_dict()"
         ) from error
-
-
-def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
-    for key in CONTAINERS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    if (
-        not isinstance(content, dict)
-        or not content
-        or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
-    ):
-        keys = f" with the keys {listed(map(str, content), NAMED) or '(none)'}" if isinstance(content, dict) else ""
-        raise ModelError(f"{path}: expected a state dict (names to tensors), got a {type(content).__name__}{keys}")
-    return dict(content)
-
-
-def _strip(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    for prefix in PREFIXES * 2:  # either may be around the other
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state

@@ -87,14 +87,9 @@ def window_attention(
     dropout: float,
     training: bool,
 ) -> Tensor:
-    """Shift, cut into windows, attend within each, and join them again, along two axes or three.
+    """Shift x (B, *sizes, C), cut it into windows, attend within each, and join them again, along two axes or three.
 
-    Args:
-        x: (B, *sizes, C).
-        proj_weight: (C, width of all heads).
-
-    Returns:
-        (B, *sizes, C).
+    `proj_weight` is (C, width of all heads).
     """
     count = len(window)
     sizes = [x.shape[1 + axis] for axis in range(count)]

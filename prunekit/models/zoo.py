@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 import torchvision
@@ -25,7 +25,6 @@ from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError, PrunekitError, SettingsError, UsageError, nearest, reraise_shortage
-from prunekit.hooks.model_copy import named_tensors
 from prunekit.models import hugging_face
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.detectors import (
@@ -43,8 +42,6 @@ from prunekit.utils.inputs import InputSpec, as_example, call, to_device, zeros_
 from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory
 
-OptionalZoo = Literal["timm", "hf", "ultralytics"]
-OPTIONAL_ZOOS: tuple[OptionalZoo, ...] = get_args(OptionalZoo)
 PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers", "ultralytics": "ultralytics"}
 OF_WEIGHTS = re.compile(
     r"(use_)?pretrained(_backbone|_cfg\w*|_model\w*)?|checkpoint(_path|_file)?|weights(_backbone)?|cache_dir|file|url|"
@@ -68,30 +65,6 @@ def package(zoo: str) -> Any:
         ) from error
 
 
-def optional_names(zoo: str, head: Head | None = None) -> tuple[str, ...]:
-    """Return the names of timm's models, or ultralytics' detectors; of transformers, model types with a head."""
-    if zoo == "ultralytics":
-        return ultralytics_names()
-    if zoo == "timm":
-        return tuple(sorted(package(zoo).list_models()))
-    return hugging_face.model_types(head)
-
-
-def optional_builder(settings: ModelSettings) -> Callable[..., nn.Module]:
-    """Return the builder of a model of an optional zoo; the name is one of `optional_names`, or a folder."""
-    if settings.zoo == "ultralytics":
-        return ultralytics_detector(settings.name)
-    return _timm(settings.name) if settings.zoo == "timm" else hugging_face.builder(settings)
-
-
-def _timm(name: str) -> Callable[..., nn.Module]:
-    def build(**arguments: Any) -> nn.Module:
-        model: nn.Module = package("timm").create_model(name, pretrained=False, **arguments)
-        return model
-
-    return build
-
-
 def image_shape(model: nn.Module) -> tuple[int, ...] | None:
     """Return the shape (channels, height, width) of images that a model of these zoos is made for; None if unknown."""
     if isinstance(getattr(model, "yaml", None), dict):  # of ultralytics, whose detectors take any multiple of 32
@@ -112,9 +85,16 @@ WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_
 
 
 def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, ...]:
-    """Return the names of the models of a zoo, sorted; of torchvision, its classifiers and then its detectors."""
-    if zoo in OPTIONAL_ZOOS:
-        return optional_names(zoo, head)
+    """Return the names of the models of a zoo, sorted; of torchvision, its classifiers and then its detectors.
+
+    Of transformers these are the model types that have a head.
+    """
+    if zoo == "ultralytics":
+        return ultralytics_names()
+    if zoo == "timm":
+        return tuple(sorted(package(zoo).list_models()))
+    if zoo == "hf":
+        return hugging_face.model_types(head)
     if zoo == "cifar":
         return tuple(sorted(DEPTHS))
     return (*torchvision.models.list_models(module=torchvision.models), *torchvision_detectors())
@@ -140,14 +120,8 @@ def model_arguments(settings: ModelSettings, num_classes: int | None, image_size
 def build_model(settings: ModelSettings, *, num_classes: int | None, image_size: int | None = None) -> nn.Module:
     """Build a model, in train mode on the CPU, with its weights, or random ones from torch's global seed.
 
-    Args:
-        settings: zoo, name, constructor arguments, weights.
-        num_classes: classes of the data, used where `settings.arguments` has no `num_classes`; None leaves the
-            constructor's own number (1000 as a rule, and 10 for CIFAR).
-        image_size: height and width of the data's images, for torchvision's detectors; None leaves their own size.
-
-    Raises:
-        ModelError: unknown name, arguments that the constructor rejects, unknown weights, or weights that do not fit.
+    `num_classes` are those of the data, used where `settings.arguments` has none; None leaves the constructor's own
+    number (1000 as a rule, and 10 for CIFAR). `image_size` is that of the data, for torchvision's detectors alone.
     """
     builder = _builder(settings)
     if settings.zoo != "own" and (problem := next(_reaching(settings.arguments), None)) is not None:
@@ -266,8 +240,12 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
         raise ModelError(f"model.name: there is no model {name!r} in {zoo}{with_it}; {other or nearest(name, names)}")
     if zoo == "cifar":
         return partial(CifarResNet, DEPTHS[name])
-    if zoo in OPTIONAL_ZOOS:
-        return optional_builder(settings)
+    if zoo == "timm":
+        return partial(package(zoo).create_model, name, pretrained=False)
+    if zoo == "hf":
+        return hugging_face.builder(settings)
+    if zoo == "ultralytics":
+        return ultralytics_detector(name)
     if is_detector(settings):
         return torchvision_detector(name)
     return cast(Callable[..., nn.Module], torchvision.models.get_model_builder(name))
@@ -321,10 +299,8 @@ def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], argu
 def load_factory(reference: str) -> nn.Module:
     """Run `file.py:factory` and return the model it builds. The file's code is run: name only files you trust.
 
-    Args:
-        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; it
-            must build a new model at each call, because the file is run once. It may return (model, example), see
-            `load_with_example`.
+    The factory is a function or class that takes no arguments; it must build a new model at each call, because the file
+    is run once. It may return (model, example), see `load_with_example`.
     """
     return load_with_example(reference)[0]
 
@@ -355,18 +331,11 @@ def published(settings: ModelSettings, model: nn.Module) -> tuple[Preprocessing 
 
 
 def torchvision_weights(weights: Any) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """Return the preprocessing and the classes of weights of torchvision; None for presets of other tasks.
-
-    Example:
-        >>> from torchvision.models import ResNet18_Weights
-        >>> feed, classes = torchvision_weights(ResNet18_Weights.DEFAULT)
-        >>> feed.height, feed.shorter_side, classes[0]
-        (224, 256, 'tench')
-    """
+    """Return the preprocessing and the classes of weights of torchvision; None for presets of other tasks."""
     preset, classes = weights.transforms(), tuple(map(str, weights.meta.get("categories") or ()))
     if type(preset).__name__ != "ImageClassification":
         return None, classes
-    (height, width), (shorter,) = _pair(preset.crop_size), preset.resize_size
+    (height, *_, width), (shorter,) = [*preset.crop_size] * 2, preset.resize_size  # one number, or two
     return _preprocessing(height, width, shorter, preset.interpolation.value, preset.mean, preset.std), classes
 
 
@@ -393,11 +362,6 @@ def _preprocessing(
         return None
 
 
-def _pair(size: Any) -> tuple[int, int]:
-    given = list(size)
-    return given[0], given[-1]
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -405,9 +369,6 @@ def zoo_origins(model: nn.Module, shapes: Shapes) -> Iterator[ModelSettings]:
     """Yield models of zoos that have the class of a model, and dense tensors of its shapes; the likeliest first.
 
     They may still compute something else, by another stride or rate of dropout: the caller compares.
-
-    Args:
-        shapes: of the dense model's parameters and buffers, by name.
     """
     for settings in zoo_candidates(model):
         built = None
@@ -416,19 +377,17 @@ def zoo_origins(model: nn.Module, shapes: Shapes) -> Iterator[ModelSettings]:
         if built is None:  # a constructor that looks at its weights
             with suppress(PrunekitError), seeded(0):
                 built = build_model(settings, num_classes=None)
-        if built is not None and _has(built, shapes):
+        found = {} if built is None else hugging_face.shapes_of(built)
+        if built is not None and all(found.get(name) == tuple(shape) for name, shape in shapes.items()):
             yield settings
-
-
-def _has(built: nn.Module, shapes: Shapes) -> bool:
-    found = {name: tuple(tensor.shape) for name, tensor in named_tensors(built)}
-    return all(found.get(name) == tuple(shape) for name, shape in shapes.items())
 
 
 def zoo_candidates(model: nn.Module) -> Iterator[ModelSettings]:
     """Yield settings of models of zoos that have the class of a model, dense or compact; nothing is built."""
     cls = original_of(type(model))
-    home, classes = cls.__module__, _last_size(model)
+    last = next(reversed([*model.parameters()]), None)
+    # The first size of the last parameter is the number of classes of most classifiers.
+    home, classes = cls.__module__, None if last is None or not last.dim() else len(last)
     if cls is CifarResNet:
         for name in DEPTHS:
             yield from _with_classes(name, "cifar", classes)
@@ -446,8 +405,7 @@ def zoo_candidates(model: nn.Module) -> Iterator[ModelSettings]:
         yield from _with_classes(name, "timm", getattr(model, "num_classes", None))
     elif hasattr(model, "config") and "transformers" in sys.modules:
         found = hugging_face.settings_of(model, cls)
-        if found is not None:
-            yield found
+        yield from () if found is None else (found,)
 
 
 def _with_classes(name: str, zoo: Any, classes: int | None) -> Iterator[ModelSettings]:
@@ -456,21 +414,12 @@ def _with_classes(name: str, zoo: Any, classes: int | None) -> Iterator[ModelSet
         yield ModelSettings(name, zoo, arguments={"num_classes": classes})
 
 
-def _last_size(model: nn.Module) -> int | None:
-    """Return the first size of the last parameter, which is the number of classes of most classifiers."""
-    last = next(reversed([*model.parameters()]), None)
-    return None if last is None or not last.dim() else len(last)
-
-
 def found_build(
     model: nn.Module, shapes: Shapes, specs: Sequence[InputSpec], load: Callable[[dict[str, Any]], nn.Module]
 ) -> dict[str, Any] | None:
     """Return how a zoo builds the dense model, if what is loaded by that equals the compact one; None if no zoo does.
 
     Equal are the settings of all modules, which show what acts in train mode alone, and the output, to the bit.
-
-    Args:
-        shapes: of the dense model's parameters and buffers, by name.
     """
     own: list[Any] = []
     for settings in zoo_origins(model, shapes):

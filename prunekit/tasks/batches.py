@@ -41,6 +41,8 @@ from prunekit.utils.tensors import IMAGE_AXES, gather, leaves, sample_parts
 
 BATCH = 128
 """Samples of a batch, of data that is not in batches yet."""
+FROM_PILLOW = "give tensors, such as torchvision.transforms.v2.functional.pil_to_tensor(image) / 255"
+"""Advice about images of Pillow."""
 InputsAndTargets = tuple[tuple[Any, ...], Any]
 """What a model is called with, see `prunekit.utils.inputs.as_example`, and targets or None."""
 
@@ -111,10 +113,8 @@ class ModelBatches:
         data, model = self.data, self.model
         if isinstance(data, Tensor) and data.dim():
             return list(torch.split(data, self.size))
-        if isinstance(data, Mapping) and images_in(model, data) is None:
-            return _split(data, self.where, self.size)
         if isinstance(data, Mapping):
-            return [data]
+            return _split(data, self.where, self.size) if images_in(model, data) is None else [data]
         if task is None and isinstance(data, tuple) and holds_all(model, data):
             return _parts(data, len(data[0]), self.size)
         if are_images(model, data):
@@ -219,7 +219,7 @@ def _pad(rows: list[Row]) -> None:
 
 
 GRAY = 114 / 255
-"""Padding that ultralytics' loaders put around images, at the right and below."""
+"""Gray value of ultralytics' padding around images."""
 
 
 def _pad_images(rows: list[Row]) -> None:
@@ -297,7 +297,7 @@ def _advice(inputs: Any) -> str:
         if isinstance(value, np.ndarray):
             return "give tensors: torch.from_numpy(array)"
         if type(value).__module__.partition(".")[0] == "PIL":
-            return "give tensors, such as torchvision.transforms.v2.functional.pil_to_tensor(image) / 255"
+            return FROM_PILLOW
     return "say how it comes apart: task=..."
 
 
@@ -398,11 +398,11 @@ def together(
         reraise_shortage(error)
         if not listed:
             kind = type(samples[0]).__name__
-            advice = (
-                "give tensors, such as torchvision.transforms.v2.functional.pil_to_tensor(image) / 255"
-                if any("PIL." in type(part).__module__ + "." for part in _parts_of_sample(samples[0]))
-                else "give a DataLoader with a collate_fn, for texts transformers.DataCollatorWithPadding"
-            )
+            parts = samples[0].values() if isinstance(samples[0], Mapping) else samples[0]
+            parts = parts if isinstance(samples[0], Mapping | tuple | list) else [parts]
+            advice = "give a DataLoader with a collate_fn, for texts transformers.DataCollatorWithPadding"
+            if any("PIL." in type(part).__module__ + "." for part in parts):
+                advice = FROM_PILLOW
             raise DataError(
                 f"{where}: expected samples of the same shapes, of which torch's default_collate makes a batch, got "
                 f"{kind} such as {described(samples[0])}: {error}; {advice}"
@@ -412,12 +412,6 @@ def together(
     if isinstance(samples[0], Mapping):
         return images, list(samples)
     return images, *([*column] for column in zip(*(sample[1:] for sample in samples), strict=True))
-
-
-def _parts_of_sample(sample: Any) -> Iterable[Any]:
-    if isinstance(sample, Mapping):
-        return sample.values()
-    return sample if isinstance(sample, (tuple, list)) else [sample]
 
 
 def _image_of(model: nn.Module, sample: Any) -> Any:

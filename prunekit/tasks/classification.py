@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError
 from prunekit.models.interface import auxiliary, logits
-from prunekit.tasks.task import Loss, Score, Task, register_task
+from prunekit.tasks.task import Score, Task, register_task
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
 from prunekit.utils.tensors import occurrences
 
@@ -23,8 +23,7 @@ Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribut
 def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy of class scores (B, classes), with that of auxiliary heads, if there are any.
 
-    Args:
-        labels: (B,) int64, or shares (B, classes) of mixed images.
+    Labels are (B,) int64, or shares (B, classes) of mixed images.
     """
     loss = F.cross_entropy(logits(output), labels, label_smoothing=label_smoothing)
     for weight, head in auxiliary(output):
@@ -66,20 +65,11 @@ def wilson_interval(correct: int, count: int) -> tuple[float, float]:
     return 100 * max(0.0, center - half), 100 * min(1.0, center + half)
 
 
-def _interval(counts: Tensor) -> tuple[float, float]:
-    return wilson_interval(int(counts[0]), int(counts[1]))
-
-
-def _smoothed(label_smoothing: float) -> Loss:
-    return partial(cross_entropy, label_smoothing=label_smoothing)
-
-
 def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Return token ids (B, tokens) and other inputs by the names of the model's arguments, and labels (B,) int64.
 
-    Args:
-        batch: a mapping with `input_ids`, `labels` or `label`, and more such as `attention_mask`, as tokenizers of
-            transformers return it. Labels are no inputs: given them, such a model would compute a loss of its own.
+    A batch is a mapping with `input_ids`, `labels` or `label`, and more such as `attention_mask`, as tokenizers of
+    transformers return it. Labels are no inputs: given them, such a model would compute a loss of its own.
     """
     label = next((name for name in LABELS if isinstance(batch, Mapping) and name in batch), None)
     inputs = {} if label is None else {name: batch[name] for name in batch if name not in (*LABELS, *EXTRAS)}
@@ -90,7 +80,7 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, batch[label]
 
 
-TOP1 = Score("top1", "top-1", top1, _interval, most_frequent)
+TOP1 = Score("top1", "top-1", top1, lambda found: wilson_interval(int(found[0]), int(found[1])), most_frequent)
 IMAGE_CLASSIFICATION = register_task(
     "image_classification", data="images with a label each", measures="cross entropy; top-1"
 )(
@@ -100,7 +90,7 @@ IMAGE_CLASSIFICATION = register_task(
         hits,
         (TOP1,),
         logits=logits,
-        smoothed=_smoothed,
+        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
         samples="images",
         labeled_images=True,
     )
@@ -116,7 +106,7 @@ TEXT_CLASSIFICATION = register_task(
         (TOP1,),
         texts,
         logits=logits,
-        smoothed=_smoothed,
+        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
         samples="texts",
         collate=PaddedTexts(),
     )

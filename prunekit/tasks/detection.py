@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torchvision.ops import box_convert
 
 from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.tasks.mean_precision import AveragePrecisions, MeanAveragePrecision
+from prunekit.tasks.mean_precision import MeanAveragePrecision
 from prunekit.tasks.task import Score, Task, register_task
 from prunekit.utils.inputs import described
 
@@ -212,9 +212,8 @@ def _numbered(masks: Tensor) -> Tensor:
 def loss(output: Any, targets: Targets) -> Tensor:
     """Return the sum of a detector's losses, the mean over the batch.
 
-    Args:
-        output: what the model returned to `loss_inputs`: torchvision's mapping of losses, or ultralytics' pair of
-            losses, which are sums over the batch if there are several, and their values for display.
+    The model returned to `loss_inputs` torchvision's mapping of losses, or ultralytics' pair of losses, which are sums
+    over the batch if there are several, and their values for display.
     """
     if isinstance(output, Mapping) and output and all(isinstance(value, Tensor) for value in output.values()):
         return torch.stack([value.float().sum() for value in output.values()]).sum()
@@ -243,12 +242,8 @@ def decoded(model: Any, output: Any, size: tuple[int, int]) -> Targets:
     head, given = model.model[-1], output[0] if isinstance(output, (tuple, list)) else output
     if "RTDETRDecoder" in {kind.__name__ for kind in type(head).__mro__}:
         scale = given.new_tensor([size[1], size[0], size[1], size[0]])
-        rows = [
-            torch.cat([box_convert(found[:, :4], "cxcywh", "xyxy") * scale, found[:, 4:]], 1)[
-                found[:, 4] > LEAST_CONFIDENCE
-            ]
-            for found in given.float()
-        ]
+        sure = [found[found[:, 4] > LEAST_CONFIDENCE] for found in given.float()]
+        rows = [torch.cat([box_convert(one[:, :4], "cxcywh", "xyxy") * scale, one[:, 4:]], 1) for one in sure]
     else:
         rows = import_module("ultralytics.utils.nms").non_max_suppression(
             given,
@@ -263,14 +258,6 @@ def decoded(model: Any, output: Any, size: tuple[int, int]) -> Targets:
     return [{"boxes": row[:, :4], "scores": row[:, 4], "labels": row[:, 5].long()} for row in rows]
 
 
-def _read(name: str, found: AveragePrecisions) -> float:
-    return float(getattr(found, name))
-
-
-def _interval(found: AveragePrecisions) -> tuple[float, float]:
-    return found.interval
-
-
 DETECTION = register_task(
     "detection", data="images with boxes and their classes", measures="the detector's own loss; mAP@50:95, mAP@50"
 )(
@@ -279,8 +266,8 @@ DETECTION = register_task(
         loss,
         None,
         (
-            Score("map", "mAP@50:95", partial(_read, "map"), _interval, interval_by="bootstrap"),
-            Score("map50", "mAP@50", partial(_read, "map50")),
+            Score("map", "mAP@50:95", attrgetter("map"), attrgetter("interval"), interval_by="bootstrap"),
+            Score("map50", "mAP@50", attrgetter("map50")),
         ),
         boxed_images,
         samples="images",

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.tasks.task import Score, Task, register_task
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import MASK, call, described, inputs_as_example
+from prunekit.utils.inputs import MASK, call, described, inputs_as_example, to_device
 
 Samples = list[Any]
 """For each sample of a batch a tensor, or tensors by name: what the dense model is given."""
@@ -29,10 +30,8 @@ NAMES = ("sentence_embedding", "text_embeds", "image_embeds", "last_hidden_state
 def embeddings(output: Any, mask: Tensor | None = None) -> Tensor:
     """Return the embedding of each sample, (B, D) float32.
 
-    Args:
-        output: (B, D), or a state for each token (B, T, D), which are averaged; or an output that has them as
-            `sentence_embedding`, `text_embeds`, `image_embeds` or `last_hidden_state`.
-        mask: (B, T), not zero where a token counts in the average; None: all count.
+    The output is (B, D), or a state for each token (B, T, D), or has one of these as one of `NAMES`. States are
+    averaged over the tokens where the mask (B, T) is not zero.
     """
     found = output
     if isinstance(output, (tuple, list)):
@@ -68,12 +67,6 @@ def with_samples(batch: Any) -> tuple[Any, Samples]:
     return first, list(first)
 
 
-def _together(samples: Samples) -> Any:
-    if isinstance(samples[0], Mapping):
-        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    return torch.stack(samples)
-
-
 def _mask(samples: Samples) -> Tensor | None:
     """Return the mask of tokens that count, (B, T); None if samples have none."""
     masked = isinstance(samples[0], Mapping) and MASK in samples[0]
@@ -89,10 +82,9 @@ class DenseEmbeddings:
     def __call__(self, samples: Samples) -> Tensor:
         """Return the embeddings of samples, (B, D) float32 on the model's device, without gradients."""
         place = next((one.device for one in self.dense.parameters()), torch.device("cpu"))
-        inputs = _together(samples)
-        moved = {k: v.to(place) for k, v in inputs.items()} if isinstance(inputs, dict) else inputs.to(place)
+        inputs = to_device(default_collate(samples), place)
         with training_mode(self.dense, False), torch.no_grad():
-            return embeddings(call(self.dense, inputs_as_example(self.dense, moved)), _mask(samples))
+            return embeddings(call(self.dense, inputs_as_example(self.dense, inputs)), _mask(samples))
 
     def loss(self, output: Any, samples: Samples) -> Tensor:
         """Return one less the mean cosine to the dense model's embeddings."""
@@ -101,11 +93,7 @@ class DenseEmbeddings:
 
 
 class EmbeddingMetric:
-    """The cosines of all samples, and the pairs of the first ones.
-
-    Args:
-        dense: gives the targets.
-    """
+    """The cosines of all samples, and the pairs of the first ones."""
 
     def __init__(self, dense: DenseEmbeddings) -> None:
         self._dense = dense
@@ -130,11 +118,7 @@ class EmbeddingMetric:
 
 
 def rank_correlation(found: Tensor, wanted: Tensor) -> float:
-    """Return Spearman's correlation of the cosines of all pairs; 0 where it is negative, or there is none.
-
-    Args:
-        found: embeddings (N, D).
-    """
+    """Return Spearman's correlation of the cosines of all pairs of embeddings (N, D); 0 if negative or unknown."""
     import pandas as pd
 
     rows, columns = torch.triu_indices(len(found), len(found), 1)

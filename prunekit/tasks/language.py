@@ -20,7 +20,7 @@ from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.interface import logits
 from prunekit.tasks.classification import most_frequent, top1
-from prunekit.tasks.task import Loss, Score, Task, register_task
+from prunekit.tasks.task import Score, Task, register_task
 from prunekit.tasks.texts import IGNORED, PaddedTexts, counted_tokens, named_inputs, token_labels
 from prunekit.utils.tensors import accumulation_dtype, occurrences
 
@@ -62,9 +62,8 @@ def _checked(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
 def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy over the tokens that count, in nats; 0 if none does.
 
-    Args:
-        output: scores (B, T, classes), or an output with them in `.logits`.
-        labels: (B, T) int64, -100 where a token does not count.
+    The output is scores (B, T, classes), or has them in `.logits`; labels are (B, T) int64, -100 where a token does not
+    count.
     """
     scores, wanted = _checked(output, labels)
     known = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
@@ -102,11 +101,8 @@ def following_tokens(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Return the inputs, and the token that follows each, (B, T) int64: -100 at the last, and where it does not count.
 
     Without labels all tokens count that the `attention_mask` does not leave out. A token that follows padding, at the
-    beginning of a text that is padded on the left, does not count: nothing precedes it.
-
-    Args:
-        batch: a mapping with `input_ids` (B, T), and perhaps `attention_mask`, `labels` (B, T), which are those of the
-            tokens themselves, and more. They are shifted here.
+    beginning of a text that is padded on the left, does not count: nothing precedes it. The labels of a batch (B, T)
+    are those of the tokens themselves, and are shifted here.
     """
     inputs, labels, counted = named_inputs(batch), token_labels(batch), counted_tokens(batch)
     labels = inputs["input_ids"].long() if labels is None else labels
@@ -122,9 +118,7 @@ def following_tokens(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
 def labeled_tokens(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Return the inputs, and the label of each token, (B, T) int64, -100 where it does not count.
 
-    Args:
-        batch: a mapping with `input_ids` and `labels` (B, T), and more. A `DataCollatorForLanguageModeling`, or
-            `data.source: text`, masks tokens and makes labels of them.
+    A `DataCollatorForLanguageModeling`, or `data.source: text`, masks tokens and makes labels of them.
     """
     inputs, labels = named_inputs(batch), token_labels(batch)
     if labels is None or labels.shape != inputs["input_ids"].shape:
@@ -133,11 +127,7 @@ def labeled_tokens(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def decoded_tokens(batch: Any, shift: Callable[[Tensor], Tensor] | None = None) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the inputs of encoder and decoder, and the tokens that the decoder shall write, (B, T) int64.
-
-    Args:
-        batch: a mapping with `input_ids` (B, S), `labels` (B, T), -100 where they do not count, and more.
-    """
+    """Return the inputs of encoder and decoder, and the tokens that the decoder shall write, (B, T) int64."""
     inputs, labels = named_inputs(batch), token_labels(batch)
     if labels is None:
         raise DataError("expected input_ids (B, S) with labels (B, T), the tokens to write")
@@ -158,10 +148,6 @@ def _with_shift(task: Task, model: nn.Module) -> Task:
     if shift is None:
         return task  # batches with `decoder_input_ids` need none
     return replace(task, unpack=partial(decoded_tokens, shift=shift))
-
-
-def _smoothed(label_smoothing: float) -> Loss:
-    return partial(cross_entropy, label_smoothing=label_smoothing)
 
 
 def _tags(output: Any, labels: Tensor) -> Tensor:
@@ -188,7 +174,7 @@ def _task(name: str, unpack: Callable[[Any], tuple[Mapping[str, Tensor], Tensor]
         (PERPLEXITY, TOKEN_ACCURACY),
         unpack,
         logits=_rows,
-        smoothed=_smoothed,
+        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
         samples="texts",
         collate=PaddedTexts(),
         weight=count,

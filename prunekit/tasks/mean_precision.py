@@ -63,14 +63,9 @@ class ClassMatches:
         """Return the average precision for each threshold, if every image counts as often as its weight says.
 
         It is that of COCO's evaluation on a data set in which each image is there as often, if no two detections in an
-        image have the same score, whose order is any.
-
-        Args:
-            weights: (B, N) int64, how often each image counts; B of them at once.
-            recalls: (R,) levels of recall at which the precision is read.
-
-        Returns:
-            (B, T) float64, 0..1; NaN where there is no box to find.
+        image have the same score, whose order is any. Weights (B, N) int64 say how often each image counts, B of them
+        at once; recalls (R,) are the levels at which the precision is read. The result is (B, T) float64, 0..1; NaN
+        where there is no box to find.
         """
         totals = weights @ self.boxes  # (B,)
         counts = weights[:, self.images]  # (B, D)
@@ -147,19 +142,6 @@ class MeanAveragePrecision:
     """The metric of detections: the mean average precision as pycocotools computes it for COCO (Lin et al. 2014).
 
     At most 100 detections of a class in an image count. Detections in a crowd count neither as right nor as wrong.
-
-    Raises:
-        UsageError: pycocotools is not installed.
-
-    Example:
-        >>> import torch
-        >>> from prunekit.tasks.mean_precision import MeanAveragePrecision
-        >>> box, label = torch.tensor([[10.0, 10.0, 50.0, 50.0]]), torch.tensor([0])
-        >>> metric = MeanAveragePrecision()
-        >>> wanted = {"boxes": box, "labels": label}
-        >>> metric.update([wanted | {"scores": torch.tensor([0.9])}], [wanted])
-        >>> round(metric.compute().map, 6)
-        100.0
     """
 
     def __init__(self) -> None:
@@ -169,11 +151,9 @@ class MeanAveragePrecision:
         self._images = 0
 
     def update(self, output: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]], /) -> None:
-        """Add a batch.
+        """Add a batch: of each image detections with `scores` (n,), and targets, perhaps with `iscrowd` (m,).
 
-        Args:
-            output: for each image `boxes` (n, 4), `scores` (n,) and `labels` (n,).
-            targets: for each image `boxes` (m, 4), `labels` (m,), and perhaps `iscrowd` (m,).
+        Both have `boxes` (n, 4) and `labels` (n,).
         """
         if len(output) != len(targets):
             raise DataError(f"mAP: expected detections for each of {len(targets)} images, got {len(output)}")
@@ -181,9 +161,11 @@ class MeanAveragePrecision:
             self._images += 1
             crowds = wanted.get("iscrowd")
             kinds = [0] * len(wanted["labels"]) if crowds is None else crowds.tolist()
-            for box, label, crowd in zip(_corners(wanted), wanted["labels"].tolist(), kinds, strict=True):
+            for box, label, crowd in zip(
+                wanted["boxes"].double().tolist(), wanted["labels"].tolist(), kinds, strict=True
+            ):
                 self._boxes.append(self._entry(box, label) | {"id": len(self._boxes) + 1, "iscrowd": int(crowd)})
-            parts = _corners(found), found["labels"].tolist(), found["scores"].tolist()
+            parts = found["boxes"].double().tolist(), found["labels"].tolist(), found["scores"].tolist()
             for box, label, score in zip(*parts, strict=True):
                 self._detections.append(self._entry(box, label) | {"id": len(self._detections) + 1, "score": score})
 
@@ -230,11 +212,6 @@ class MeanAveragePrecision:
         }
         made.createIndex()
         return made
-
-
-def _corners(given: Mapping[str, Tensor]) -> list[list[float]]:
-    found: list[list[float]] = given["boxes"].double().tolist()
-    return found
 
 
 def _matches(evaluated: Sequence[Mapping[str, Any] | None], images: int) -> ClassMatches | None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError
 from prunekit.models.interface import logits
-from prunekit.tasks.task import Loss, Score, Task, register_task
+from prunekit.tasks.task import Score, Task, register_task
 from prunekit.utils.tensors import occurrences
 
 IGNORED = 255
@@ -32,10 +32,7 @@ def scores_of(output: Any) -> Tensor:
 def cross_entropy(output: Any, masks: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy over pixels whose class is not 255, and half of that of the head `aux`, if any.
 
-    A batch without such pixels has a loss of 0.
-
-    Args:
-        masks: (B, H, W) int64, the class of each pixel.
+    A batch without such pixels has a loss of 0. Masks (B, H, W) int64 are the class of each pixel.
     """
     loss = _mean(scores_of(output), masks, label_smoothing)
     head = output.get("aux") if isinstance(output, Mapping) else None
@@ -60,9 +57,8 @@ def pixels(output: Any, masks: Tensor) -> Tensor:
     classes = scores.shape[1]
     predicted = scores.argmax(1).where(masks != IGNORED, classes)  # which is no class, and is not counted
     right = predicted.where(predicted == masks, classes)
-    return torch.cat(
-        [occurrences(kind, classes) for kind in (right, predicted, masks.where(masks != IGNORED, classes))]
-    )
+    wanted = masks.where(masks != IGNORED, classes)
+    return torch.cat([occurrences(kind, classes) for kind in (right, predicted, wanted)])
 
 
 def mean_iou(counts: Tensor) -> float:
@@ -92,15 +88,10 @@ def _rows(output: Any) -> Tensor:
     return scores_of(output).movedim(1, -1).flatten(0, -2)  # (B H W, classes)
 
 
-def _smoothed(label_smoothing: float) -> Loss:
-    return partial(cross_entropy, label_smoothing=label_smoothing)
-
-
 def images(batch: Any) -> tuple[Tensor, Tensor]:
     """Return images (B, C, H, W) floating point, and the class of each pixel, (B, H, W) int64.
 
-    Args:
-        batch: such a pair; masks may be of any type of whole numbers, and (B, 1, H, W).
+    The masks of a batch may be of any type of whole numbers, and (B, 1, H, W).
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
         found, masks = batch
@@ -124,7 +115,7 @@ SEGMENTATION = register_task(
         ),
         images,
         logits=_rows,
-        smoothed=_smoothed,
+        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
         samples="images",
     )
 )

@@ -183,11 +183,7 @@ class Task:
         return self.counts is not None and self.loss_inputs is None and self.predictions is None
 
     def score(self, found: Any) -> dict[str, float]:
-        """Return every score by name, in percent.
-
-        Args:
-            found: summed counts, (K,), or what the metric computed.
-        """
+        """Return every score of summed counts (K,), or of what the metric computed, by name, in percent."""
         return {score.name: float(score.of(self._wide(found))) for score in self.scores}
 
     def reached(self, found: Any) -> float:
@@ -306,11 +302,7 @@ def register_task(name: str, *, data: str = "", measures: str = "") -> Callable[
 
 
 def get_task(task: Task | str) -> Task:
-    """Return a task, given as it is, by its name, or as `file.py:object`.
-
-    Raises:
-        UsageError: there is no such task, or it is something else.
-    """
+    """Return a task, given as it is, by its name, or as `file.py:object`."""
     if isinstance(task, Task):
         return task
     if isinstance(task, str):
@@ -365,14 +357,7 @@ class Measurement:
     """The samples of a task that were measured so far.
 
     A metric of several processes is computed in each of them from the outputs of all: any metric can be, and what
-    detectors return is small.
-
-    Args:
-        task: whose scores are measured.
-        together: whether each process of a group measures its share, see `of_all`.
-
-    Attributes:
-        samples: number of samples.
+    detectors return is small. Where they measure `together`, each process measures its share, see `of_all`.
     """
 
     def __init__(self, task: Task, *, together: bool = False) -> None:
