@@ -1,10 +1,14 @@
-"""Models in float64: modes in which narrower floats act as float64, and weights that are converted while they run."""
+"""Models in float64: modes in which narrower floats act as float64, and weights that are converted while they run.
+
+Results of two models that compute the same differ there by rounding alone, some 1e-15; so one method or module can be
+tried in place of another on the arguments of a call (`first_calls`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,13 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from prunekit.channels.cut.shorter_model import ConstantModule
 from prunekit.channels.cut.slicing import KeptIndices, blank
+from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
+from prunekit.channels.tracing.traced_run import TracedRun
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
-from prunekit.utils.context import LARGE, release_freed
+from prunekit.utils.context import LARGE, release_freed, same_draws, seeded
+from prunekit.utils.inputs import call
 from prunekit.utils.private_torch import without_torch_dispatch
-from prunekit.utils.tensors import AT_ONCE, in_parts, map_tensors
+from prunekit.utils.tensors import AT_ONCE, gather, in_parts, map_tensors
 
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
@@ -118,16 +125,10 @@ def _reported_narrow() -> Iterator[None]:
 
 
 Precision = Callable[[], AbstractContextManager[Any]]
-
-
 AS_DOUBLE: tuple[Precision, ...] = (_Widened, _reported_narrow)
 """Modes in which a model runs in float64 if its tensors and inputs do, to be tried in this order."""
-
-
 OWN: Precision = nullcontext
 """No mode: a model's own precision, for operators that take only float32 or bfloat16."""
-
-
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -204,24 +205,15 @@ RUN_PRECISIONS = (
 
 
 class Float64WhileRunning(HookOwner):
-    """Converts a module's own tensors when its forward begins and drops them when it ends.
+    """Converts a module's own tensors when its forward begins and drops them when it ends; on a copy, `model`.
 
-    It takes only the memory of the largest module. Tensors that another module than their owner uses are converted only
-    if they are in `borrowed`: otherwise such a model fails or differs, and is run again as a `float64_copy`.
-
-    Args:
-        model: not changed; its structure is copied, without its weights.
-        convert: returns the tensor that a module uses while it runs, given its name and the original.
-        whole: paths of modules that are converted together with all their parts, which a hook on them may run.
-        borrowed: paths of modules, each with that of another whose tensors it uses (see `TracedRun`).
+    It takes only the memory of the largest module. Modules in `whole` are converted together with all their parts,
+    which a hook on them may run. Tensors that another module than their owner uses are converted only if `borrowed` has
+    the paths of both (see `TracedRun`): otherwise such a model fails or differs, and is run again as a `float64_copy`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        convert: Convert,
-        whole: Iterable[str] = (),
-        borrowed: Iterable[tuple[str, str]] = (),
+        self, model: nn.Module, convert: Convert, whole: Iterable[str] = (), borrowed: Iterable[tuple[str, str]] = ()
     ) -> None:
         super().__init__()
         self._whole, self._borrowed = tuple(whole), tuple(borrowed)
@@ -280,6 +272,60 @@ class Float64WhileRunning(HookOwner):
 def _write(table: dict[str, Any], entries: dict[str, Any]) -> None:
     for key, value in entries.items():  # one by one, as the table of a scripted module requires
         table[key] = value
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode and in float64, by operators that the trace knows."""
+    with mode_for_trace(model, False), torch.no_grad(), plain_attention(), AS_DOUBLE[0]():
+        yield
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    outputs: list[torch.Tensor]
+
+    def gives(self, run: Callable[..., Any]) -> bool:
+        """Return whether a function of these arguments returns the same but for rounding; False if it fails."""
+        args, named = map_tensors((self.args, self.named), torch.clone)
+        with suppress(Exception):
+            return same_tensors(self.outputs, gather(run(*args, **named)))
+        return False
+
+
+def first_calls(
+    model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run: TracedRun, *, partly: bool = False
+) -> dict[str, ForwardCall]:
+    """Return the first call of each of some modules; `partly`, those before an error of the model, if it raises one."""
+    given: dict[str, Any] = {}
+    found: dict[str, ForwardCall] = {}
+    wanted = set(paths)
+
+    def enter(path: str, module: nn.Module, inputs: Any) -> None:
+        if path in wanted and path not in given:
+            given[path] = map_tensors(inputs, torch.clone)
+
+    def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if path in given and path not in found:
+            args, named = given[path]
+            found[path] = ForwardCall(args, named, [tensor.clone() for tensor in gather(output)])
+
+    with seeded(0), Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
+        stack = ModuleStack(running.model, enter, leave)
+        errors = [Exception] if partly else []
+        with suppress(*errors), same_draws(running.model), evaluating(running.model), stack:
+            call(running.model, float64_inputs(example))
+    return found
+
+
+def same_tensors(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> bool:
+    """Return whether two lists of tensors are equal but for rounding."""
+    pairs = zip(want, got, strict=False)
+    return len(want) == len(got) and all(relative_difference(a, b, 0.0)[0] <= TOLERANCE for a, b in pairs)
 
 
 def largest_value(tensor: torch.Tensor) -> float:

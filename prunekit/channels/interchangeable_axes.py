@@ -7,8 +7,8 @@ things, and nothing outside of the module knows the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -18,22 +18,13 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.slicing import resize, take
-from prunekit.channels.float64 import (
-    AS_DOUBLE,
-    TOLERANCE,
-    Float64WhileRunning,
-    float64_inputs,
-    relative_difference,
-    to_double,
-)
+from prunekit.channels.float64 import ForwardCall, evaluating, first_calls, same_tensors, to_double
 from prunekit.channels.labels.constraints import Interchangeable, TensorAxis, around
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
-from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
-from prunekit.utils.context import same_draws, seeded
-from prunekit.utils.inputs import call
+from prunekit.utils.context import seeded
 from prunekit.utils.tensors import gather, map_tensors
 
 AROUND = 3
@@ -42,6 +33,7 @@ NOISE = 0.3
 """Spread of what is added to tensors for a test, as a share of theirs: no two positions are equal by chance."""
 
 Tensors = Mapping[str, torch.Tensor]
+Results = list[torch.Tensor]
 Attributes = tuple[tuple[str, str, bool], ...]
 """Paths and names of whole numbers, and whether each is the size of one part."""
 
@@ -53,11 +45,12 @@ def interchangeable_axes(
     places = _places(model, chart)
     if not places or any(tensor.is_meta for _, tensor in named_tensors(model)):
         return ()
-    calls: dict[str, tuple[Any, Any]] = {}
+    calls: dict[str, ForwardCall] = {}
+    paths = (path for chain in places for path, _ in chain)
     with suppress(Exception):  # a model that needs its own precision
-        calls = _first_calls(model, chart, examples[0], {path for chain in places for path, _ in chain})
+        calls = first_calls(model, paths, examples[0], chart.traced.trace.runs[0])
     found: dict[str, Interchangeable] = {}
-    tested: dict[object, _Freedom | None] = {}
+    tested: dict[object, Interchangeable | None] = {}
     for chain in places:
         for path, axes in chain:
             if path in found or path not in calls:
@@ -65,10 +58,9 @@ def interchangeable_axes(
             own = tuple((name.removeprefix(f"{path}."), axis) for name, axis in axes)
             kind = own, _kind(model.get_submodule(path))
             if kind not in tested:
-                tested[kind] = _Block.of(model.get_submodule(path), own, *calls[path]).freedom()
-            freedom = tested[kind]
-            if freedom is not None:
-                found[path] = freedom.at(path, axes)
+                tested[kind] = _Block.of(model.get_submodule(path), own, calls[path]).freedom()
+            if (freedom := tested[kind]) is not None:
+                found[path] = freedom.at(path)
                 break
     return _with_sizes_around(model, list(found.values()))
 
@@ -127,37 +119,6 @@ def _places(model: nn.Module, chart: ChannelMap) -> list[list[tuple[str, tuple[T
     return [chain for chain in result if chain]
 
 
-def _first_calls(
-    model: nn.Module, chart: ChannelMap, example: tuple[Any, ...], paths: Iterable[str]
-) -> dict[str, tuple[Any, Any]]:
-    """Return the arguments of the first call of each module, positional and named, in float64."""
-    wanted, calls = set(paths), dict[str, tuple[Any, Any]]()
-
-    def enter(path: str, module: nn.Module, arguments: Any) -> None:
-        if path in wanted and path not in calls:
-            calls[path] = map_tensors(arguments, lambda tensor: tensor.detach().clone())
-
-    run = chart.traced.trace.runs[0]
-    with seeded(0), Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
-        stack, modes = ModuleStack(running.model, enter), _modes(running.model)
-        with same_draws(running.model), stack, modes:
-            call(running.model, float64_inputs(example))
-    return calls
-
-
-@dataclass(frozen=True)
-class _Freedom:
-    """Freedom of a module's axes to lose positions, see `Interchangeable`; paths are those inside of the module."""
-
-    parts: int
-    least: int
-    attributes: Attributes
-
-    def at(self, path: str, axes: tuple[TensorAxis, ...]) -> Interchangeable:
-        sizes = tuple((f"{path}.{inner}" if inner else path, name, part) for inner, name, part in self.attributes)
-        return Interchangeable(path, axes, self.parts, self.least, sizes)
-
-
 @dataclass(frozen=True, eq=False)
 class _Block:
     """A module whose axes are tested, with the arguments of one call; its tensors are copies with noise."""
@@ -165,10 +126,10 @@ class _Block:
     module: nn.Module
     axes: tuple[TensorAxis, ...]
     tensors: Tensors
-    arguments: tuple[Any, Any]
+    call: ForwardCall
 
     @classmethod
-    def of(cls, module: nn.Module, axes: tuple[TensorAxis, ...], args: Any, named: Any) -> _Block:
+    def of(cls, module: nn.Module, axes: tuple[TensorAxis, ...], call: ForwardCall) -> _Block:
         generator = torch.Generator().manual_seed(0)
         tensors = {}
         for name, tensor in named_tensors(module):
@@ -176,22 +137,22 @@ class _Block:
             if has_gradients(tensor) and name in dict(axes):
                 spread = float(wide.abs().mean()) or 1.0
                 wide += NOISE * spread * torch.randn(wide.shape, dtype=wide.dtype, generator=generator)
-        return cls(module, axes, tensors, (args, named))
+        return cls(module, axes, tensors, call)
 
     @property
     def size(self) -> int:
         name, axis = self.axes[0]
         return self.tensors[name].shape[axis]
 
-    def freedom(self) -> _Freedom | None:
-        """Return how positions may be removed; None if they may not."""
+    def freedom(self) -> Interchangeable | None:
+        """Return how positions may be removed, with paths inside of the module; None if they may not."""
         parts = self._parts()
         attributes = self._attributes(parts) if parts else None
         if attributes is None:
             return None
         counts = range(1, self.size // parts)
         least = next(count for count in counts if self._narrow(parts, count, attributes) is not None)
-        return _Freedom(parts, least, attributes)
+        return Interchangeable("", self.axes, parts, least, attributes)
 
     def _parts(self) -> int:
         """Return in how many equal parts positions may change places, the same in each; 0 if they may not."""
@@ -227,7 +188,7 @@ class _Block:
                 return choice
         return None
 
-    def _narrow(self, parts: int, count: int, attributes: Attributes, *, turned: bool = False) -> Any:
+    def _narrow(self, parts: int, count: int, attributes: Attributes, *, turned: bool = False) -> Results | None:
         """Return the results with the first positions of each part alone, in another order if `turned`."""
         kept = np.arange(self.size).reshape(parts, -1)[:, :count]
         values = {(path, name): count if of_part else parts * count for path, name, of_part in attributes}
@@ -237,27 +198,17 @@ class _Block:
         index = torch.from_numpy(order.reshape(-1).copy())
         return {**self.tensors, **{name: take(self.tensors[name], axis, index) for name, axis in axes}}
 
-    def _run(self, tensors: Tensors, attributes: Mapping[tuple[str, str], int] | None = None) -> Any:
+    def _run(self, tensors: Tensors, attributes: Mapping[tuple[str, str], int] | None = None) -> Results | None:
         """Return the tensors of the module's result; None if it does not run."""
         copy = with_tensors(self.module, tensors)
         resize(copy)
         for (path, name), value in (attributes or {}).items():
             vars(copy.get_submodule(path))[name] = value
-        args, named = map_tensors(self.arguments, torch.clone)
-        with suppress(Exception), seeded(0), _modes(copy):
+        args, named = map_tensors((self.call.args, self.call.named), torch.clone)
+        with suppress(Exception), seeded(0), evaluating(copy):
             return gather(copy(*args, **named))
         return None
 
 
-@contextmanager
-def _modes(module: nn.Module) -> Iterator[None]:
-    """Run a module in eval mode and in float64, by operators that the trace knows."""
-    with mode_for_trace(module, False), torch.no_grad(), plain_attention(), AS_DOUBLE[0]():
-        yield
-
-
-def _same(want: Any, got: Any) -> bool:
-    """Return whether two lists of tensors are equal but for rounding."""
-    if want is None or got is None or len(want) != len(got):
-        return False
-    return all(relative_difference(a, b, 0.0)[0] <= TOLERANCE for a, b in zip(want, got, strict=True))
+def _same(want: Results | None, got: Results | None) -> bool:
+    return want is not None and got is not None and same_tensors(want, got)

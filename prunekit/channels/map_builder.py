@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from prunekit.channels.labels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.labels.fields import MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.fields import Stored, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
@@ -104,9 +105,8 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     solutions = [heads]
     for removal, kinds in _LEADING.items():
         differs = any(isinstance(constraint, kinds) for constraint in constraints)
-        solutions.append(
-            solve(trace.flow, axes, constraints, source.extra, unused, removal=removal)[0] if differs else heads
-        )
+        of_kind = partial(solve, trace.flow, axes, constraints, source.extra, unused, removal=removal)
+        solutions.append(of_kind()[0] if differs else heads)
     numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
@@ -120,7 +120,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         locks=tuple(_locks([record for record in records if _stays(record, final)], trace.calls)),
         activations={key: final[axis] for key, axis in trace.activations.items()},
         mac_terms=tuple(
-            MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
+            replace(term, factors=tuple(final[factor] for factor in term.factors))
             for term in trace.flow.macs
             if not is_inside(term.module, trace.fused_away)
         ),
@@ -131,9 +131,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             one.renumbered(final)
             for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)
         ),
-        multiples=tuple(
-            WidthMultiple(final[one.labels], one.number, one.least) for one in (*trace.flow.multiples, *least)
-        ),
+        multiples=tuple(replace(one, labels=final[one.labels]) for one in (*trace.flow.multiples, *least)),
         stored=stored,
         inputs=trace.inputs,
         read=trace.read,
@@ -159,9 +157,7 @@ def _least_locked(
     trace, every = source.trace, source.trace.flow.constraints
     best: tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]
     best = (every, [], *solve(trace.flow, axes, every, source.extra, unused))
-    if source.all_constraints:
-        return best
-    for fixed in (True, False):
+    for fixed in () if source.all_constraints else (True, False):
         _, sizes, heads, records = best
         whole = any(record.reason == WHOLE_AXIS for record in records)
         if not (any(isinstance(one, FixedPositions) for one in every) if fixed else whole):

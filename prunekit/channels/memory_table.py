@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,6 @@ class Allocation:
 
     made: TensorId
     shape: tuple[int, ...]
-    element_bytes: int
     bytes: int
     last: int
 
@@ -76,8 +76,7 @@ class Recording:
     given_bytes: int = 0  # bytes of parameters, buffers and inputs
     inputs_bytes: int = 0  # bytes of the inputs
     operators: list[RecordedOperator] = field(default_factory=list)  # every operator that returned tensors
-    # all other memory, in the order in which it was allocated
-    allocations: list[Allocation] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)  # all other memory, in the order of allocation
 
     @property
     def alive(self) -> NDArray[np.bool_]:
@@ -130,22 +129,17 @@ class _MemoryRecorder(OperatorMode):
         storage, key = storage_of(tensor), memory_of(tensor)
         if storage is None or key in self._given or key in self._alive:
             return
-        allocation = Allocation(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
+        allocation = Allocation(place, tuple(tensor.shape), storage.nbytes(), -1)
         self.recording.allocations.append(allocation)
-        self._alive[key] = allocation, weakref.ref(storage, self._on_free(key))
+        self._alive[key] = allocation, weakref.ref(storage, partial(self._free, key))
 
-    def _on_free(self, key: int) -> Callable[[Any], None]:
-        def freed(_: Any) -> None:
-            allocation, _ = self._alive.pop(key)
-            allocation.last = len(self.recording.operators) - 1
-
-        return freed
+    def _free(self, key: int, _: Any = None) -> None:
+        self._alive.pop(key)[0].last = len(self.recording.operators) - 1
 
     def finish(self) -> None:
         """Count memory that is still alive as alive until the end."""
-        for allocation, _ in self._alive.values():
-            allocation.last = len(self.recording.operators) - 1
-        self._alive.clear()
+        for key in list(self._alive):
+            self._free(key)
 
 
 def record_memory(
@@ -156,24 +150,20 @@ def record_memory(
     *,
     prepare: Callable[[nn.Module], object] = lambda model: None,
 ) -> Recording:
-    """Record a forward pass in eval mode without gradients.
+    """Record a forward pass in eval mode without gradients, on `batch` samples made of those of an example.
 
     It computes nothing, unless the model needs values. The operators are those of eager on the CPU, with attention's
     fused kernels. Memory that a kernel takes besides its results (workspaces, reordered weights) is not seen. The fast
     path of `nn.MultiheadAttention`, one operator with much inside, is counted as the operators that it replaces.
-
-    Args:
-        example: see `prunekit.utils.inputs.as_example`. Tensors whose first axis is that of the first tensor count as
-            batches, and are taken in the size of `batch`.
     """
-    wanted = _BatchSettings(batch, DTYPES[dtype], prepare)
+    record = partial(_recorded, model, example, batch, DTYPES[dtype], prepare)
     with seeded(0), torch.no_grad(), without_fast_path(), paused_garbage_collection():
         try:
-            return _recorded(model, example, wanted, fake=True)
+            return record(fake=True)
         except Exception:  # the model looks at values
             pass
         try:
-            return _recorded(model, example, wanted, fake=False)
+            return record(fake=False)
         except Exception as error:  # a model's own code may raise anything
             reraise_shortage(error)
             raise ModelError(
@@ -182,18 +172,19 @@ def record_memory(
             ) from error
 
 
-@dataclass(frozen=True)
-class _BatchSettings:
-    batch: int
-    dtype: torch.dtype
-    prepare: Callable[[nn.Module], object]
-
-
-def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _BatchSettings, *, fake: bool) -> Recording:
+def _recorded(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    batch: int,
+    dtype: torch.dtype,
+    prepare: Callable[[nn.Module], object],
+    *,
+    fake: bool,
+) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        kind = wanted.dtype if tensor.is_floating_point() else tensor.dtype
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
         if not fake:
             there = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
             return there.to("cpu", kind, copy=True)
@@ -205,12 +196,12 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _BatchSettings
     def of_batch(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != first:
             return tensor
-        return tensor[torch.arange(wanted.batch, device=tensor.device) % first]
+        return tensor[torch.arange(batch, device=tensor.device) % first]
 
     clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
-    wanted.prepare(clone)
-    batch = map_samples(example, of_batch, lambda some: [some[i % first] for i in range(wanted.batch)])
-    inputs = map_tensors(batch, stand_in)
+    prepare(clone)
+    samples = map_samples(example, of_batch, lambda some: [some[i % first] for i in range(batch)])
+    inputs = map_tensors(samples, stand_in)
     own, taken = [tensor for _, tensor in named_tensors(clone)], gather(inputs)
     recording = Recording(_bytes([*own, *taken]), _bytes(taken))
     stack = ModuleStack(clone)
@@ -235,8 +226,8 @@ Fields = tuple[Field, ...]
 def fields_of_recording(trace: Trace, recording: Recording, batch: int) -> dict[TensorId, Fields]:
     """Return the fields of every recorded tensor, in the numbering of the trace; none if they are not known.
 
-    The trace ran attention without fused kernels, and `batch` may need other copies in between. The result of a fused
-    kernel has the labels of the operators that it replaces.
+    The trace ran attention without fused kernels, and another batch may need other copies in between. The result of a
+    fused kernel has the labels of the operators that it replaces.
     """
     first = sample_count(trace.example, 1)
     traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
@@ -263,14 +254,13 @@ def _fits(field: Field, shape: Shape) -> bool:
 
 def _fields_of_replaced(operators: Sequence[TracedOperator], shape: Shape, batches: tuple[int, int]) -> Fields:
     """Return the fields of the last tensor of a shape, or of one with one more axis along which they are constant."""
-    for operator in reversed(operators):
-        for fields, traced in zip(operator.outputs, operator.call[2], strict=False):
-            if fields and _alike(traced, shape, batches):
-                return fields
-    for operator in reversed(operators):
-        for fields, traced in zip(operator.outputs, operator.call[2], strict=False):
-            if fields and _alike(traced[:-1], shape, batches) and all(f.labels.shape[-1] == 1 for f in fields):
-                return tuple(field.with_labels(field.labels[..., 0]) for field in fields)
+    every = [pair for one in reversed(operators) for pair in zip(one.outputs, one.call[2], strict=False) if pair[0]]
+    for fields, traced in every:
+        if _alike(traced, shape, batches):
+            return fields
+    for fields, traced in every:
+        if _alike(traced[:-1], shape, batches) and all(f.labels.shape[-1] == 1 for f in fields):
+            return tuple(field.with_labels(field.labels[..., 0]) for field in fields)
     return ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,12 +31,8 @@ class NarrowNorms(HookOwner):
     A removed channel is zero, but a mean that includes zeros is a different mean. So the kept channels are gathered,
     the module's own narrow copy normalizes them with slices of the module's parameters, and the result is scattered
     into zeros. Gradients reach input and parameters through the slices. The dense norm runs as well, its result unused,
-    so that other hooks on it see tensors of the dense width.
-
-    Args:
-        model: a model with zeros where the plan prunes; its tensors are looked up at each call.
-        channel_map: its map; a norm that loses no channel gets no hook.
-        keep: bool (n_labels,).
+    so that other hooks on it see tensors of the dense width. The model's tensors, with zeros where the plan prunes, are
+    looked up at each call.
     """
 
     def __init__(self, model: nn.Module, channel_map: ChannelMap, keep: Keep) -> None:
@@ -112,16 +109,13 @@ def _narrow_runs(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> list[
     if not norms:
         return []
 
-    def kept_axes_of(name: str) -> list[_KeptAxis]:
-        axes = enumerate(channel_map.labels[name])
-        return _kept_axes([(axis, labels) for axis, labels in axes if labels is not None], keep)
-
     widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     runs = []
     for path, norm in norms.items():
         module = model.get_submodule(path)
-        own = {name: kept_axes_of(names[id(tensor)]) for name, tensor in named_tensors(module)}
+        axes = {name: enumerate(channel_map.labels[names[id(tensor)]]) for name, tensor in named_tensors(module)}
+        own = {name: _kept_axes(labels, keep) for name, labels in axes.items()}
         copy = _empty_copy(module, own)
         set_bare_widths(copy, _inside(path, widths))
         set_attributes(copy, _inside(path, attributes))
@@ -173,35 +167,30 @@ class _KeptAxis:
         return take(torch.cat([tensor, zero], self.axis), self.axis, self._back)
 
 
+@dataclass(frozen=True, eq=False)
 class _NarrowRun:
-    """Runs a narrow copy on the kept part of an input, with slices of the dense module's parameters.
+    """Runs a narrow copy on the kept part of an input, with slices of the dense module's parameters."""
 
-    Args:
-        copy: the narrow module; its own tensors have no values.
-        own: for each tensor of the module, its kept axes.
-        inputs: kept axes of the input.
-        outputs: kept axes of the output.
-    """
-
-    def __init__(
-        self, copy: nn.Module, own: Mapping[str, list[_KeptAxis]], inputs: list[_KeptAxis], outputs: list[_KeptAxis]
-    ) -> None:
-        self._copy, self._own, self._inputs, self._outputs = copy, own, inputs, outputs
+    copy: nn.Module  # the narrow module; its own tensors have no values
+    own: Mapping[str, list[_KeptAxis]]  # kept axes of each tensor of the module
+    inputs: list[_KeptAxis]  # of the input
+    outputs: list[_KeptAxis]  # of the output
 
     def run(self, module: nn.Module, args: Any, named: Any, result: Any) -> Any:
         """Return the result of the compact model in the dense width; a forward hook."""
-        narrow_args, narrow_named = map_tensors((args, named), lambda tensor: _gathered(tensor, self._inputs))
+        narrow_args, narrow_named = map_tensors((args, named), lambda tensor: _gathered(tensor, self.inputs))
         tensors = dict(named_tensors(module))
-        narrow = {name: _gathered(tensors[name], kept) for name, kept in self._own.items()}
-        for part, own in zip(self._copy.modules(), module.modules(), strict=True):
+        narrow = {name: _gathered(tensors[name], kept) for name, kept in self.own.items()}
+        for part, own in zip(self.copy.modules(), module.modules(), strict=True):
             part.training = own.training
-        out = functional_call(self._copy, narrow, narrow_args, narrow_named)
+        out = functional_call(self.copy, narrow, narrow_args, narrow_named)
         first, dense = gather(out)[0], gather(result)[0]
-        return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs, dense) if tensor is first else tensor)
+        return map_tensors(out, lambda tensor: _scattered(tensor, self.outputs, dense) if tensor is first else tensor)
 
 
-def _kept_axes(axes: Iterable[tuple[int, Labels]], keep: Keep) -> list[_KeptAxis]:
-    return [_KeptAxis(axis, keep[labels]) for axis, labels in axes if not keep[labels].all()]
+def _kept_axes(axes: Iterable[tuple[int, Labels | None]], keep: Keep) -> list[_KeptAxis]:
+    """Return the axes of a tensor that lose anything."""
+    return [_KeptAxis(axis, keep[labels]) for axis, labels in axes if labels is not None and not keep[labels].all()]
 
 
 def _gathered(tensor: Tensor, kept: list[_KeptAxis]) -> Tensor:

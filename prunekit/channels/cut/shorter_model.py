@@ -14,36 +14,12 @@ from prunekit.utils.tensors import gather
 
 FUNCTIONS = frozenset(
     f"aten.{name}"
-    for name in [
-        "relu",
-        "silu",
-        "gelu",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "leaky_relu",
-        "elu",
-        "sigmoid",
-        "tanh",
-        "mish",
-        "softplus",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "neg",
-        "abs",
-        "square",
-        "sqrt",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "transpose",
-        "permute",
-        "slice",
-        "constant_pad_nd",
-    ]
-)
+    for name in (
+        "relu", "silu", "gelu", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "sigmoid", "tanh", "mish",
+        "softplus", "clamp", "clamp_min", "clamp_max", "neg", "abs", "square", "sqrt", "add", "sub", "mul", "div",
+        "transpose", "permute", "slice", "constant_pad_nd",
+    )
+)  # fmt: skip
 """Functions of one tensor, and of numbers, that may be a step."""
 
 
@@ -62,10 +38,6 @@ class AbsentModule(nn.Module):
         """Return the first argument, among Nones where a tuple is expected."""
         first = args[0] if args else next(iter(named.values()), None)
         return in_place(first, self.place)
-
-    def extra_repr(self) -> str:
-        """Return nothing to see."""
-        return ""
 
 
 class ConstantModule(nn.Module):

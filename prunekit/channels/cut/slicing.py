@@ -56,7 +56,7 @@ def masked_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Label
 
 
 def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
-    """Return the kept entries of a tensor, contiguous and detached."""
+    """Return the entries of a tensor at the indices of each axis, detached; contiguous if there are any indices."""
     result = tensor.detach()
     for axis, index in enumerate(kept):
         if index is not None:
@@ -93,12 +93,8 @@ def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor
 
 def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[str, int]:
     """Return, by module path, the widths of norms without tensors of their own, which only the trace knows."""
-    widths = {}
-    for path, module in model.named_modules():
-        if _is_bare(module):
-            labels = _width_of_bare(path, module, channel_map)
-            if labels is not None:
-                widths[path] = int(np.count_nonzero(keep[labels]))
+    bare = {path: _width_of_bare(path, norm, channel_map) for path, norm in model.named_modules() if _is_bare(norm)}
+    widths = {path: int(np.count_nonzero(keep[labels])) for path, labels in bare.items() if labels is not None}
     return channel_map.without_gone(keep, widths)
 
 

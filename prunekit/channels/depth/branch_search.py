@@ -106,13 +106,7 @@ class BranchBuilder:
     def __init__(self, search: RunSearch, candidate: Candidate) -> None:
         self.search, self.chart, self.operators = search, search.chart, search.operators
         self.inside, self.end, self.join = candidate.inside, candidate.end, candidate.join
-        self.names = {name for one in self.inside for name in self.operators[one].tensors}
-
-    @cached_property
-    def groups(self) -> list[Labels]:
-        """Labels of the channel groups that only tensors of this branch have."""
-        own = {name for name in self.names if self.search.uses[name] <= self.inside}
-        return [group.labels for group in self.chart.groups if all(name in own for name, _ in group.slots)]
+        self.groups = search.groups_of(self.inside)
 
     @cached_property
     def keep(self) -> Keep:
@@ -128,11 +122,8 @@ class BranchBuilder:
         return {one for one in self.inside if self._is_empty(self.operators[one])}
 
     def _is_empty(self, operator: TracedOperator) -> bool:
-        return any(
-            not self.keep[labels].any()
-            for fields in operator.outputs
-            for labels in (self.chart.resolve(each) for each in fields)
-        )
+        fields = (field for fields in operator.outputs for field in fields)
+        return any(not self.keep[self.chart.resolve(field)].any() for field in fields)
 
     @cached_property
     def constant(self) -> set[int]:
@@ -162,19 +153,12 @@ class BranchBuilder:
             raise StaysError("its last layer is also used elsewhere")
         left = [one for one in body if not is_inside(operators[one].module, gone)]
         replacements = tuple(self._replaced(path, path == holder, bias, chain) for path in gone)
-        name = self._name(gone)
-        weights = tuple(
-            own for one in sorted(body) if operators[one].name in Trait.COUNTED for own in operators[one].tensors
-            if len(self.chart.shapes.get(own, ())) > 1
-        )  # fmt: skip
         branch = Branch(
-            name=name,
-            labels=np.concatenate(self.groups),
-            presence=min(self.groups, key=len),
+            name=self._name(gone),
             parts=tuple(self.groups),
             last=self._read_last(chain),
             replacements=replacements,
-            layers=tuple(dict.fromkeys(weights)),
+            layers=self.search.weights_of(body),
             small=tuple(self._users(tail, gone)),
         )
         in_place = self._in_place(tail)
@@ -197,16 +181,15 @@ class BranchBuilder:
     def _in_place(self, tail: Sequence[int]) -> bool:
         """Return whether the constant would be written to: it is smaller than what it stands for."""
         join = self.operators[self.join]
-        return (join.name.endswith("_") and join.reads[0] == self.end) or any(
-            self.operators[one].name.endswith("_") for one in tail
-        )
+        written = join.name.endswith("_") and join.reads[0] == self.end
+        return written or any(self.operators[one].name.endswith("_") for one in tail)
 
     def _chain(self) -> list[int]:
         """Return the operators from the summand back to the one that reads what vanished."""
         chain = [self.end]
         while True:
             reads = self.operators[chain[-1]].reads
-            computed = [read for read in reads if read in self.constant and self._depends(read)]
+            computed = [read for read in reads if read in self._dependent]
             if any(read in self.vanished for read in reads):
                 if computed:
                     raise StaysError("its constant is a sum of several")
@@ -218,22 +201,18 @@ class BranchBuilder:
         for call in self.search.run.module_calls:
             if call.first <= chain[-1] < call.end and call.outputs[:1] and call.outputs[0] in chain:
                 made = call.inputs[0] if call.inputs else None
-                if made is not None and made in self.constant and self._depends(made):
+                if made is not None and made in self._dependent:
                     return [*chain[: chain.index(call.outputs[0]) + 1], made]
         raise StaysError("its constant is computed in several ways")
 
     @cached_property
     def _dependent(self) -> set[int]:
+        """Constants that are computed from what vanished, and not from parameters alone."""
         found = set[int]()
         for number in sorted(self.constant):
-            reads = self.operators[number].reads
-            if any(read in self.vanished or read in found for read in reads):
+            if not found.isdisjoint(reads := self.operators[number].reads) or not self.vanished.isdisjoint(reads):
                 found.add(number)
         return found
-
-    def _depends(self, number: int) -> bool:
-        """Return whether a constant is computed from what vanished, not from parameters alone."""
-        return number in self._dependent
 
     def _constant_of(self, chain: list[int]) -> tuple[str | None, list[int]]:
         """Return the name of the bias that is the constant, and the operators behind it, from the last back."""
@@ -251,7 +230,7 @@ class BranchBuilder:
                 continue
             if others:
                 raise StaysError(f"its constant is changed by {operator.name}")
-            return None, [one for one in tail if self.operators[one].name in Trait.KEEPS_CONSTANTS]
+            break
         return None, [one for one in tail if self.operators[one].name in Trait.KEEPS_CONSTANTS]
 
     def _reads_in_a_pass(self, name: str) -> set[int]:
@@ -386,9 +365,7 @@ def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Bran
         own, here = set(range(call.first, call.end)), {one for one in inside if one < search.passes[0].end}
         if not here <= own:
             continue  # a module around it computes all of the part
-        if search.call_of[call.path] is not call or not any(
-            search.operators[one].name in Trait.COUNTED for one in inside
-        ):
+        if search.call_of[call.path] is not call or not search.weight(inside):
             continue
         found = _part(search, call.path, made, inside)
         if found is not None and not own - inside - search.idle(own - inside, set(inside)):
@@ -397,12 +374,9 @@ def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Bran
 
 def _is_part(search: RunSearch, number: int) -> bool:
     """Return whether only concatenations read a result, and each has other parts besides."""
-    readers = search.consumers[number]
-    return (
-        bool(readers)
-        and number not in search.run.returned
-        and all(search.operators[one].name in Trait.JOINS and len(search.operators[one].reads) > 1 for one in readers)
-    )
+    readers = [search.operators[one] for one in search.consumers[number]]
+    joined = all(reader.name in Trait.JOINS and len(reader.reads) > 1 for reader in readers)
+    return bool(readers) and joined and number not in search.run.returned
 
 
 def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Branch | None:
@@ -421,29 +395,9 @@ def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Br
     sizes = [tuple(search.operators[one].call[2][0]) for one in outside]
     if not sizes or any(_without(size, axis) != _without(shape, axis) for size in sizes):
         return None  # its module cannot tell the size of what it returns from what it is given
-    names = {name for one in inside for name in search.operators[one].tensors}
-    own = {name for name in names if search.uses[name] <= inside}
-    groups = [group.labels for group in chart.groups if all(name in own for name, _ in group.slots)]
-    inner = [labels for labels in groups if not np.isin(labels, rows).any()]
-    weights = tuple(
-        dict.fromkeys(
-            name
-            for one in sorted(inside)
-            if search.operators[one].name in Trait.COUNTED
-            for name in search.operators[one].tensors
-            if len(chart.shapes.get(name, ())) > 1
-        )
-    )
-    parts: tuple[Labels, ...] = (*ending, *inner)
-    return Branch(
-        name=path,
-        labels=np.concatenate(parts),
-        presence=min(parts, key=len),
-        parts=parts,
-        last=rows,
-        replacements=(Replacement(path, empty=axis),),
-        layers=weights,
-    )
+    inner = [labels for labels in search.groups_of(inside) if not np.isin(labels, rows).any()]
+    instead = (Replacement(path, empty=axis),)
+    return Branch(path, (*ending, *inner), rows, instead, layers=search.weights_of(inside))
 
 
 def _joined_axis(search: RunSearch, made: int) -> int:

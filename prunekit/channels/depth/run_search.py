@@ -14,6 +14,7 @@ from torch import nn
 
 from prunekit.channels.cut.shorter_model import FUNCTIONS
 from prunekit.channels.labels.branch import Step, is_inside
+from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun
@@ -39,12 +40,10 @@ class RunSearch:
 
     def __init__(self, channel_map: ChannelMap, run: TracedRun) -> None:
         self.chart, self.run, self.operators = channel_map, run, run.operators
-        self.consumers = defaultdict[int, list[int]](list)
+        self.consumers, self.uses = defaultdict[int, list[int]](list), defaultdict[str, set[int]](set)
         for number, operator in enumerate(run.operators):
             for read in operator.reads:
                 self.consumers[read].append(number)
-        self.uses = defaultdict[str, set[int]](set)
-        for number, operator in enumerate(run.operators):
             for name in operator.tensors:
                 self.uses[name].add(number)
         self.others = defaultdict[str, set[str]](set)
@@ -62,9 +61,9 @@ class RunSearch:
             found = [Candidate(sums[0], ends[0], self.cone(ends)) for side in range(2)
                      if (ends := [self.operators[one].reads[side] for one in sums])
                      and all(self._only_for(end, one) for end, one in zip(ends, sums, strict=True))]  # fmt: skip
-            found = [one for one in found if self._weight(one.inside)]
+            found = [one for one in found if self.weight(one.inside)]
             if found:
-                yield max(found, key=lambda one: self._weight(one.inside))
+                yield max(found, key=lambda one: self.weight(one.inside))
 
     def _sums(self) -> Iterator[list[int]]:
         """Yield the sums of two results of one shape: the same sum in every pass of the run."""
@@ -83,8 +82,21 @@ class RunSearch:
         """Return whether a single operator is all that reads a result."""
         return end >= 0 and end not in self.run.returned and self.consumers[end] == [number]
 
-    def _weight(self, inside: Iterable[int]) -> int:
+    def weight(self, inside: Iterable[int]) -> int:
+        """Return how many of some operators are layers, whose multiply-accumulates count."""
         return sum(self.operators[one].name in Trait.COUNTED for one in inside)
+
+    def weights_of(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of the weights of the layers among some operators, in the order in which they run."""
+        layers = [self.operators[one] for one in sorted(numbers) if self.operators[one].name in Trait.COUNTED]
+        names = dict.fromkeys(name for layer in layers for name in layer.tensors)
+        return tuple(name for name in names if len(self.chart.shapes.get(name, ())) > 1)
+
+    def groups_of(self, inside: frozenset[int]) -> list[Labels]:
+        """Return the labels of the channel groups that only tensors have which nothing but some operators read."""
+        names = {name for one in inside for name in self.operators[one].tensors}
+        own = {name for name in names if self.uses[name] <= inside}
+        return [group.labels for group in self.chart.groups if all(name in own for name, _ in group.slots)]
 
     def cone(self, ends: Sequence[int]) -> frozenset[int]:
         """Return the operators that some results need and nothing else does, with those that made the results."""
@@ -118,9 +130,8 @@ class RunSearch:
     def idle(self, numbers: set[int], allowed: set[int]) -> set[int]:
         """Return the operators whose results nothing reads, or only operators of the branch."""
         found = set[int]()
-        for number in sorted(numbers, reverse=True):
-            read = all(one in allowed or one in found for one in self.consumers[number])
-            if read and number not in self.run.returned:
+        for number in sorted(numbers - self.run.returned, reverse=True):
+            if all(one in allowed or one in found for one in self.consumers[number]):
                 found.add(number)
         return found
 

@@ -91,9 +91,7 @@ class Branch:
     """
 
     name: str  # the path of the module that computes it, or of the one around all of its modules
-    labels: Labels  # of all channels inside it, in the numbering of the map
-    presence: Labels  # those of one of its groups
-    parts: tuple[Labels, ...]  # the labels of each of its groups
+    parts: tuple[Labels, ...]  # the labels of each of its groups, in the numbering of the map
     last: Labels  # labels of the channels that its last layer reads
     replacements: tuple[Replacement, ...]  # for every module that goes with it
     layers: tuple[str, ...] = ()  # names of the weights of its layers
@@ -101,6 +99,16 @@ class Branch:
     steps: tuple[int, ...] = ()  # numbers of the steps of that code which go
     # paths of the modules whose own code runs on the constant, which is smaller than what it stands for
     small: tuple[str, ...] = ()
+
+    @cached_property
+    def labels(self) -> Labels:
+        """Labels of all channels inside it."""
+        return np.concatenate(self.parts)
+
+    @cached_property
+    def presence(self) -> Labels:
+        """Those of its smallest group, of which one is kept as long as the branch is there."""
+        return min(self.parts, key=len)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -129,12 +137,11 @@ class Branch:
         """Return the branch of JSON values and labels."""
         replacements = tuple(map(Replacement.from_json, found["replacements"]))
         rest = {key: tuple(found[key]) for key in ("layers", "steps", "small")}
-        presence = min(parts, key=len)
         name, body = found["name"], found["body"]
         texts = (name, *rest["layers"], *rest["small"], *(() if body is None else (body,)))
         if not all(isinstance(text, str) for text in texts) or not all(type(step) is int for step in rest["steps"]):
             raise TypeError(f"expected names of modules and tensors, and numbers of steps, got {texts!r:.99}")
-        return cls(name, np.concatenate(parts), presence, parts, last, replacements, body=body, **rest)
+        return cls(name, parts, last, replacements, body=body, **rest)
 
     def loses(self, name: str) -> bool:
         """Return whether a tensor of the model goes with it."""

@@ -23,18 +23,14 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True)
 class CodePlace:
-    """The place of an expression in a method: its line, counted from the method's first, its column and its text.
-
-    With an `axis` the expression is no size, but reorders the positions of that axis. With `whole`, it is a tensor that
-    has all positions of that axis, and of which some are taken.
-    """
+    """The place of an expression in a method."""
 
     function: str
-    line: int
+    line: int  # counted from the method's first
     column: int
     text: str
-    axis: int | None = None
-    whole: bool = False
+    axis: int | None = None  # the expression is no size, but reorders the positions of this axis
+    whole: bool = False  # the expression is a tensor with all positions of that axis, of which some are taken
 
     def __str__(self) -> str:
         order = "" if self.axis is None else f" {self._kind} of axis {self.axis}"

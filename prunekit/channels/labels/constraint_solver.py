@@ -22,13 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prunekit.channels.labels.constraints import (
-    Constraint,
-    EqualParts,
-    LockRecord,
-    Removal,
-    Repeated,
-)
+from prunekit.channels.labels.constraints import Constraint, EqualParts, LockRecord, Removal, Repeated
 from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.labels.label_union import Labels, LabelUnion
 
@@ -58,11 +52,7 @@ def solve(
 ) -> tuple[Labels, list[LockRecord]]:
     """Return the class of every label with all constraints solved, 0 for locked ones; and all locks.
 
-    Args:
-        extra: further locks and constraints, which trials found.
-        unused: locks of what no operator read.
-        removal: what is removed where labels are summed or repeated: whole heads, the same positions in all heads, or
-            the same copies of every head.
+    `extra` are further locks and constraints, which trials found; `unused` are locks of what no operator read.
     """
     union = flow.union.copy()
     records = [*flow.locks, *(record for record in extra if isinstance(record, LockRecord))]
@@ -139,9 +129,8 @@ class Numbering:
 def numbered(solutions: Sequence[Labels], on_axes: Labels) -> Numbering:
     """Return the classes of several solutions numbered in the order of the trace, as one where they agree.
 
-    Args:
-        solutions: class of each label of a trace, 0 for locked ones, where each kind of channels is removed, by
-            `Removal`; the same array as the first where there is no choice.
+    A solution, by `Removal`, has the class of each label of the trace, 0 for locked ones; it is the same array as the
+    first where there is no choice.
     """
     heads, *others = solutions
     used = np.zeros(heads.size, dtype=bool)

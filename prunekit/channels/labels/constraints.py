@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import ClassVar
 
@@ -35,18 +35,14 @@ class Removal(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class LockRecord:
-    """Labels that must stay, and why.
-
-    With `only`, they stay where this kind is removed, and may go with others. `call` is the call of the module in which
-    they were met, None if it is no call in particular.
-    """
+    """Labels that must stay, and why."""
 
     reason: str
     module: str
     operator: str
     labels: Labels
-    only: Removal | None = None
-    call: ModuleCall | None = None
+    only: Removal | None = None  # they stay where this kind is removed, and may go with others
+    call: ModuleCall | None = None  # the call of the module in which they were met; None if none in particular
 
 
 def _in_whole_rows(roots: Labels) -> bool:
@@ -325,6 +321,12 @@ class Interchangeable:
     least: int  # the fewest positions of a part with which the module runs
     # whole numbers to set: path and name of an attribute, and whether it is the size of one part
     sizes: tuple[tuple[str, str, bool], ...]
+
+    def at(self, path: str) -> Interchangeable:
+        """Return the same of a module at a path of a model, given that of the module alone."""
+        axes = tuple((f"{path}.{name}", axis) for name, axis in self.axes)
+        sizes = tuple((f"{path}.{inner}" if inner else path, name, part) for inner, name, part in self.sizes)
+        return replace(self, module=path, axes=axes, sizes=sizes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,19 +43,14 @@ from prunekit.channels.tracing.tracer import Trace
 
 @dataclass(frozen=True, eq=False)
 class SizeExpression:
-    """An expression that counts some labels; or one item of the list that it makes, at `position`.
-
-    Labels of 0 stand for positions that always stay. The expression has to be replaced if positions of one of `decides`
-    are removed. `reads` is the attribute that it reads, such as `part.width`. `alone` says that it stays as it is where
-    another size of the same call changes, as the height of a new map does.
-    """
+    """An expression that counts some labels; or one item of the list that it makes, at `position`."""
 
     place: CodePlace
     position: int | None
-    labels: Labels  # (size, n), as in `SizeAttribute`
-    decides: tuple[Labels, ...]
-    reads: str | None = None
-    alone: bool = False
+    labels: Labels  # (size, n), as in `SizeAttribute`; 0 stands for a position that always stays
+    decides: tuple[Labels, ...]  # the expression has to be replaced if positions of one of these are removed
+    reads: str | None = None  # the attribute that it reads, such as `part.width`
+    alone: bool = False  # it stays where another size of the same call changes, as the height of a new map does
 
 
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -69,15 +64,9 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     node = None if site is None else expression_at(site)
     if site is None or node is None:
         return
-    name = operator.name.removeprefix("aten.")
-    made = operator.name in Trait.MAKES
-    if name == "mul":
-        sizes = _of_scale
-    elif made:
-        sizes = _of_made
-    else:
-        sizes = _of_slice if name == "slice" else _of_split if name.startswith("split") else _of_shape
-    found = list(sizes(operator, node))
+    name, made = operator.name.removeprefix("aten."), operator.name in Trait.MAKES
+    of_name = {"mul": _of_scale, "slice": _of_slice, "split": _of_split, "split_with_sizes": _of_split}
+    found = list((_of_made if made else of_name.get(name, _of_shape))(operator, node))
     whole = not any(position is not None and axis in varying for axis, _, position, _ in found)
     merged = [_rows(operator.outputs[0], axis) for axis in range(len(operator.call[2][0])) if axis in varying]
     beside = tuple(rows for rows in merged if rows is not None)
@@ -224,15 +213,14 @@ def avoidable(trace: Trace) -> list[AvoidableConstraints]:
     found: dict[tuple[str, str], list[AvoidableConstraints]] = {}
     for run in trace.runs:
         for index, operator in enumerate(run.operators):
-            fixed = next((one for one in operator.constraints if isinstance(one, FixedPositions)), None)
-            if fixed is not None:
-                one: AvoidableConstraints | None = _fixed(fixed, trace)
-            elif any(isinstance(constraint, EqualParts) for constraint in operator.constraints):
+            kinds = {type(constraint): constraint for constraint in reversed(operator.constraints)}
+            one: AvoidableConstraints | None = None
+            if isinstance(fixed := kinds.get(FixedPositions), FixedPositions):
+                one = _fixed(fixed, trace)
+            elif EqualParts in kinds:
                 one = AvoidableConstraints(tuple(part_sizes(operator)), operator.constraints)
-            elif any(isinstance(constraint, Rectangle) for constraint in operator.constraints):
+            elif Rectangle in kinds:
                 one = next(_rearranged(list(_chain(run.operators, index))), None)
-            else:
-                continue
             if one is not None and one.sizes:
                 found.setdefault((one.sizes[0].module, one.sizes[0].name), []).append(one)
     return [
@@ -312,14 +300,10 @@ def _expression(first: TracedOperator, last: TracedOperator) -> tuple[CodeType, 
 
 
 class StatedSizes:
-    """The sizes in a class's expressions.
-
-    Attributes:
-        equal: constraints that equal numbers of labels stay, because one expression counts several of them.
-    """
+    """The sizes in a class's expressions."""
 
     def __init__(self, channel_map: ChannelMap, keep: Keep) -> None:
-        self.equal: list[EqualParts] = []
+        self.equal: list[EqualParts] = []  # as many labels of each part stay, because one expression counts them
         self._map, self._final, self._keep = channel_map, channel_map.traced.final, keep
         self._left_alone = {(size.module, size.name) for size in channel_map.sizes}
         self._asked = [part.labels for part in channel_map.traced.extra if isinstance(part, EqualParts)]
@@ -386,10 +370,8 @@ class StatedSizes:
             if all(self._same(size.labels, first[size.position].labels) for size in sizes):
                 sizes = [replace(size, module=module, name=name) for size in first.values()]
             values = integers(vars(model.get_submodule(module)).get(name)) or []
-            known = [
-                size for size in sizes if (size.module, size.name) in self._left_alone or values[size.position or 0] < 0
-            ]
-            result += [size for size in sizes if size not in known]
+            new = [size for size in sizes if (size.module, size.name) not in self._left_alone]
+            result += [size for size in new if values[size.position or 0] >= 0]  # -1 stands for any size
         return result
 
 

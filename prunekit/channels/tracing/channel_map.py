@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from prunekit.channels.labels.constraints import (
     Family,
     LockRecord,
     Removal,
+    around,
     family_of,
 )
 from prunekit.channels.labels.fields import Field, MacTerm, Stored, WidthMultiple
@@ -50,37 +52,29 @@ class Lock:
 
 @dataclass(frozen=True, eq=False)
 class ChannelGroup:
-    """Labels that lie on exactly the same parameter axes.
+    """Labels that lie on exactly the same parameter axes."""
 
-    `name` is the path of the first module that makes the channels; where one makes those of several groups, they are
-    named `stem`, `stem#2`.
-    """
-
-    name: str
+    name: str  # its module; where one makes the channels of several groups, they are named `stem`, `stem#2`
     labels: Labels
     slots: tuple[Slot, ...]
 
     @property
     def module(self) -> str:
-        """The module path in its name."""
-        return _group_name(self.slots)
+        """The path of the first module that makes the channels, else of the first that has them."""
+        producers = [name for name, axis in self.slots if axis == 0] or [self.slots[0][0]]
+        return producers[0].rpartition(".")[0] or producers[0]
 
 
 @dataclass(frozen=True, eq=False)
 class SizeAttribute:
-    """An integer attribute of a module that is the size of a labeled axis, or one element of a list or tuple of such.
-
-    `labels` has a row for each position of the axis, (size, n): a position is kept if any of its labels is. With an
-    `order`, (size,), the attribute is no size, but says from which position each one comes. With `whole` these are
-    positions of a tensor that keeps all of them, and the labels are those of the result.
-    """
+    """An integer attribute of a module that is the size of a labeled axis, or one element of a list of such."""
 
     module: str
     name: str
     position: int | None
-    labels: Labels
-    order: Labels | None = None
-    whole: bool = False
+    labels: Labels  # (size, n): a row for each position of the axis, which is kept if any label in the row is
+    order: Labels | None = None  # (size,): the attribute is no size, but says from which position each one comes
+    whole: bool = False  # these are positions of a tensor that keeps all of them; the labels are those of the result
 
     def renumbered(self, final: Labels) -> SizeAttribute:
         """Return the same with a map's labels in place of a trace's, given the map's label of each of these."""
@@ -214,11 +208,7 @@ class ChannelMap(Displayed):
 
     def present_with(self, module: str) -> Labels | None:
         """Return labels of which one is kept as long as a module is there; None if it stays."""
-        while module:
-            if module in self.presence:
-                return self.presence[module]
-            module = module.rpartition(".")[0]
-        return None
+        return next((self.presence[path] for path in around(module) if path in self.presence), None)
 
     def is_present(self, module: str, keep: Keep) -> bool:
         """Return whether a plan keeps a module."""
@@ -235,9 +225,8 @@ class ChannelMap(Displayed):
         if not self.branches.found:
             return dict(by_path)
         left = self.branches.shortening(keep)
-        replaced = {body.module for body in left.bodies}
-        stay = [path for path in by_path if path not in replaced and not is_inside(path, left.modules)]
-        return {path: by_path[path] for path in stay}
+        gone = {body.module for body in left.bodies}
+        return {path: one for path, one in by_path.items() if path not in gone and not is_inside(path, left.modules)}
 
     def _term(self, term: MacTerm, keep: Keep | None) -> float:
         value = term.constant
@@ -253,11 +242,8 @@ class ChannelMap(Displayed):
         return sum(self._kept_size(name, keep) for name in names if name not in gone)
 
     def _kept_size(self, name: str, keep: Keep) -> int:
-        sizes = [
-            size if axis is None else int(np.count_nonzero(keep[axis]))
-            for size, axis in zip(self.shapes[name], self.labels[name], strict=True)
-        ]
-        return int(np.prod(sizes, dtype=np.int64))
+        axes = zip(self.shapes[name], self.labels[name], strict=True)
+        return prod(size if axis is None else int(np.count_nonzero(keep[axis])) for size, axis in axes)
 
     def free_share(self, names: Iterable[str]) -> float:
         """Return the share of the named tensors' entries that lie on at least one free label."""
@@ -328,23 +314,15 @@ class ChannelMap(Displayed):
 
     @property
     def traced(self) -> MapSource:
-        """The trace that the map was built from, with what trials added.
-
-        Raises:
-            ValueError: the map was read from a file.
-        """
+        """The trace that the map was built from, with what trials added; a `ValueError` if it was read from a file."""
         if self.source is None:
             raise ValueError("a channel map read from a file has no trace: trace the model again")
         return self.source
 
     def require_plain_forward(self, what: str) -> None:
-        """Raise if forward itself takes gradients, as it does to compute forces.
+        """Raise a `ModelError` if forward itself takes gradients, as it does to compute forces.
 
-        Args:
-            what: the method that runs forward in pieces, without recording gradients.
-
-        Raises:
-            ModelError: forward takes gradients.
+        `what` is the method that runs forward in pieces, without recording gradients.
         """
         if self.source is not None and any(run.gradients for run in self.source.trace.runs):
             raise ModelError(
@@ -456,7 +434,7 @@ class ChannelMap(Displayed):
 class MapSource:
     """The trace that a map was built from, with what trials added."""
 
-    trace: Trace  # the trace
+    trace: Trace
     extra: tuple[LockRecord | EqualParts, ...]  # further locks and constraints, in the trace's numbering
     sizes: tuple[SizeAttribute, ...]  # attributes that trials found to be sizes, in the trace's numbering
     final: Labels  # the label in the map of each label of the trace
@@ -495,20 +473,13 @@ def group_labels(
     for which, _ in sorted(zip(*np.unique(group, return_index=True), strict=True), key=lambda pair: pair[1]):
         if which < 0:
             continue
-        on = slots[which]
-        name = _group_name(on)
-        taken[name] += 1
-        unique = name if taken[name] == 1 else f"{name}#{taken[name]}"
-        result.append(ChannelGroup(unique, np.flatnonzero(group == which).astype(np.int64), on))
+        found = ChannelGroup("", np.flatnonzero(group == which).astype(np.int64), slots[which])
+        taken[found.module] += 1
+        number = taken[found.module]
+        result.append(replace(found, name=found.module if number == 1 else f"{found.module}#{number}"))
     return tuple(result)
 
 
 def _few(modules: list[str]) -> str:
     """Return the first of several modules and the number of the others, in words."""
     return (modules[0] if modules else NOTHING) + (f", {len(modules) - 1} more" if len(modules) > 1 else "")
-
-
-def _group_name(slots: tuple[Slot, ...]) -> str:
-    """Return the first module that makes the group's channels, else the first that has them."""
-    producers = [name for name, axis in slots if axis == 0] or [slots[0][0]]
-    return producers[0].rpartition(".")[0] or producers[0]

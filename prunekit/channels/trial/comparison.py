@@ -101,8 +101,6 @@ Failure = tuple[Divergence, TracedRun]
 """The operator where two models differ, and the run in which they do."""
 Outcome = tuple[float, Failure | None]
 """The largest relative difference, and where it is too large; None if nowhere."""
-
-
 OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
 """Called with an operator's key, name, positional and named arguments, and the tensors of its result."""
 
@@ -116,9 +114,9 @@ class _OperatorWatch(OperatorMode):
     def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
         super().__init__()
         self.stack, self.see = stack, see
-        self.counts: dict[tuple[str, str], int] = {}
+        self.counts = Counter[tuple[str, str]]()  # of those that `see` may be called for, by module and name
+        self.started = Counter[tuple[str, str]]()  # of all, also those that did not end
         self.total = 0
-        self.started: Counter[tuple[str, str]] = Counter()
         self.last = ("", "")
         self.raised: Exception | None = None
         self.failed = ""
@@ -126,18 +124,17 @@ class _OperatorWatch(OperatorMode):
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, and show it with its key."""
         name = str(func._schema.name).replace("::", ".")
-        self.last = self.stack.current, name
-        self.started[self.last] += 1
+        place = self.last = self.stack.current, name
+        self.started[place] += 1
         try:
             out = without_randomness(name, run_operator(func, args, kwargs))
             self.total += 1
             if is_counted(func, name):
-                outs = gather(out)
-                module = self.stack.current
-                number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
+                outs, key = gather(out), (*place, self.counts[place])
+                self.counts[place] += 1
                 if all(map(is_plain, gather((args, kwargs, outs)))):
                     with without_torch_dispatch():  # what `see` computes is no part of the run
-                        self.see((module, name, number), name, (args, kwargs), outs)
+                        self.see(key, name, (args, kwargs), outs)
         except Exception as error:
             self.raised, self.failed = error, name
             raise
@@ -146,14 +143,13 @@ class _OperatorWatch(OperatorMode):
 
 def operators_by_key(run: TracedRun) -> dict[OperatorKey, TracedOperator]:
     """Return the operators of a traced run by key, without those that lead only to what the model keeps aside."""
-    counts: dict[tuple[str, str], int] = {}
+    counts = Counter[tuple[str, str]]()
     result = {}
     for operator in run.operators:
-        if not operator.counted:
-            continue
-        number = counts[operator.module, operator.name] = counts.get((operator.module, operator.name), -1) + 1
-        if not operator.aside:
-            result[operator.module, operator.name, number] = operator
+        place = operator.module, operator.name
+        if operator.counted and not operator.aside:
+            result[*place, counts[place]] = operator
+        counts[place] += operator.counted
     return result
 
 
@@ -237,11 +233,7 @@ def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decisio
 
 
 class RecordedValues:
-    """Results of operators by a key.
-
-    Args:
-        memory: bytes of tensors that are kept in memory; what comes later is in a temporary file.
-    """
+    """Results of operators by a key: so many bytes of them in memory, what comes later in a temporary file."""
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._memory = FileMemory(memory)
@@ -253,9 +245,9 @@ class RecordedValues:
 
     def kept(self, values: list[Any], written: Collection[torch.Tensor] = ()) -> list[Any]:
         """Return values as they are stored: as tensors, and beyond the limit of memory as parts of a file."""
-        owned = [any(one is other for other in written) for one in values]
         found = []
-        for value, shared in zip(values, owned, strict=True):
+        for value in values:
+            shared = any(value is other for other in written)
             if isinstance(value, torch.Tensor) and is_plain(value):
                 found.append(self._memory.keep(value, shared=shared))
             else:
@@ -298,11 +290,8 @@ def record_reference(
     gone = channel_map.branches.gone(keep)
     small = {path for branch in gone for path in branch.small}  # whose own operators run on less, or are others
     away = [*narrow, *(path for branch in gone for path in branch.modules)]
-    operators = {
-        key: operator
-        for key, operator in operators_by_key(run).items()
-        if key[0] not in small and not is_inside(key[0], away)
-    }
+    every = operators_by_key(run).items()
+    operators = {key: one for key, one in every if key[0] not in small and not is_inside(key[0], away)}
     values = RecordedValues()
     decisions: dict[OperatorKey, Decision] = {}
     numbers: dict[OperatorKey, Any] = {}

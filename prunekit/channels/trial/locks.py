@@ -24,13 +24,14 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.float64 import NOT_FINITE
+from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.constraints import LockRecord, Removal
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.comparison import Divergence, number_of, operators_by_key
-from prunekit.channels.trial.size_search import fields_at, within
+from prunekit.channels.trial.size_search import by_module, fields_at, within
 
 MAKE_IT = "make it in a method of a module, with its sizes as the arguments, where they can be set"
 DIVIDES = (
@@ -53,12 +54,9 @@ class LockSearch:
     ) -> LockRecord | None:
         """Return a lock of all labels at the operator that differs, or at the last before a module's Python failed.
 
-        Args:
-            there: only at that operator, or in that module; else also at operators before, of any module.
-            again: the place failed again and again: lock all that the module computes, not one operator after another.
-
-        Returns:
-            None if nothing is pruned at any of these places.
+        `there` means only that operator, or that module; else operators before it, of any module, are tried as well.
+        `again`, where the place failed again and again, means all that the module computes, not one operator after
+        another. None if nothing is pruned at any of these places.
         """
         operators = operators_by_key(run)
         culprit = operators.get(divergence.key) if divergence.operator else None
@@ -100,10 +98,10 @@ class LockSearch:
         parts = [[operator] for operator in within(divergence.module, run)]
         failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
         earlier = [[operator] for operator in reversed(run.operators[: divergence.after])]
-        ran = {id(operator) for (operator,) in earlier}
+        ran = {operator for (operator,) in earlier}
         # where positions in heads are gone, locking these in the whole module at once leaves whole heads free
         in_heads = self._lost(self.channel_map.traced.final[_labels_at(inside)])
-        near = [] if again or in_heads else [one for one in reversed(parts) if id(one[0]) in ran]
+        near = [] if again or in_heads else [one for one in reversed(parts) if one[0] in ran]
         return [failed, *near, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
 
     def _summed_before(self, culprit: TracedOperator, run: TracedRun) -> list[TracedOperator]:
@@ -127,24 +125,12 @@ class LockSearch:
         if last is None:
             return []
         classes = {path: type(module) for path, module in self.model.named_modules()}
-        by_module: dict[str, list[TracedOperator]] = {}
-        for operator in run.operators:
-            by_module.setdefault(operator.module, []).append(operator)
-        index = by_module[last.module].index(last)
-        alike = [
-            own[index] for path, own in by_module.items() if classes[path] is classes[last.module] and index < len(own)
-        ]
-        locked = [last] if classes[last.module].__module__.startswith("torch.") else alike
-        return [
-            LockRecord(
-                f"the compact model fails: {_in_words(divergence)}",
-                operator.module,
-                operator.name,
-                _labels_at([operator]),
-            )
-            for operator in locked
-            if operator.name == last.name
-        ]
+        cls, operators = classes[last.module], by_module(run)
+        index = operators[last.module].index(last)
+        alike = [own[index] for path, own in operators.items() if classes[path] is cls and index < len(own)]
+        locked = [last] if cls.__module__.startswith("torch.") else [one for one in alike if one.name == last.name]
+        reason = f"the compact model fails: {_in_words(divergence)}"
+        return [LockRecord(reason, one.module, one.name, _labels_at([one])) for one in locked]
 
     def _prunes(self, labels: Labels) -> bool:
         return not self.keep[self.channel_map.traced.final[labels]].all()
@@ -178,13 +164,11 @@ def of_other_classes(model: nn.Module, compact: nn.Module, channel_map: ChannelM
     """Return locks for modules whose class a compact model exchanges, and for others of the same class."""
     classes = {path: type(module) for path, module in model.named_modules()}
     changed = {classes[path] for path, module in compact.named_modules() if type(module) is not classes[path]}
+    traced = channel_map.traced.trace.labels.items()
     records = []
     for path, cls in classes.items():
-        own = path + "." * bool(path)
-        axes = [
-            axis for name, every in channel_map.traced.trace.labels.items() if name.startswith(own) for axis in every
-        ]
-        labels = [axis for axis in axes if axis is not None]
+        inside = [axes for name, axes in traced if not path or is_inside(name, [path])]
+        labels = [axis for axes in inside for axis in axes if axis is not None]
         if cls in changed and labels:
             reason = f"{cls.__name__} cannot express the sizes that would be left; {KEEPS_CLASS}"
             records.append(LockRecord(reason, path, "", np.concatenate(labels)))
@@ -196,23 +180,22 @@ def same_place_elsewhere(model: nn.Module, divergence: Divergence, run: TracedRu
     cls = type(model.get_submodule(divergence.module))
     if cls.__module__.partition(".")[0] == "torch":  # a linear layer fails for reasons of the code around it
         return []
-    places = (
-        operators_by_key(run).keys()
-        if divergence.operator
-        else {(o.module, *divergence.key[1:]) for o in run.operators}
-    )
     others = [path for path, module in model.named_modules() if type(module) is cls and path != divergence.module]
-    keys = [(path, *divergence.key[1:]) for path in others if (path, *divergence.key[1:]) in places]
+    keys = [(path, *divergence.key[1:]) for path in others]
     found = [replace(divergence, module=key[0], key=key) for key in keys]
-    return found if divergence.operator else [replace(one, after=_as_far(divergence, one.module, run)) for one in found]
+    if divergence.operator:
+        operators = operators_by_key(run)
+        return [one for one in found if one.key in operators]
+    ran = by_module(run)
+    return [replace(one, after=_as_far(divergence, one.module, run)) for one in found if one.module in ran]
 
 
 def _as_far(divergence: Divergence, path: str, run: TracedRun) -> int:
     """Return how far a run was when a module had run as many operators as the one of its class that failed."""
-    number = {id(operator): index for index, operator in enumerate(run.operators)}
-    reached = sum(number[id(operator)] < divergence.after for operator in within(divergence.module, run))
+    number = {operator: index for index, operator in enumerate(run.operators)}
+    reached = sum(number[operator] < divergence.after for operator in within(divergence.module, run))
     last = within(path, run)[:reached][-1:]
-    return number[id(last[0])] + 1 if last else 0
+    return number[last[0]] + 1 if last else 0
 
 
 def _in_words(divergence: Divergence) -> str:

@@ -39,8 +39,9 @@ import torch
 from torch import nn
 
 from prunekit.channels.float64 import Float64WhileRunning, float64_inputs, to_double
+from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.code_places import CodePlace
-from prunekit.channels.labels.constraints import EqualParts
+from prunekit.channels.labels.constraints import EqualParts, around
 from prunekit.channels.labels.fields import Field, rows_along
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
 from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
@@ -76,17 +77,13 @@ class BatchAxes:
 
     @cached_property
     def _known(self) -> dict[TracedOperator, frozenset[int]]:
+        both_modes = not all(run.repeats for run in self._trace.runs if run.training)
+        larger = [with_doubled_batch(one) for one in self._examples]
         try:
-            both_modes = not all(run.repeats for run in self._trace.runs if run.training)
-            larger = trace_model(
-                self._model,
-                [with_doubled_batch(one) for one in self._examples],
-                both_modes=both_modes,
-                read=self._trace.read,
-            )
+            trace = trace_model(self._model, larger, both_modes=both_modes, read=self._trace.read)
         except (ModelError, RuntimeError):
             return {}
-        return dict(_compared(self._trace, larger))
+        return dict(_compared(self._trace, trace))
 
 
 def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[TracedOperator, frozenset[int]]]:
@@ -94,7 +91,7 @@ def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[TracedOperator, fro
     others = {(run.example, run.training, run.doubled): run for run in larger.runs}
     for run in trace.runs:
         other = others.get((run.example, run.training, run.doubled))
-        if other is None or run.repeats:  # its operators are those of the run before
+        if other is None or run.repeats:  # a run that repeats the one before has the same operators
             continue
         sizes = {key: operator.call[2][0] for key, operator in _by_place(other)}
         for key, operator in _by_place(run):
@@ -196,11 +193,10 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.Attribute(owner, name) if not isinstance(found := _value(owner, names), torch.Tensor):
             held = vars(found) if hasattr(found, "__dict__") else {}
             return next((held[part][name] for part in _HELD if name in held.get(part, ())), held.get(name))
-        case ast.Subscript(of, index) if (sizes := _sizes(of, names)) is not None and (at := number(index)) is not None:
-            return sizes[at] if -len(sizes) <= at < len(sizes) else None
+        case ast.Subscript(of, index) if (sizes := _sizes(of, names)) is not None:
+            return _entry(sizes, number(index))
         case ast.Call(ast.Attribute(of, "size"), [index]) if (shape := _shape(of, names)) is not None:
-            at = number(index)
-            return None if at is None or not -len(shape) <= at < len(shape) else shape[at]
+            return _entry(shape, number(index))
         case ast.Call(ast.Attribute(of, "numel" | "nelement"), []):
             sizes = _shape(of, names)
             return _product(_sizes(of, names) if sizes is None else sizes)
@@ -209,6 +205,10 @@ def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
         case ast.Call(ast.Name("prod") | ast.Attribute(ast.Name(), "prod"), [of]):
             return _product(_sizes(of, names))
     return None
+
+
+def _entry(sizes: tuple[int, ...], at: int | None) -> int | None:
+    return None if at is None or not -len(sizes) <= at < len(sizes) else sizes[at]
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -291,17 +291,12 @@ class SizeSearch:
             self.withheld = True
         elif numbers and self._helps(failed, numbers):
             return numbers
-        path = failed[0].module
-        operators: dict[str, list[TracedOperator]] = {}
-        for operator in failed[1].operators:
-            operators.setdefault(operator.module, []).append(operator)
-        while True:
+        operators = by_module(failed[1])
+        for path in (*around(failed[0].module), ""):
             found = self._stated(path, failed, []) or self._unstated(path, failed, operators)
             if found or self.equal:
                 return found
-            if not path:
-                return self._further
-            path = path.rpartition(".")[0]
+        return self._further
 
     def _unstated(
         self, path: str, failed: Failure, operators: Mapping[str, list[TracedOperator]]
@@ -310,8 +305,7 @@ class SizeSearch:
         if self.equal:
             return []
         found, reached = self._within(path, failed, operators)
-        passed = reached is None or reached[0].module not in (path, failed[0].module)
-        if passed:
+        if reached is None or reached[0].module not in (path, failed[0].module):
             return found
         self._further = self._further or found
         return self._stated(path, failed, found) if found else []
@@ -440,9 +434,17 @@ class SizeSearch:
         return found
 
 
+def by_module(run: TracedRun) -> dict[str, list[TracedOperator]]:
+    """Return the operators of a run by the module that ran each itself."""
+    found: dict[str, list[TracedOperator]] = {}
+    for operator in run.operators:
+        found.setdefault(operator.module, []).append(operator)
+    return found
+
+
 def within(path: str, run: TracedRun) -> list[TracedOperator]:
     """Return the operators of a module and of all its parts."""
-    return [operator for operator in run.operators if f"{operator.module}.".startswith(f"{path}." if path else "")]
+    return [operator for operator in run.operators if not path or is_inside(operator.module, [path])]
 
 
 def axes_of_size(operators: Iterable[TracedOperator], size: int) -> Iterator[tuple[int, int, Field, int]]:

@@ -182,20 +182,14 @@ Answer = TrialResult | ChannelMap
 
 
 class _Turn:
-    """One plan on trial. Tactics read it one after the other, and may replace the plan that the later ones read.
-
-    Attributes:
-        gone: branches that the plan as it was chosen removes.
-        parted: where the models differed without these branches; None unless the plan has them back.
-        sizes_withheld: whether sizes would have helped that only another class of a module can have.
-    """
+    """One plan on trial. Tactics read it one after the other, and may replace the plan that the later ones read."""
 
     def __init__(self, trial: _Trial, channel_map: ChannelMap) -> None:
         self.trial, self.channel_map = trial, channel_map
         self.keep = channel_map.completed(trial.choose(channel_map))
-        self.gone = channel_map.branches.gone(self.keep)
-        self.parted: Divergence | None = None
-        self.sizes_withheld = False
+        self.gone = channel_map.branches.gone(self.keep)  # branches that the plan, as it was chosen, removes
+        self.parted: Divergence | None = None  # where the models differed without these; None unless they are back
+        self.sizes_withheld = False  # whether sizes would have helped that only another class of a module can have
 
     @cached_property
     def compact(self) -> nn.Module:

@@ -13,8 +13,8 @@ import ast
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
@@ -24,27 +24,18 @@ import torch
 from torch import nn
 
 from prunekit.channels.cut.slicing import KeptIndices
-from prunekit.channels.float64 import (
-    AS_DOUBLE,
-    RUN_PRECISIONS,
-    TOLERANCE,
-    Float64WhileRunning,
-    float64_copy,
-    float64_inputs,
-    relative_difference,
-    to_double,
-)
+from prunekit.channels.float64 import RUN_PRECISIONS, ForwardCall, evaluating, first_calls, float64_copy, to_double
+from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.fields import rows_along
 from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
 from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
 from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
 from prunekit.channels.trial.size_search import axes_of_size, within
-from prunekit.utils.context import seeded, training_mode
+from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import call
-from prunekit.utils.tensors import gather, map_tensors
 
 COMBINATIONS = 64
 """How many combinations of values of attributes are tried for one method."""
@@ -89,9 +80,8 @@ def _unread_repeats(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> It
             continue
         owner = vars(model.get_submodule(operator.owner))
         repeats = [one.labels.reshape(-1, 1) for one in operator.outputs[0] if trace.flow.is_repeated(one)]
-        for name, labels in itertools.product(
-            sorted(attributes_of_first(operator.function)) if repeats else (), repeats
-        ):
+        names = sorted(attributes_of_first(operator.function)) if repeats else ()
+        for name, labels in itertools.product(names, repeats):
             size, value = SizeAttribute(operator.owner, name, None, labels), owner.get(name)
             left = size.renumbered(channel_map.traced.final).kept(keep)
             if type(value) is int and left < value == len(labels) and (size.module, name) not in known:
@@ -101,27 +91,31 @@ def _unread_repeats(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> It
 
 @dataclass(eq=False)
 class _UntracedSearch:
+    """A search for the sizes that untraced methods of modules read which lose channels."""
+
     model: nn.Module
     compact: nn.Module
     channel_map: ChannelMap
     keep: Keep
     kept: KeptIndices
     examples: list[tuple[Any, ...]]
+    # path of a module -> its methods that read attributes which may be sizes, and its other forwards
     found: dict[str, dict[str, FunctionType]] = field(init=False)
-    """Path of a module -> its methods that read attributes which may be sizes, and its other forwards."""
 
     def __post_init__(self) -> None:
-        self._values: dict[tuple[Holder, str], list[list[SizeAttribute]]] = {}
-        self._read: set[Holder] = set()
-        self._known: dict[tuple[str, str, int | None], SizeAttribute] = {}
-        self._notes: dict[str, list[str]] = {}
+        self._values: dict[tuple[Holder, str], list[list[SizeAttribute]]] = {}  # what `_meanings` returned
+        self._read: set[Holder] = (
+            set()
+        )  # what methods read as sizes on lines that the examples run: no search for these
+        self._known: dict[tuple[str, str, int | None], SizeAttribute] = {}  # sizes that were found
+        self._notes: dict[str, list[str]] = {}  # each with the paths of the modules that it is about
         touched = {name.rpartition(".")[0] for name in self.kept}
         self._paths_left = {path for path, _ in self.compact.named_modules(remove_duplicate=False)}
         self.found = {}
         others: set[tuple[type, str]] = set()
         for path, module in self.model.named_modules():
-            prefix = f"{path}." if path else ""
-            if path not in self._paths_left or not any(f"{other}.".startswith(prefix) for other in touched):
+            lost = touched if not path else [other for other in touched if is_inside(other, [path])]
+            if path not in self._paths_left or not lost:
                 continue
             for name, method in methods_of(type(module)).items():
                 known = name == "forward" or (type(module), name) in others
@@ -133,33 +127,29 @@ class _UntracedSearch:
     def result(self) -> UntracedSizes:
         """Run the methods that can be run, and return sizes, and notes on the others."""
         lines = self._lines_run()
+        every = [(path, name, method) for path, methods in self.found.items() for name, method in methods.items()]
         self._read = {
             holder
-            for path, methods in self.found.items()
-            for method in methods.values()
+            for path, _, method in every
             for holder in self._holders(path, method)
             if _reads_as_size(method.__code__, holder[1], lines.get(method.__code__, set()), ran=True)
         }
         missed: dict[str, dict[str, FunctionType]] = {}
-        for path, methods in self.found.items():
-            module = self.model.get_submodule(path)
-            for name, method in methods.items():
-                if method.__code__ not in lines and _way_to_run(module, method) is not None:
-                    missed.setdefault(path, {})[name] = method
+        for path, name, method in every:
+            if method.__code__ not in lines and _way_to_run(self.model.get_submodule(path), method) is not None:
+                missed.setdefault(path, {})[name] = method
         settled: set[tuple[str, str]] = set()
         for run in self.channel_map.traced.trace.runs:
             if missed and not run.training:
                 settled.update(self._proven(missed, run))
         follow = {(module, name) for module, name, _ in self._known}
-        for path, methods in self.found.items():
-            for name, method in methods.items():
-                if (path, name) not in settled:
-                    self._note_reads(path, name, method, lines.get(method.__code__, set()), follow)
-        notes = [
-            f"{note} ({listed((path or 'the model itself' for path in paths), 3)})"
-            for note, paths in self._notes.items()
-        ]
-        return UntracedSizes(tuple(self._known.values()), tuple(notes))
+        for path, name, method in every:
+            if (path, name) not in settled:
+                self._note_reads(path, name, method, lines.get(method.__code__, set()), follow)
+        places = {
+            note: listed((path or "the model itself" for path in paths), 3) for note, paths in self._notes.items()
+        }
+        return UntracedSizes(tuple(self._known.values()), tuple(f"{note} ({of})" for note, of in places.items()))
 
     def _holders(self, path: str, method: FunctionType) -> list[Holder]:
         """Return attributes that a method, or one that it calls, reads and that may be the size of a resized axis."""
@@ -243,8 +233,8 @@ class _UntracedSearch:
 
         Inner modules come first, because methods of the modules around them call theirs.
         """
-        called = _calls(self.model, missed, float64_inputs(run.inputs(self.examples)), run)
-        again = _calls(self.compact, called, float64_inputs(run.inputs(self.examples)), run)
+        called = first_calls(self.model, missed, run.inputs(self.examples), run, partly=True)
+        again = first_calls(self.compact, called, run.inputs(self.examples), run, partly=True)
         pairs = [(path, name) for path in again for name in missed[path]]
         for path, name in sorted(pairs, key=lambda pair: -pair[0].count(".")):
             method, module = missed[path][name], self.model.get_submodule(path)
@@ -276,11 +266,9 @@ class _UntracedSearch:
         """Return a float64 copy of a module of the compact model, with other values of attributes."""
         twin = float64_copy(self.compact.get_submodule(path), to_double)
         final = self.channel_map.traced.final
-        inside = len(path) + 1 if path else 0
-        before = [size for size in self._known.values() if f"{size.module}.".startswith(f"{path}." if path else "")]
-        every = [*before, *choice]
-        values = values_of(self.model, [size.renumbered(final) for size in every], self.keep)
-        set_attributes(twin, {owner[inside:]: named for owner, named in values.items()})
+        before = [size for size in self._known.values() if not path or is_inside(size.module, [path])]
+        values = values_of(self.model, [size.renumbered(final) for size in (*before, *choice)], self.keep)
+        set_attributes(twin, {owner[len(path) :].lstrip("."): named for owner, named in values.items()})
         return twin
 
     def _note_reads(
@@ -327,15 +315,12 @@ def methods_of(cls: type) -> dict[str, FunctionType]:
 
 def _names_in(cls: type, name: str, method: FunctionType) -> set[str]:
     """Return all names that a method reads, and the methods of its class that it names."""
-    methods, names, left = methods_of(cls), set[str](), [(name, method)]
-    seen = {name}
+    methods, names, left, seen = methods_of(cls), set[str](), [method], {name}
     while left:
-        _, one = left.pop()
-        new = set(_code_names(one.__code__))
+        new = _code_names(left.pop().__code__)
         names |= new
-        for other in sorted(new & methods.keys() - seen):
-            seen.add(other)
-            left.append((other, methods[other]))
+        left += [methods[other] for other in new & methods.keys() - seen]
+        seen |= new
     return names
 
 
@@ -382,55 +367,14 @@ def _changes_its_module(function: ast.FunctionDef) -> bool:
     return any(isinstance(inner, ast.Attribute) for node in written for inner in ast.walk(node))
 
 
-@dataclass(frozen=True)
-class _ForwardCall:
-    """One call of a module: its arguments and results."""
-
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    outputs: list[torch.Tensor]
-
-
-def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run: TracedRun) -> dict[str, _ForwardCall]:
-    """Return the first call of each of some modules in a forward pass, in eval mode and float64."""
-    given: dict[str, Any] = {}
-    found: dict[str, _ForwardCall] = {}
-    wanted = set(paths)
-
-    def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        if path in wanted and path not in given:
-            given[path] = map_tensors(inputs, torch.clone)
-
-    def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if path in given and path not in found:
-            outputs = [tensor.clone() for tensor in gather(output)]
-            found[path] = _ForwardCall(given[path][0], given[path][1], outputs)
-
-    with seeded(0), Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
-        stack = ModuleStack(running.model, enter, leave)
-        with suppress(Exception), _evaluating(running.model), stack:  # of a model that does not run in float64
-            call(running.model, example)
-    return found
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    with training_mode(model, False), torch.no_grad(), plain_attention(), AS_DOUBLE[0]():
-        yield
-
-
-def _does_the_same(twin: nn.Module, name: str, call: _ForwardCall, *, changes: bool) -> bool:
+def _does_the_same(twin: nn.Module, name: str, call: ForwardCall, *, changes: bool) -> bool:
     """Return whether a method returns what forward did, or leaves the module so that forward does."""
-    arguments, named = map_tensors((call.arguments, call.named), torch.clone)
-    with seeded(0), _evaluating(twin):
-        try:
-            method = getattr(twin, name)
-            if changes:
-                method()
-                method = twin
-            outputs = gather(method(*arguments, **named))
-        except Exception:  # whatever the model's own code makes of being called here, or of a wrong size
-            return False
-    return len(outputs) == len(call.outputs) and all(
-        relative_difference(want, got, 0.0)[0] <= TOLERANCE for want, got in zip(call.outputs, outputs, strict=True)
-    )
+
+    def run(*args: Any, **named: Any) -> Any:
+        method = getattr(twin, name)
+        if changes:
+            method()
+        return (twin if changes else method)(*args, **named)
+
+    with seeded(0), evaluating(twin):
+        return call.gives(run)
