@@ -110,6 +110,8 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
+    # channels that stay where whole heads are removed may go in another solution, so that their locks hold nothing
+    holding = [one for one in records if one.only is not None or not one.labels.size or not final[one.labels].all()]
     least = [WidthMultiple(one.labels, 1, one.known.least) for one in trace.flow.interchangeable.values()]
     chart = ChannelMap(
         labels=labels,
@@ -117,7 +119,7 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         n_labels=numbers.n_labels,
         groups=group_labels(labels, numbers.n_labels, numbers.joint),
         joint=numbers.joint,
-        locks=tuple(_locks([record for record in records if _stays(record, final)], trace.calls)),
+        locks=tuple(_locks(holding, trace.calls)),
         activations={key: final[axis] for key, axis in trace.activations.items()},
         mac_terms=tuple(
             replace(term, factors=tuple(final[factor] for factor in term.factors))
@@ -216,11 +218,6 @@ def _sizes_of_positions(trace: Trace) -> Iterator[SizeAttribute]:
         labels, parts = positions.labels[:, None], positions.known.parts
         for module, name, of_part in positions.known.sizes:
             yield SizeAttribute(module, name, None, labels[: len(labels) // parts] if of_part else labels)
-
-
-def _stays(record: LockRecord, final: Labels) -> bool:
-    """Return whether a lock holds: channels that stay where whole heads are removed may go in the other solution."""
-    return record.only is not None or not record.labels.size or not final[record.labels].all()
 
 
 def _locks(records: Iterable[LockRecord], calls: Mapping[str, int]) -> list[Lock]:

@@ -141,9 +141,10 @@ def fastest(parts: list[GroupPart], budgets: Budgets) -> Labels:
     Where a wider part may take less time, by another kernel, the counts are those that no change of a single part
     improves: from the narrowest or from the widest counts, whichever search ends at less.
     """
-    narrowest, timed = _narrowest(parts), budgets.timed
+    narrowest = _narrowest(parts)
     if not budgets.non_monotonic:
         return narrowest
+    timed = budgets.timed
     others = ~timed if (budgets.left(narrowest) <= budgets.asked)[~timed].all() else np.zeros_like(timed)
     widest = np.array([part.counts[-1] for part in parts])
 

@@ -255,7 +255,7 @@ def _uniform(channel_map: ChannelMap, parts: list[GroupPart]) -> tuple[Ladder, i
     3 queries each, two thirds are 2 times 3, not 2 times 2. No count grows as the share falls, so that what a trial has
     seen at the least share is all that a larger one prunes.
     """
-    families = _nested(channel_map, parts)
+    families = _nested(channel_map, parts) if channel_map.joint.size else []
     chains = [_chain([parts[index] for index in family]) for family in families]
     products = [np.prod(chain, axis=1) for chain in chains]
 
@@ -289,10 +289,9 @@ def _nested(channel_map: ChannelMap, parts: list[GroupPart]) -> list[list[int]]:
     for index, part in enumerate(parts):
         owner[part.labels] = index
     _, heads, positions, queries = channel_map.joint.T
-    found = np.unique(owner[np.stack([heads, queries, positions], 1)], axis=0) if heads.size else ()
     taken: set[int] = set()
     families = []
-    for family in found:
+    for family in np.unique(owner[np.stack([heads, queries, positions], 1)], axis=0):
         free = [int(index) for index in dict.fromkeys(family) if index >= 0 and index not in taken]
         taken |= {*free}
         families += [free] if free else []

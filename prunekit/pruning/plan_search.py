@@ -42,7 +42,6 @@ from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import Log, stage
 
 if TYPE_CHECKING:
-    from prunekit.planning.budgets.latency_table import LatencyTable
     from prunekit.pruning.latency_target import Attempt, LatencyResult, LatencyTarget
     from prunekit.pruning.library_layout import LibraryModel
     from prunekit.repair.similar_layer_shares import ShareCheck
@@ -89,11 +88,6 @@ class PlanSearch:
     log: Log = stage  # gets a line for each network of a profile and each plan that is timed
     log_plans: bool = False  # whether the log also gets a line for each plan that is made
     library: LibraryModel | None = None  # where a configuration of transformers has to say all widths
-
-    @property
-    def table(self) -> LatencyTable | None:
-        """The table that predicts the times of plans; None without a budget of time."""
-        return None if self.latency is None else self.latency.table
 
     @classmethod
     def trace(
@@ -204,7 +198,7 @@ class PlanSearch:
             channel_map: of the search, with the locks that earlier trials added.
             inputs: what the criterion reads.
         """
-        made = list[tuple[Plan, Scores]]()
+        made, table = list[tuple[Plan, Scores]](), None if self.latency is None else self.latency.table
         library, layouts = self.library, list[EqualWidths]()
 
         def choose(chart: ChannelMap) -> Keep:
@@ -213,7 +207,7 @@ class PlanSearch:
             release_memory(self.model)
 
             def planned(chart: ChannelMap, scores: Scores = scores) -> Plan:
-                return make_plan(chart, scores, settings, seed=inputs.seed, latency=self.table)
+                return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
 
             if library is None and inputs.check is not None:
                 said = inputs.check.note

@@ -54,15 +54,9 @@ class BudgetFacts:
 
     def problem(self, value: object) -> str | None:
         """Return what is wrong with a figure, as "expected ..., got ..."; None if nothing is."""
-        bounds: tuple[Any, ...] = get_args(self.annotation)
-        above: Any = next(bound.gt for bound in bounds if isinstance(bound, Gt))
-        most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), math.inf)
-        if (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and above < value <= most
-            and value < math.inf
-        ):
+        above, most = int(self.share and self.least), 1 if self.share and not self.least else math.inf
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and above < value <= most and value < math.inf:  # type: ignore[operator]
             return None
         if self.share and not self.least:
             return f"expected a share above {above} and at most {most}, got {value!r}"

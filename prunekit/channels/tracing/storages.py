@@ -58,8 +58,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number for a tensor's memory, the same for tensors that share it, valid while it lives."""
-    storage = storage_of(tensor)
-    return -id(tensor) if storage is None else int(storage._cdata)
+    return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else -id(tensor)
 
 
 _INDICES = {

@@ -223,11 +223,16 @@ class _Turn:
             keep[branch.labels] = True
         self.keep = self.channel_map.completed(keep)
 
-    def accepted(self, difference: float) -> Answer:
-        """Return the plan as passed; where it has branches back, the map in which some of them stay."""
+    def accepted(self, difference: float | None = None) -> Answer:
+        """Return the plan as passed; where it has branches back, the map in which some of them stay.
+
+        The difference is that of the outcome where no other is given.
+        """
         if self.parted is not None:
             return with_staying(self.channel_map, _staying(self.channel_map, self.gone, self.parted))
-        return TrialResult(self.channel_map, self.keep, self.compact, difference)
+        return TrialResult(
+            self.channel_map, self.keep, self.compact, self.outcome[0] if difference is None else difference
+        )
 
 
 class Tactic(NamedTuple):
@@ -250,11 +255,6 @@ def _lock_changed_classes(turn: _Turn) -> Answer | None:
     return with_extra(turn.channel_map, locks) if locks else None
 
 
-def _accept(turn: _Turn) -> Answer:
-    """Accept the plan: no operator differs."""
-    return turn.accepted(turn.outcome[0])
-
-
 def _put_branches_back(turn: _Turn) -> Answer | None:
     """Ask whether the missing branches make the difference, by comparing the plan with them back.
 
@@ -262,7 +262,7 @@ def _put_branches_back(turn: _Turn) -> Answer | None:
     tactics look for it with the branches back, where the code around them still runs as it is written.
     """
     turn.put_branches_back()
-    return _accept(turn) if turn.outcome[1] is None else None
+    return turn.accepted() if turn.outcome[1] is None else None
 
 
 def _set_sizes(turn: _Turn) -> Answer | None:
@@ -295,7 +295,7 @@ def _compare_copies(turn: _Turn) -> Answer | None:
     A weight that another module than its owner uses was compared in its own precision, and may differ by that alone.
     """
     turn.outcome = turn.comparison.compare(turn.compact, copies=True)
-    return _accept(turn) if turn.outcome[1] is None else None
+    return turn.accepted() if turn.outcome[1] is None else None
 
 
 def _allow_another_path(turn: _Turn) -> Answer | None:
@@ -335,7 +335,7 @@ TACTICS = (
         _lock_uneven_widths,
     ),
     Tactic("lock modules that would change class", lambda turn: turn.trial.plain, _lock_changed_classes),
-    Tactic("accept what agrees", lambda turn: turn.outcome[1] is None, _accept),
+    Tactic("accept what agrees", lambda turn: turn.outcome[1] is None, _Turn.accepted),
     Tactic("put branches back", lambda turn: bool(turn.gone), _put_branches_back),
     Tactic("set sizes in Python", lambda turn: True, _set_sizes),
     Tactic("compare whole copies", lambda turn: True, _compare_copies),

@@ -202,7 +202,7 @@ class Budgets:
             }
             for one, asked, value, dense in zip(self.facts, self.asked, left, self.dense, strict=True)
         }
-        return {"budgets": each, "binding": self.names[int(np.argmax(left / self.asked))]}
+        return {"budgets": each, "binding": self.facts[int(np.argmax(left / self.asked))].name}
 
 
 def budgets_of(
@@ -227,13 +227,13 @@ def budgets_of(
     most = np.array([one.as_cost(value) for one, value in zip(facts, asked.values(), strict=True)])
     within = _within(dense / scale, most, owner)
     each_group = [index for index, one in enumerate(facts) if one.each_group and settings.scope == "uniform"]
-    worst = _worst(parts)
+    worst = _worst(parts) if each_group else None
 
     def counted(of: CostModel, scale: Numbers, owner: Labels) -> Callable[[Labels], Numbers]:
         def values(counts: Labels) -> Numbers:
             result: Numbers = of(counts) / scale
-            for index in each_group:
-                result[..., owner == index] = worst(counts)[..., None]
+            if worst is not None:
+                result[..., np.isin(owner, each_group)] = worst(counts)[..., None]
             return result
 
         return values
