@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -60,18 +60,13 @@ class SpreadThresholds:
 
 
 def spread_budgets(masked: MaskedActivations, budgets: Iterable[float], by: SavedBy) -> Iterator[SpreadThresholds]:
-    """Yield thresholds for each budget, under which the weighted mean of the layers' shares of zeros is this budget.
+    """Yield thresholds for each budget: under them the mean of the layers' shares of zeros is the budget.
 
-    The error of the model's output is measured with each mask alone at several shares of zeros. The convex hulls of
-    these curves are followed from all layers' cheapest step to the dearest, by error per saving, as TEAL does greedily
-    (Liu et al. 2024, "Training-Free Activation Sparsity in Large Language Models"), until the budget is met; then the
-    thresholds are searched with all masks active. So are those of one share for all layers, and held-out samples tell
-    which changes the output less, see `better_way`.
-
-    Args:
-        masked: the model and its data, of which every fourth sample is held out.
-        budgets: shares of zeros, weighted by what they save.
-        by: what they save.
+    Shares of zeros are weighted by what zeros save, which `by` says. The error of the model's output is measured with
+    each mask alone at several shares of zeros. The convex hulls of these curves are followed from all layers' cheapest
+    step to the dearest, by error per saving, as TEAL does greedily (Liu et al. 2024, "Training-Free Activation Sparsity
+    in Large Language Models"), until the budget is met; then the thresholds are searched with all masks active. So are
+    those of one share for all layers, and held-out samples tell which changes the output less, see `better_way`.
 
     Raises:
         UsageError: nothing that is counted by MACs reads the masked values.
@@ -79,10 +74,11 @@ def spread_budgets(masked: MaskedActivations, budgets: Iterable[float], by: Save
         ModelError: the output has another shape under masks.
         NonFiniteError: the output is NaN or Inf.
     """
-    fit, held_out = (replace(masked, batches=_Samples(masked.batches, held)) for held in (False, True))
+    fit = replace(masked, batches=_Chosen(masked.batches, lambda numbers: ~_held_out(numbers)))
+    held_out = replace(masked, batches=_Chosen(masked.batches, _held_out))
     stage("threshold search: zeros of the unmasked model")
     sketches, zeros = sketch_activations(fit, dict.fromkeys(masked.paths, 0.0))
-    few, judged = (replace(each, batches=_Few.of(each.batches)) for each in (fit, held_out))
+    few, judged = (replace(each, batches=_few(each.batches)) for each in (fit, held_out))
     weights = _weights(few, sketches, by)
     counted = [path for path in masked.paths if weights[path] > 0]
     curves = error_curves(few, sketches, {path: zeros[path] for path in counted})
@@ -126,9 +122,8 @@ class SharePath:
     def along_errors(cls, zeros: Array, errors: Array, weights: Array) -> SharePath:
         """Return the path on which each step costs the least error for what it saves.
 
-        Args:
-            errors: (layers, steps - 1) after each of equal steps from there to 1 but the last, whose error is not
-                known: it is taken when all others are.
+        `errors`, (layers, steps - 1), are those after equal steps from `zeros` to 1. That of the last step is not
+        known: it is taken when all others are.
         """
         layers, steps = errors.shape[0], errors.shape[1] + 1
         widths = (1 - zeros) / steps
@@ -158,48 +153,37 @@ class SharePath:
 
 
 @dataclass(frozen=True, eq=False)
-class _Samples:
-    """Every fourth sample of some batches, or the others; of batches without samples, every fourth or the others."""
+class _Chosen:
+    """Some samples of batches, chosen by their numbers; of batches without samples, whole batches."""
 
     batches: Iterable[tuple[Any, Any]]
-    held: bool
+    chosen: Callable[[Tensor], Tensor]  # numbers (n,) -> bool (n,)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         start = 0
         for inputs, _ in self.batches:
             count = sample_count(inputs)
-            wanted = (torch.arange(start, start + max(count, 1)) % HELD_OUT == HELD_OUT - 1) == self.held
+            wanted = self.chosen(torch.arange(start, start + max(count, 1)))
             start += len(wanted)
             if wanted.any():
                 yield (select_samples(inputs, wanted.nonzero().flatten()) if count else inputs), None
 
 
-@dataclass(frozen=True, eq=False)
-class _Few:
-    """At most `SAMPLES` samples of some batches, evenly spread."""
+def _held_out(numbers: Tensor) -> Tensor:
+    """Return which samples are held out, of every `HELD_OUT` the last."""
+    return numbers % HELD_OUT == HELD_OUT - 1
 
-    batches: Iterable[tuple[Any, Any]]
-    total: int
 
-    @classmethod
-    def of(cls, batches: Iterable[tuple[Any, Any]]) -> _Few:
-        total = sum(max(1, sample_count(inputs)) for inputs, _ in batches)
-        if total < 2:
-            raise DataError(
-                f"threshold search: an overall budget is spread by errors on {HELD_OUT - 1} of {HELD_OUT} samples and "
-                f"judged on the others: expected at least {2 * HELD_OUT} samples, got fewer"
-            )
-        return cls(batches, total)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        start = 0
-        for inputs, _ in self.batches:
-            count = sample_count(inputs)
-            ends = torch.arange(start, start + max(count, 1) + 1) * min(SAMPLES, self.total) // self.total
-            wanted = ends.diff() > 0
-            start += len(wanted)
-            if wanted.any():
-                yield (select_samples(inputs, wanted.nonzero().flatten()) if count else inputs), None
+def _few(batches: Iterable[tuple[Any, Any]]) -> _Chosen:
+    """Return at most `SAMPLES` samples of some batches, evenly spread."""
+    total = sum(max(1, sample_count(inputs)) for inputs, _ in batches)
+    if total < 2:
+        raise DataError(
+            f"threshold search: an overall budget is spread by errors on {HELD_OUT - 1} of {HELD_OUT} samples and "
+            f"judged on the others: expected at least {2 * HELD_OUT} samples, got fewer"
+        )
+    most = min(SAMPLES, total)
+    return _Chosen(batches, lambda numbers: (numbers + 1) * most // total > numbers * most // total)
 
 
 def _weights(masked: MaskedActivations, sketches: Mapping[str, MagnitudeSketch], by: SavedBy) -> dict[str, float]:
@@ -309,13 +293,9 @@ def macs_of_readers(model: nn.Module, inputs: tuple[Any, ...], paths: Iterable[s
     readers = _Readers(model, paths, side)
     copied = map_tensors(inputs, torch.clone)
     with (
-        training_mode(model, False),
-        same_attributes(model),
-        torch.no_grad(),
-        plain_operators(model),
-        readers.hooks,
-        readers,
-    ):
+        training_mode(model, False), same_attributes(model), torch.no_grad(), plain_operators(model),
+        readers.hooks, readers,
+    ):  # fmt: skip
         call(model, copied)
     return readers.macs
 

@@ -157,9 +157,7 @@ def change_activations(
 def require_floating(value: Any, where: str, *, chosen: bool = True) -> None:
     """Raise if there are no plain floating-point tensors in a value.
 
-    Args:
-        chosen: whether the module was chosen by its path. A module that is one of many, such as an optional norm that
-            is given None, may have a value without any.
+    A module that was not chosen by its path, such as an optional norm that is given None, may have a value without any.
     """
     if isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested:
         return

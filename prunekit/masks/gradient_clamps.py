@@ -108,15 +108,11 @@ def _by_norm(gradient: Tensor, norm: Tensor, limit: float | Tensor, inplace: boo
 
 
 class GradientClamp(HookOwner):
-    """Base of the two clamps: limits by module path, and how often they were exceeded.
-
-    Attributes:
-        limits: by module path, for unscaled gradients.
-    """
+    """Base of the two clamps: limits by module path, and how often they were exceeded."""
 
     def __init__(self, limits: Mapping[str, float], by: By) -> None:
         super().__init__()
-        self.limits = dict(limits)
+        self.limits = dict(limits)  # of unscaled gradients
         self._by = by
         self._beyond = Tally()
 

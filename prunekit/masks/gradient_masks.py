@@ -34,14 +34,8 @@ class GradientMasks(HookOwner):
     A module that treats every channel by itself, as BatchNorm does, has no hook of the first kind if its inputs come
     from modules that have one: nothing can spread in it, and behind it the gradient is masked all the same.
 
-    Under `torch.compile` hooks of the first kind are part of the graph.
-
-    Args:
-        model: its parameters are not changed.
-        plan: which entries are pruned.
-        entries: `entries` of weight masks with the same plan: the two then share their masks' memory, and `update`
-            comes after that of the weight masks.
-        changing: as for `WeightMasks`.
+    Under `torch.compile` hooks of the first kind are part of the graph. Given the `entries` of weight masks with the
+    same plan, the two share their masks' memory, and `update` comes after that of the weight masks.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -68,12 +62,7 @@ class GradientMasks(HookOwner):
         self.own_compile_check(self._model)
 
     def update(self, plan: Plan) -> None:
-        """Mask by another plan, between two steps; the hooks stay where they are.
-
-        Raises:
-            RuntimeError: the masks are not active, or were not made to change.
-            PlanError: the plan does not fit the model.
-        """
+        """Mask by another plan, between two steps; the hooks stay where they are."""
         if not (self.active and self._changing):
             raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
         self._plan = plan
@@ -165,11 +154,7 @@ def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
 
 
 class _ChannelMask:
-    """A mask of the gradient of a module's first result, along its pruned channels.
-
-    Args:
-        dropped: bool (channels,); None where none is pruned.
-    """
+    """A mask of the gradient of a module's first result, along its pruned channels: bool (channels,), None for none."""
 
     def __init__(self, path: str, module: nn.Module, dropped: Tensor | None) -> None:
         self._path, self._module = path, module

@@ -25,14 +25,10 @@ Masks = tuple[Tensor, ...]
 
 
 class PrunedEntries:
-    """The entries of one tensor that are pruned; writes exact zeros there, in a shard into this process's part of it.
-
-    Args:
-        keep: bool, broadcastable to the tensor.
-    """
+    """The pruned entries of one tensor; writes exact zeros there, in a shard into this process's part of it."""
 
     def __init__(self, keep: Tensor) -> None:
-        self._keep = keep
+        self._keep = keep  # bool, broadcastable to the tensor
         self._masks: dict[tuple[torch.device, torch.dtype, bool], Masks] = {}
         self._gradient: TensorVersion | None = None
 

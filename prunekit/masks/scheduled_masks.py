@@ -24,17 +24,10 @@ from prunekit.settings.pruning import MASKED_DECAY, ScheduleSettings
 
 
 class Planner:
-    """Makes the plan of each stage of a schedule.
+    """A maker of plans, one for each stage of a schedule; scores that it keeps are in its `state_dict`."""
 
-    A planner that keeps scores from stage to stage returns them from `state_dict`, as a `Callback` does.
-
-    Attributes:
-        masks: that its plans come into force in, from when they are entered.
-        from_zero: whether masked single weights that come back begin at zero, and not with the values that they had.
-    """
-
-    masks: ChangingMasks
-    from_zero = False
+    masks: ChangingMasks  # which put its plans in force, once they are entered
+    from_zero = False  # whether masked single weights that come back begin at zero, and not with their last values
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return the context in which scores are collected: entered after the masks, left once the plan is final."""
@@ -90,17 +83,8 @@ class ScheduledMasks:
     """A model under masks whose plan changes at each stage of a schedule, as a context manager.
 
     The training loop says how many steps were made (`reach`). From a stage on, pruned entries are exactly zero after
-    every step of the optimizer.
-
-    Args:
-        model: changed in place.
-        optimizer: torch's own, which trains it.
-        stages: every change of the plan, in order; the last is final.
-        start: the plan before the first stage, which may keep everything.
-        planner: makes the plans of the stages, with the same channel map.
-        on_change: called after each change, once the masks are in force.
-        gradients: as for `ChangingMasks`.
-        straight_through: as for `ChangingMasks`, until the plan is final.
+    every step of the optimizer. `start` is the plan before the first stage, and may keep everything; the last stage is
+    final; `on_change` is called after each change, once the masks are in force.
     """
 
     def __init__(

@@ -25,16 +25,12 @@ class StraightThrough(HookOwner):
     is added to their gradients; after it they are taken out, and masks that come later write the zeros. So every
     forward pass, average and checkpoint sees zeros, and the optimizer has momentum and weight decay of all weights.
     Gradients of these weights must not be masked. Enter it before the weight masks.
-
-    Args:
-        model: whose weights are masked.
-        optimizer: torch's own, which trains them.
-        decay: how much of the values is added to their gradients.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float) -> None:
         super().__init__()
-        self._model, self._optimizer, self._decay = model, optimizer, decay
+        self._model, self._optimizer = model, optimizer
+        self._decay = decay  # how much of the values is added to their gradients
         self._values: dict[str, _LearnedValues] = {}
         self._shown = False
 
@@ -100,18 +96,13 @@ class StraightThrough(HookOwner):
 
 
 class _LearnedValues:
-    """The values behind the zeros of one weight; as bits, which takes half the time of choosing by conditions.
-
-    Args:
-        values: in the weight's shape, +0.0 where it is not pruned.
-        pruned: bool in its shape.
-    """
+    """The values behind the zeros of one weight; as bits, which takes half the time of choosing by conditions."""
 
     def __init__(self, values: Tensor, pruned: Tensor) -> None:
         self._use(values, pruned)
 
     def _use(self, values: Tensor, pruned: Tensor) -> None:
-        self.values, self.pruned = values, pruned
+        self.values, self.pruned = values, pruned  # in the weight's shape; values are +0.0 where it is not pruned
         bits = BITS[values.element_size()]
         self._pruned, self._kept = (all_or_no_bits(one, values.device, bits) for one in (pruned, ~pruned))
 

@@ -43,8 +43,7 @@ class MagnitudeSketch:
     A bucket is the upper half of |x| as float32: its edges are at most 1/128 apart, relative to the lower one (below
     1.2e-38: 9.2e-41 apart), so a threshold found here is that near to the exact one. Like DDSketch (Masson et al.
     2019), whose buckets grow by the logarithm, but found without computing one. Zeros have a bucket of their own, Inf
-    and NaN are counted apart, and float64 beyond the range of float32 counts at its ends. Counts add, so merged
-    sketches equal one over all the values.
+    and NaN are counted apart, and float64 beyond the range of float32 counts at its ends.
     """
 
     def __init__(self) -> None:
@@ -60,12 +59,6 @@ class MagnitudeSketch:
         for block in torch.split(flat, CPU_BLOCK if flat.device.type == "cpu" else DEVICE_BLOCK):
             self._counts += _count(block)
         return self
-
-    def merge(self, other: MagnitudeSketch) -> MagnitudeSketch:
-        """Return a new sketch of the values of both."""
-        merged = MagnitudeSketch()
-        merged._counts = self._counts + other._counts.to(self._counts.device)
-        return merged
 
     @property
     def count(self) -> int:

@@ -191,16 +191,11 @@ class WeightMasks(HookOwner):
     Leaving the masks removes the hooks and keeps the zeros, unless `restore` is set. A model with such norms then
     computes something else: its norms average over the zeros too.
 
-    Args:
-        model: changed in place, and only where the plan prunes.
-        plan: which entries are pruned.
-        optimizer: the optimizer in use, or a wrapper with an `optimizer` attribute such as Accelerate's. Without it
-            the entries are zero in every forward pass, but not between a step and the next one.
-        restore: whether leaving brings back the values that the pruned entries had on enter, and the variances of
-            their BatchNorms. Kept weights stay as they were trained meanwhile.
-        changing: whether `update` will be called. Then the hooks are on every module that some plan may
-            prune, so that their order among all hooks stays, and the pruned values are held (see `update`), which
-            takes as much memory as they took in the model.
+    The optimizer may be in a wrapper that keeps it in `.optimizer`. Without one the entries are zero in every forward
+    pass, but not between a step and the next one. With `restore`, leaving brings back the values that the pruned entries had on
+    enter, and the variances of their BatchNorms; kept weights stay as they were trained. With `changing`, `update` may
+    be called: the hooks are then on every module that some plan may prune, so that their order among all hooks stays,
+    and the pruned values are held, which takes as much memory as they took in the model.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -261,15 +256,8 @@ class WeightMasks(HookOwner):
         """Mask by another plan, between two steps; the hooks stay where they are.
 
         Entries that the plan before pruned and this one keeps come back with the values that they had when they were
-        pruned, as in Zhu & Gupta 2017 and Sanh et al. 2020; their gradients were zero meanwhile.
-
-        Args:
-            plan: of the same channel map.
-            from_zero: whether masked single weights that come back begin at zero instead (Evci et al. 2020).
-
-        Raises:
-            RuntimeError: the masks are not active, or were not made to change.
-            PlanError: the plan does not fit the model.
+        pruned, as in Zhu & Gupta 2017 and Sanh et al. 2020; with `from_zero` single weights begin at zero instead
+        (Evci et al. 2020). Their gradients were zero meanwhile.
         """
         if not (self.active and self._changing) or self._held is None:
             raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
@@ -297,11 +285,7 @@ class WeightMasks(HookOwner):
 
     @property
     def held(self) -> PrunedValues:
-        """The values that pruned entries had when they were pruned.
-
-        Raises:
-            RuntimeError: the masks are not active, or were made with neither `restore` nor `changing`.
-        """
+        """The values that pruned entries had when they were pruned."""
         if self._held is None:
             raise RuntimeError(f"{type(self).__name__}.held: expected active masks made with restore or changing")
         return self._held
@@ -459,12 +443,7 @@ class PrunedValues:
         return whole
 
     def replace(self, name: str, whole: Tensor, where: Tensor) -> None:
-        """Hold other values of some of a tensor's pruned entries.
-
-        Args:
-            whole: in its shape, the values.
-            where: bool in its shape, the entries.
-        """
+        """Hold other values of some of a tensor's pruned entries; values and entries (bool) in the tensor's shape."""
         module, tensor = self._tensors[name]
         pruned = tensor.entries.dropped(tensor.of(module).detach())
         self.values[name] = torch.where(where[pruned], whole[pruned], self.values[name])
@@ -484,10 +463,7 @@ def _steps_alone(optimizer: Optimizer) -> bool:
 
 
 def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
-    """Return the addresses of the storages that a step may have written to.
-
-    None stands for any, as for an optimizer that is not torch's own.
-    """
+    """Return the addresses of storages that a step may have written to; None for any, as of a foreign optimizer."""
     if not type(optimizer).__module__.startswith("torch.optim.") or not _steps_alone(optimizer):
         return None
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -245,9 +245,9 @@ def test_linear_layers_of_a_vit_share_a_budget() -> None:
 
 def test_samples_are_held_out_and_drawn_evenly() -> None:
     batches = [((part,), None) for part in torch.arange(40)[:, None].split(7)]
-    held = activation_budget._Samples(batches, held=True)
-    rest = activation_budget._Samples(batches, held=False)
+    held = activation_budget._Chosen(batches, activation_budget._held_out)
+    rest = activation_budget._Chosen(batches, lambda numbers: ~activation_budget._held_out(numbers))
     assert [int(value) for inputs, _ in held for value in inputs[0]] == list(range(3, 40, 4))
     assert sorted(int(value) for part in (held, rest) for inputs, _ in part for value in inputs[0]) == list(range(40))
-    many = activation_budget._Few.of([((part,), None) for part in torch.arange(1024)[:, None].split(100)])
+    many = activation_budget._few([((part,), None) for part in torch.arange(1024)[:, None].split(100)])
     assert [int(value) for inputs, _ in many for value in inputs[0]] == list(range(3, 1024, 4))
