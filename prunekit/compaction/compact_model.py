@@ -93,10 +93,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     """Write a compact model's parameters and buffers into the model that it was cut from, in place.
 
     Afterwards `compact(model, plan)` equals `small`, value by value, and the model is masked: pruned entries are 0.0,
-    except for variances of BatchNorms, which stay as they were.
-
-    Args:
-        small: `compact(model, plan)`, which may have been trained since.
+    except for variances of BatchNorms, which stay as they were. `small` may have been trained since it was cut.
     """
     require_plan(plan, model)
     compact_tensors = dict(named_tensors(small))

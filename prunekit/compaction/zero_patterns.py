@@ -79,19 +79,8 @@ def zero_pattern(weight: Tensor, *, groups: int = 1, transposed: bool = False) -
     """Return which pattern the zeros of a weight have along its reduced axis.
 
     Groups of N:M and blocks run along input channels at each kernel position, within a group of a grouped convolution,
-    as sparse tensor cores reduce (Mishra et al., 2021).
-
-    Args:
-        weight: (outputs, inputs of a group, *kernel).
-        transposed: whether it is (inputs, outputs of a group, *kernel).
-
-    Example:
-        >>> import torch
-        >>> from prunekit.compaction.zero_patterns import zero_pattern
-        >>> weight = torch.tensor([1.0, 0.0, 0.0, 2.0]).repeat(8, 4)
-        >>> found = zero_pattern(weight)
-        >>> found.name, found.share, found.two_of_four
-        ('2:4', 0.5, True)
+    as sparse tensor cores reduce (Mishra et al., 2021). The weight is (outputs, inputs of a group, *kernel), or, where
+    it is transposed, (inputs, outputs of a group, *kernel).
     """
     if not weight.numel():
         return ZeroPattern(0, 0, 0, {}, {})
@@ -166,9 +155,6 @@ class ModelZeros:
 def zero_patterns(model: nn.Module) -> ModelZeros:
     """Return which patterns the zeros of a model's linear layers and convolutions have.
 
-    Args:
-        model: compact or masked; not changed.
-
     Example:
         >>> import torch
         >>> from prunekit.compaction.zero_patterns import zero_patterns
@@ -204,17 +190,7 @@ IGNORED = "no runtime on a CPU skips them in dense tensors, and no runtime of a 
 
 
 def users(zeros: ModelZeros) -> str:
-    """Return what computes less for the zeros of a model, on which hardware, and how it is called, as one sentence.
-
-    Example:
-        >>> import torch
-        >>> from prunekit.compaction.zero_patterns import zero_patterns
-        >>> from prunekit.compaction.zero_patterns import users
-        >>> model = torch.nn.Linear(16, 16)
-        >>> model.weight.data[:, ::2] = 0
-        >>> print(users(zero_patterns(model)))
-        1 of 1 layers are 2:4, which NVIDIA GPUs from Ampere on compute in fp16 and bf16: ...
-    """
+    """Return what computes less for the zeros of a model, on which hardware, and how it is called, as one sentence."""
     found = zeros.two_of_four
     if found:
         return (

@@ -371,16 +371,13 @@ def most_state_bytes(channel_map: ChannelMap) -> int:
 
     Layers of one module that read the same channels, as those of queries, keys and values do, count as one.
     """
-    group_of = np.full(channel_map.n_labels, -1)
-    for index, group in enumerate(channel_map.groups):
-        group_of[group.labels] = index
     found: dict[Hashable, tuple[set[int], int]] = {}
     for name, axes in channel_map.labels.items():
         if len(axes) > 1 and axes[1] is not None:
             columns = math.prod(channel_map.shapes[name][1:])
             for read in channel_map.deciding(axes[1]):
                 key = name.rpartition(".")[0].rpartition(".")[0], read.tobytes()
-                found[key] = set(group_of[read].tolist()) - {-1}, columns
+                found[key] = set(channel_map.group_of[read].tolist()) - {-1}, columns
     totals = dict.fromkeys(range(len(channel_map.groups)), 0)
     for groups, columns in found.values():
         for index in groups:

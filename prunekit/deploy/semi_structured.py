@@ -103,11 +103,7 @@ def _missing(device: torch.device) -> str:
 
 
 def packable(model: nn.Module, kind: type[SparseSemiStructuredTensor]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the linear layers that kernels can compute packed, and why each other layer with zeros cannot be.
-
-    Args:
-        kind: the kernels, whose smallest shapes differ.
-    """
+    """Return the linear layers that kernels can compute packed, and why each other layer with zeros cannot be."""
     fitting, dense = [], {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear | _ConvNd) and bool((module.weight == 0).any()):

@@ -192,10 +192,10 @@ class WeightMasks(HookOwner):
     computes something else: its norms average over the zeros too.
 
     The optimizer may be in a wrapper that keeps it in `.optimizer`. Without one the entries are zero in every forward
-    pass, but not between a step and the next one. With `restore`, leaving brings back the values that the pruned entries had on
-    enter, and the variances of their BatchNorms; kept weights stay as they were trained. With `changing`, `update` may
-    be called: the hooks are then on every module that some plan may prune, so that their order among all hooks stays,
-    and the pruned values are held, which takes as much memory as they took in the model.
+    pass, but not between a step and the next one. With `restore`, leaving brings back the values that the pruned
+    entries had on enter, and the variances of their BatchNorms; kept weights stay as they were trained. With
+    `changing`, `update` may be called: the hooks are then on every module that some plan may prune, so that their order
+    among all hooks stays, and the pruned values are held, which takes as much memory as they took in the model.
 
     Raises:
         PlanError: the plan does not fit the model.

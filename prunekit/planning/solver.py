@@ -52,17 +52,10 @@ def make_plan(
 ) -> Plan:
     """Choose the labels to keep so that every budget is met and the kept scores are the highest.
 
-    Args:
-        channel_map: of the model.
-        scores: importance of each label, float (n_labels,); comparable between groups, except for scope `uniform`.
-        settings: budgets, scope, rounding, exclusions and ratios.
-        seed: noted in the plan; the solver draws no random numbers.
-        latency: of the target, for budgets of time.
-        bounds: plans that bound this one, as in a step of a schedule; it may then remove nothing.
-
-    Returns:
-        The plan. Its provenance has under `budgets` what of each was asked for and is left, and under `binding` the
-        one that is used up the most.
+    Scores, float (n_labels,), are comparable between groups, except for scope `uniform`. The seed is only noted in the
+    plan: the solver draws no random numbers. With bounds, as in a step of a schedule, the plan may remove nothing. Its
+    provenance has under `budgets` what of each was asked for and is left, and under `binding` the one that is used up
+    the most.
 
     Raises:
         PlanError: a budget cannot be met (the message gives the least possible), nothing would be removed, or a glob

@@ -107,10 +107,8 @@ class TimedPlanSearch(PlanSearch):
 def with_profile(search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> PlanSearch:
     """Return the search with a latency profile of its target, where a budget is one of time.
 
-    Args:
-        search: for plans within the budgets.
-        deploy: what is done to the dense model and to every compact one before they are timed.
-        measure: whether networks that are not in the cache of profiles are measured.
+    The dense model and every compact one are deployed as `deploy` says before they are timed. Without `measure` the
+    profile is of networks in the cache alone.
 
     Raises:
         NotMeasuredError: nothing may be measured, and the cache has too few networks.
@@ -146,24 +144,15 @@ def with_profile(search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measu
 
 
 class LatencySearch:
-    """The search for the share of the time asked for at which to aim plans, by measuring one after the other.
-
-    Args:
-        target: the budgets of time.
-        log: gets a line for each attempt.
-
-    Attributes:
-        attempts: measured plans in order; one that is near the goal is measured twice.
-        done: whether a plan near the goal was found, or nothing is left to try.
-    """
+    """The search for the share of the time asked for at which to aim plans, by measuring one after the other."""
 
     def __init__(self, target: LatencyTarget, *, log: Log) -> None:
         self._target, self._log = target, log
         self._share, self._most = target.first_share, current_effort().attempts
         self._over = perf_counter() + SEARCH_SHARE * target.settings.target.limit_s
         self._plans: list[Plan] = []
-        self.attempts: list[Attempt] = []
-        self.done = False
+        self.attempts: list[Attempt] = []  # in order; a plan near the goal is measured twice
+        self.done = False  # a plan near the goal was found, or nothing is left to try
 
     @property
     def aim(self) -> PruneSettings:

@@ -134,22 +134,18 @@ def schedule_planner(
 
 
 class WeightGradients(StepHook):
-    """A reader of single weights' gradients before each step: how the weights move, or where the loss would gain.
-
-    Attributes:
-        wanted: whether the next step's gradients are kept, those of masked weights too.
-        moved: the sums of -w * dL/dw over the steps, by name; of masked weights, of the values behind them with the
-            gradients of the zeros in their place (Sanh et al. 2020, straight-through). Empty unless `movement`.
-        last: the gradients that were kept, by name.
-    """
+    """A reader of single weights' gradients before each step: how the weights move, or where the loss would gain."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, masks: ChangingMasks, names: frozenset[str], *, movement: bool
     ) -> None:
         super().__init__(optimizer)
         self._model, self._masks, self._names, self._movement = model, masks, sorted(names), movement
-        self.wanted = False
-        self.moved, self.last = dict[str, Tensor](), dict[str, Tensor]()
+        self.wanted = False  # whether the next step's gradients are kept, those of masked weights too
+        # the sums of -w * dL/dw over the steps; of masked weights, of the values behind them with the gradients of the
+        # zeros in their place (Sanh et al. 2020, straight-through). Empty unless `movement`.
+        self.moved = dict[str, Tensor]()
+        self.last = dict[str, Tensor]()  # the gradients that were kept
         self._behind: dict[str, Tensor] | None = None
 
     @torch.no_grad()
@@ -204,11 +200,6 @@ class PatternPlanner(Planner):
 
     Weights are scored by their size as they are then, or by movement. See `masks_at_step` for how many of them are
     zero, and which come back.
-
-    Args:
-        settings: with a schedule and a pattern.
-        channels: plans the channels of each stage.
-        graph: of the model's layers.
     """
 
     def __init__(self, settings: PruneSettings, channels: ChannelPlanner, graph: LayerGraph) -> None:

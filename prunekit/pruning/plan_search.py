@@ -131,13 +131,7 @@ class PlanSearch:
         return replace(self, model=model, library=library)
 
     def require_reachable(self) -> None:
-        """Raise if the budgets cannot be met, before anything is trained.
-
-        If a budget of time is predicted to be missed or only just met, the fastest plan is measured.
-
-        Raises:
-            PlanError: the budgets cannot be met; names the best that is possible.
-        """
+        """Raise a `PlanError` if the budgets cannot be met, before anything is trained."""
         feasible_plan(self.channel_map, self.settings)
 
     def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
@@ -193,10 +187,7 @@ class PlanSearch:
     def try_plan(self, settings: PruneSettings, channel_map: ChannelMap, inputs: CriterionInputs) -> Planned:
         """Score, plan, and try the plan until masked == compact: what differs is locked, and planned again.
 
-        Args:
-            settings: of the search, with the budgets that are aimed at.
-            channel_map: of the search, with the locks that earlier trials added.
-            inputs: what the criterion reads.
+        The settings have the budgets that are aimed at, and the map the locks that earlier trials added.
         """
         made, table = list[tuple[Plan, Scores]](), None if self.latency is None else self.latency.table
         library, layouts = self.library, list[EqualWidths]()
@@ -248,9 +239,7 @@ class PlanSearch:
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult | None:
         """Measure the final model beside the dense one in fresh processes; None without a budget of time.
 
-        Args:
-            planned: the result of `find`.
-            model: compacted by that plan, and deployed as the profiled networks were.
+        The model was compacted by the plan, and deployed as the profiled networks were.
 
         Raises:
             RunError: the target cannot run it.

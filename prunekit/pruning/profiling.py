@@ -192,18 +192,9 @@ class Profile(Displayed):
         )
 
     def _headline(self) -> str:
-        setting = self.table.setting
-        where = ", ".join(
-            (
-                setting["runtime"],
-                setting["device"],
-                f"batch {setting['batch']}",
-                f"threads {setting['threads']}",
-                setting["dtype"],
-                setting["memory_format"],
-            )
-        )
-        return f"dense {self.table.dense_ms:.3f} ms ({where}); {self.accuracy}"
+        named = {"batch", "threads"}
+        where = [f"{key} {value}" if key in named else f"{value}" for key, value in self.table.setting.items()]
+        return f"dense {self.table.dense_ms:.3f} ms ({', '.join(where)}); {self.accuracy}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield "\n".join([f"Profile: {self._headline()}", *(f"Note: {note}" for note in self.notes)])

@@ -129,16 +129,9 @@ def patch_statistics(
 ) -> PatchStats:
     """Return patch statistics of the layers that read channels which may be removed, with their measured gains.
 
-    If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers.
-
-    Args:
-        model: the dense one, on the images' device.
-        images: (B, ...), or a tuple of all inputs.
-        channel_map: of the model.
-        settings: of the repair that follows, with the limits of rows and memory; None: none follows.
-        ignore: globs over module paths whose output channels are kept.
-        groups: whose readers are looked at; None: all groups of the map.
-        log: gets lines on the memory that pruning and the statistics will take.
+    If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
+    (B, ...), or a tuple of all inputs; settings are those of the repair that follows, if one does; only readers of
+    `groups` are looked at, if these are given.
 
     Raises:
         UsageError: much less memory is free than pruning the model takes.
@@ -185,10 +178,7 @@ def share_check(
     prune: PruneSettings,
     repair: RepairSettings | None = None,
 ) -> ShareCheck | None:
-    """Return the check of how like layers share a cut, where `elimination` decides that and samples are too few.
-
-    Else it is None. See `patch_statistics`.
-    """
+    """Return the check of how like layers share a cut; None unless `elimination` decides that, on too few samples."""
     if prune.criterion != "elimination" or not prune.groups_compete:
         return None
     settings = repair or RepairSettings()

@@ -35,10 +35,7 @@ StepInputs = tuple[ChannelStats | None, TaylorTerms | None]
 
 
 def final_shares(plan: Plan) -> dict[str, float]:
-    """Return the shares of the dense model's resources that a schedule leaves at its end.
-
-    These are the budgets; a budget of time, which cannot be measured at each stage, becomes the MACs of the plan.
-    """
+    """Return the shares of resources that a schedule leaves at its end: the budgets, or, for one of time, the MACs."""
     if of_time(plan):
         return {"macs": plan.channel_map.macs_left(plan.keep)}
     found = plan.provenance["budgets"].items()
@@ -80,14 +77,8 @@ class ChannelPlanner(Planner):
     Criteria of weights, statistics and gradients score the masked model; those of Gram matrices keep the scores of the
     dense model, because matrices of masked channels are singular. Pruned channels keep their last score.
 
-    Args:
-        settings: with a schedule.
-        plan: of the dense model, whose channel map and locks hold for all stages; the final plan if a budget is one of
-            time.
-        scores: of the dense model; None outside the main process, which makes all plans.
-        statistics: collects the statistics of each stage.
-        seed: of the random criterion.
-        library: where a configuration of transformers has to say the widths of the final plan.
+    `plan` is that of the dense model, whose channel map and locks hold for all stages, and the final plan if a budget
+    is one of time. `scores` are None outside the main process, which makes all plans.
     """
 
     def __init__(

@@ -30,12 +30,7 @@ from prunekit.utils.inputs import sample_count, to_device
 
 
 class StepCounter(HookOwner):
-    """The number of steps that an optimizer has made.
-
-    Attributes:
-        tried: with those that a GradScaler skipped.
-        told: whether the pruner's `step` was ever called.
-    """
+    """The number of steps that an optimizer has made."""
 
     def __init__(self, optimizer: Optimizer, last: int) -> None:
         super().__init__()
@@ -45,8 +40,8 @@ class StepCounter(HookOwner):
 
     def begin_at(self, step: int) -> None:
         """Go on counting from a step."""
-        self.tried, self._skipped = step, torch.zeros(())
-        self.told = step > 0
+        self.tried, self._skipped = step, torch.zeros(())  # tried: with those that a GradScaler skipped
+        self.told = step > 0  # whether the pruner's `step` was ever called
 
     def register(self) -> None:
         """Register hooks before and after the optimizer's step."""
@@ -79,13 +74,7 @@ FROM_SAMPLES = {"stats", "patches", "ranks"}
 class LoopStatistics(StepStatistics):
     """The statistics of a user's loop: gradients of its steps, or calibration samples that each stage runs again.
 
-    Args:
-        settings: criterion and schedule.
-        channel_map: of the model.
-        samples: inputs alone, for activations.
-        pairs: inputs and targets, for second derivatives.
-        loss: for `pairs`.
-        seed: of what is random in the model.
+    Samples are inputs alone, for activations; pairs are inputs and targets, for second derivatives of the loss.
     """
 
     def __init__(
@@ -120,14 +109,8 @@ class LoopStatistics(StepStatistics):
             if stats is not None:
                 stats.require_finite()
             if self._pairs:
-                terms = collect_gradients(
-                    model,
-                    self._pairs,
-                    self._loss,
-                    second_order=True,
-                    seed=self._seed,
-                    progress=False,
-                )
+                pairs, loss, seed = self._pairs, self._loss, self._seed
+                terms = collect_gradients(model, pairs, loss, second_order=True, seed=seed, progress=False)
         return stats, terms
 
     def state_dict(self) -> dict[str, Any]:
