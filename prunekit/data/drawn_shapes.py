@@ -76,7 +76,10 @@ class DrawnShapes:
         return image, self._objects([labels[i] for i in kept], [masks[i] for i in kept], [centers[i] for i in kept])
 
     def _objects(self, labels: list[int], masks: list[Array], centers: list[tuple[float, float]]) -> Objects:
-        boxes = [_box(mask) for mask in masks]
+        boxes = []
+        for mask in masks:
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            boxes.append([float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)])
         points = [_points(mask, center) for mask, center in zip(masks, centers, strict=True)]
         stacked = np.stack(masks) if masks else np.zeros((0, self.size, self.size))
         return Objects(
@@ -126,11 +129,6 @@ def _color(generator: np.random.Generator, pixels: Array, cover: Array) -> Array
         color = np.where(around > 127, around - 110, around + 110)
     found: Array = color + generator.normal(0, 6, pixels.shape)
     return found
-
-
-def _box(mask: Array) -> list[float]:
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    return [float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)]
 
 
 def _points(mask: Array, center: tuple[float, float]) -> list[list[float]]:

@@ -85,7 +85,12 @@ class PrunesInTrainer:
         elif self._small is not None:
             return  # the compact model is trained further
         elif self.is_open:
-            self._require_unharmed()
+            kept = None if self._saved is None else self._saved["pruner"]["masks"]["keep"].numpy()
+            if kept is not None and kept.shape == self.plan.keep.shape and (kept & ~self.plan.keep).any():
+                raise UsageError(
+                    f"{type(self).__name__}: this checkpoint has channels that the model has lost since, and whose "
+                    "weights were zeroed as it was loaded; go on from it with a new model, trainer and callback"
+                )
             self._pause()
         saved, self._saved = self._saved, None
         self._asked = self._scheduled(total, saved)
@@ -99,17 +104,6 @@ class PrunesInTrainer:
         self._saved = self._state() if self._saved is None else self._saved
         self.pruner.close(restore=False)
         self._pruner = None
-
-    def _require_unharmed(self) -> None:
-        """Raise if a checkpoint's weights were loaded under masks that have zeroed some of them."""
-        if self._saved is None:
-            return
-        kept = self._saved["pruner"]["masks"]["keep"].numpy()
-        if kept.shape == self.plan.keep.shape and (kept & ~self.plan.keep).any():
-            raise UsageError(
-                f"{type(self).__name__}: this checkpoint has channels that the model has lost since, and whose "
-                "weights were zeroed as it was loaded; go on from it with a new model, trainer and callback"
-            )
 
     def _state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the pruner's state, and how many steps the shares of the training were."""

@@ -49,20 +49,14 @@ def torchvision_detector(name: str) -> Callable[..., nn.Module]:
         if refused:
             raise ValueError(f"{refused[0]}: weights come from model.weights")
         model: nn.Module = build(weights=weights, weights_backbone=None, **arguments)
-        if image_size is not None:
-            _resize_to(model, image_size)
+        if image_size is not None:  # images of this size are left as they are
+            transform: Any = model.transform
+            transform.fixed_size = None if transform.fixed_size is None else (image_size, image_size)
+            transform.min_size, transform.max_size = (image_size,), image_size
         return model
 
     made.__name__ = name
     return made
-
-
-def _resize_to(model: Any, size: int) -> None:
-    """Make a detector of torchvision work on images of a size as they are."""
-    transform = model.transform
-    if transform.fixed_size is not None:
-        transform.fixed_size = (size, size)
-    transform.min_size, transform.max_size = (size,), size
 
 
 def made_for(model: nn.Module) -> int | None:

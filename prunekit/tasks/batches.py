@@ -389,7 +389,10 @@ def together(
     model: nn.Module, samples: list[Any], where: str, collate: Callable[[list[Any]], Any] = default_collate
 ) -> Any:
     """Return samples as one batch: stacked, or as lists of images and of what belongs to each."""
-    images = [_image_of(model, sample) for sample in samples]
+    images: list[Any] = []
+    for sample in samples:
+        first = sample[0] if isinstance(sample, (tuple, list)) and sample else sample
+        images.append(images_in(model, sample) if isinstance(sample, Mapping) else first)
     listed = are_images(model, images)
     try:
         if not (listed and takes_list(model, images[0])):
@@ -412,12 +415,6 @@ def together(
     if isinstance(samples[0], Mapping):
         return images, list(samples)
     return images, *([*column] for column in zip(*(sample[1:] for sample in samples), strict=True))
-
-
-def _image_of(model: nn.Module, sample: Any) -> Any:
-    if isinstance(sample, Mapping):
-        return images_in(model, sample)
-    return sample[0] if isinstance(sample, (tuple, list)) and sample else sample
 
 
 def _named(sample: Any, names: Set[str] | None, where: str) -> Any:

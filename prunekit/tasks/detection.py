@@ -193,7 +193,12 @@ def _ultralytics_batch(model: Any, images: Tensor, targets: Targets) -> dict[str
     head = {kind.__name__ for kind in type(model.model[-1]).__mro__}
     if "Segment" in head:
         _require_part(model, targets, "masks")
-        batch["masks"] = torch.stack([_numbered(target["masks"]) for target in targets]).to(images)
+        numbered = []  # of each pixel the number, from 1, of the object that it is of, 0 for none; the later ones win
+        for target in targets:
+            masks = target["masks"].bool()  # (n, H, W)
+            there = masks * torch.arange(1, len(masks) + 1, device=masks.device)[:, None, None]
+            numbered.append(there.amax(0) if len(masks) else there.new_zeros(there.shape[1:]))
+        batch["masks"] = torch.stack(numbered).to(images)
     if "Pose" in head:
         _require_part(model, targets, "keypoints")
         _require_points(model, targets, model.model[-1].kpt_shape[0])
@@ -201,12 +206,6 @@ def _ultralytics_batch(model: Any, images: Tensor, targets: Targets) -> dict[str
         scale = images.new_tensor([width, height, 1])
         batch["keypoints"] = (points / scale)[..., : model.model[-1].kpt_shape[1]]
     return batch
-
-
-def _numbered(masks: Tensor) -> Tensor:
-    """Return the number, from 1, of the object (n, H, W) that each pixel is of, 0 for none; the later ones win."""
-    numbers = torch.arange(1, len(masks) + 1, device=masks.device, dtype=torch.int64)[:, None, None]
-    return (masks.bool() * numbers).amax(0) if len(masks) else masks.new_zeros(masks.shape[1:], dtype=torch.int64)
 
 
 def loss(output: Any, targets: Targets) -> Tensor:

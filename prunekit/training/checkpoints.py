@@ -59,18 +59,14 @@ class Checkpoints:
     ) -> None:
         self.folder, self.settings, self.facts = Path(folder), settings or CheckpointSettings(), dict(facts or {})
         self.last: Path | None = None
+        self.step = 0  # of the last checkpoint; 0 if there is none
         self._log = log
-        self._begun, self._pause, self._step = time.monotonic(), 0.0, 0
-
-    @property
-    def step(self) -> int:
-        """The step of the last checkpoint; 0 if there is none."""
-        return self._step
+        self._begun, self._pause = time.monotonic(), 0.0
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this number of steps of the run."""
         steps, seconds = self.settings.every_steps, self.settings.every_seconds
-        if steps is not None and step - self._step >= steps:
+        if steps is not None and step - self.step >= steps:
             return True
         return seconds is not None and time.monotonic() - self._begun >= max(seconds, self._pause)
 
@@ -88,7 +84,7 @@ class Checkpoints:
         else:
             self.last = path
             self._keep(self.settings.keep)
-        self._begun, self._step = time.monotonic(), step
+        self._begun, self.step = time.monotonic(), step
         self._pause = (self._begun - begun) / SHARE
 
     def _keep(self, count: int) -> None:
@@ -122,7 +118,7 @@ class Checkpoints:
                 with suppress(OSError):
                     path.rename(path.with_name(f"damaged-{path.name}"))
                 continue
-            self.last, self._step, self._begun = path, state["position"]["step"], time.monotonic()
+            self.last, self.step, self._begun = path, state["position"]["step"], time.monotonic()
             self._keep(self.settings.keep)  # a run may have been killed between writing one and removing another
             return state
         return None

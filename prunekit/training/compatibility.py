@@ -44,17 +44,15 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
             raise
         except Exception as error:  # a model's own code may raise anything
             reraise_shortage(error)
-            raise ModelError(_not_taken(model, splits.task, inputs, error)) from error
+            shape, advice = described(inputs), ""
+            if splits.task.labeled_images:
+                shape = f"images of shape {tuple(inputs.shape[1:])}"
+                advice = "; set data.image_size to what it was made for"
+            raise ModelError(
+                f"{type(model).__name__} does not take {shape}: {type(error).__name__}: {error}{advice}"
+            ) from error
         _check_classes(model, splits, output)
         _check_task(model, splits.task, output, targets)
-
-
-def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> str:
-    if task.labeled_images:
-        shape, advice = f"images of shape {tuple(inputs.shape[1:])}", "; set data.image_size to what it was made for"
-    else:
-        shape, advice = described(inputs), ""
-    return f"{type(model).__name__} does not take {shape}: {type(error).__name__}: {error}{advice}"
 
 
 def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:

@@ -247,7 +247,8 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module, switch in _switches(model):
-            if _is_on(module):
+            known = next((name for name in IS_ON if hasattr(type(module), name) or name in vars(module)), None)
+            if known is not None and getattr(module, known):
                 continue
             try:
                 switch(module, True)
@@ -256,11 +257,6 @@ def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
                 raise UsageError(f"gradient_checkpointing: {name} does not support it: {error}") from error
             stack.callback(switch, module, False)
         yield
-
-
-def _is_on(module: nn.Module) -> bool:
-    known = next((name for name in IS_ON if hasattr(type(module), name) or name in vars(module)), None)
-    return known is not None and bool(getattr(module, known))
 
 
 def _switches(model: nn.Module) -> list[tuple[nn.Module, Switch]]:

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import Batch, Batches, batches
@@ -177,20 +175,10 @@ def fit(
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, called, **facts)
-    best = BestWeights(
-        given,
-        None if checkpoint is None else Path(checkpoint),
-        warn,
-        trained=model,
-        lower_is_better=splits.task.main.lower_is_better,
-    )
-    bar = ProgressBar(
-        label,
-        settings.epochs * len(train),
-        called.progress_metrics,
-        wanted(progress) and is_main(),
-        splits.task.main,
-    )
+    path, main = None if checkpoint is None else Path(checkpoint), splits.task.main
+    best = BestWeights(given, path, warn, model, lower_is_better=main.lower_is_better)
+    shown = wanted(progress) and is_main()
+    bar = ProgressBar(label, settings.epochs * len(train), called.progress_metrics, shown, main)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))
@@ -209,9 +197,8 @@ def fit(
         )  # fmt: skip
         state.resume()
         loop = TrainingLoop(
-            model, compiled or replica, optimizer, schedule, scaler, settings, device, train, validation, steps,
-            state, bar, splits.task, loss,
-        )  # fmt: skip
+            state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss
+        )
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
         if compiled is not None:
@@ -233,28 +220,20 @@ def _warn(message: str) -> None:
 
 @dataclass(frozen=True)
 class TrainingLoop:
-    """The epochs of a run: steps, validation, checkpoints.
+    """The epochs of a run: steps, validation, checkpoints."""
 
-    `replica` is called to train the model: compiled, or this process's replica where several train together; `train`
-    and `validation` are this process's shares then. `loss` is that of training.
-    """
-
-    model: nn.Module
-    replica: Callable[..., Any]
-    optimizer: Optimizer
-    schedule: LRScheduler
-    scaler: torch.amp.GradScaler | None
+    state: RunState
+    replica: Callable[..., Any]  # called to train the model: compiled, or this process's replica among several
     settings: TrainSettings
     device: torch.device
-    train: Batches
+    train: Batches  # this process's share, as of `validation`
     validation: Batches
     steps: int  # of an epoch in which none is skipped
-    state: RunState
     bar: ProgressBar
     task: Task
-    loss: Loss
+    loss: Loss  # of training
+    # losses of the step, with what `_finite` takes, that were not looked at yet
     unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
-    """Losses of the step, with what `_finite` takes, that were not looked at yet."""
 
     def run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> bool:
         """Train from the present position to the last epoch; return False if `until` paused the run before."""
@@ -287,9 +266,9 @@ class TrainingLoop:
         self.bar.epoch(at.epoch, self.settings.epochs)
         self._train(at, start, until)
         training_s = time.perf_counter() - start
-        share_buffers(self.model)
+        share_buffers(self.state.model)
         with self.state.callbacks.around_validation():
-            share_buffers(self.model)  # those of averaged weights
+            share_buffers(self.state.model)  # those of averaged weights
             validation_loss, reached = self.validate(f"epoch {at.epoch}")
             self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else None)
         return EpochRow(
@@ -308,7 +287,7 @@ class TrainingLoop:
     def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
         """Make the remaining steps of an epoch."""
         callbacks = self.state.callbacks
-        self.model.train()
+        self.state.model.train()
         if until():
             raise _Paused
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), self.settings.accumulate):
@@ -316,13 +295,13 @@ class TrainingLoop:
             at.step += 1
             callbacks.before_step(at.step)
             self._require_finite_gradients([batch for _, batch in group], at)
-            at.lr = self.optimizer.param_groups[0]["lr"]
+            at.lr = self.state.optimizer.param_groups[0]["lr"]
             stepped = self._step()
             at.made += stepped
             callbacks.after_step(at.step, stepped)
             if stepped:
-                self.schedule.step()
-            self.optimizer.zero_grad()
+                self.state.schedule.step()
+            self.state.optimizer.zero_grad()
             at.batch, at.seconds = group[-1][0] + 1, time.perf_counter() - start
             self.state.write_if_due()
             if until():
@@ -339,16 +318,16 @@ class TrainingLoop:
 
     def _step(self) -> bool:
         """Make a step; return False if it was skipped because gradients overflow under the loss scale."""
-        if self.scaler is None:
-            self.optimizer.step()
+        if self.state.scaler is None:
+            self.state.optimizer.step()
             return True
         made: list[None] = []
-        counting = inner_optimizer(self.optimizer).register_step_post_hook(lambda *_: made.append(None))
+        counting = inner_optimizer(self.state.optimizer).register_step_post_hook(lambda *_: made.append(None))
         try:
-            self.scaler.step(self.optimizer)
+            self.state.scaler.step(self.state.optimizer)
         finally:
             counting.remove()
-        self.scaler.update()
+        self.state.scaler.update()
         return bool(made)
 
     def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
@@ -357,14 +336,14 @@ class TrainingLoop:
         Under a loss scale gradients are not checked here, because it checks them itself.
         """
         losses = [loss for loss, *_ in self.unread]
-        if losses and finite_step(self.model, losses, gradients=self.scaler is None):
+        if losses and finite_step(self.state.model, losses, gradients=self.state.scaler is None):
             self.unread.clear()
             return
         while self.unread:
             self._finite(*self.unread.pop(0))
         clamp = self.settings.clamp_weight_grad
         clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
-        if self.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
+        if self.state.scaler is not None or (found := non_finite_gradient(self.state.model, nan_only=clamped)) is None:
             return
         weight, sums = sum(self.task.weighed(targets) for _, targets in batches), EpochSums()
 
@@ -372,7 +351,7 @@ class TrainingLoop:
             for batch in batches:
                 self._add_gradient(batch, weight, sums, f"epoch {at.epoch}, step {at.trained}")
 
-        where = first_non_finite_gradient(self.model, backward) or f"that of parameter {found!r}"
+        where = first_non_finite_gradient(self.state.model, backward) or f"that of parameter {found!r}"
         raise NonFiniteError(
             f"a gradient is NaN or Inf in epoch {at.epoch}, step {at.trained}, while the loss is finite; first not "
             f"finite on the way back: {where}; {self._advice()}"
@@ -396,7 +375,7 @@ class TrainingLoop:
         """
         value = loss.item()
         if not math.isfinite(value):
-            where = first_non_finite(self.model, inputs)
+            where = first_non_finite(self.state.model, inputs)
             raise NonFiniteError(f"{saying.format(value)}; first not finite: {where}; {self._advice()}")
         return value
 
@@ -404,7 +383,8 @@ class TrainingLoop:
         checkpoints = self.state.checkpoints
         last = None if checkpoints is None else checkpoints.last
         kept = "" if checkpoints is None else f"; the last good checkpoint: {last or 'none yet'}"
-        return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up{kept}"
+        rate = self.state.optimizer.param_groups[0]["lr"]
+        return f"try a lower learning rate (now {rate:.3g}) or a longer warm-up{kept}"
 
     def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
         """Add up the gradient of a step over its batches."""
@@ -420,14 +400,14 @@ class TrainingLoop:
         """Add the gradient of a batch, for the mean loss of all processes, whose batches weigh `of` together."""
         weight = self.task.weighed(batch[1])
         inputs, targets = to_device(batch, self.device)
-        given = inputs_as_example(self.model, inputs)
+        given = inputs_as_example(self.state.model, inputs)
         with autocast(self.settings.precision, self.device):
-            given = self.task.example_for_loss(self.model, given, targets)
+            given = self.task.example_for_loss(self.state.model, given, targets)
             output = call(self.replica, given)
             loss = self.state.callbacks.total_loss(self.loss(output, targets), inputs, output, targets)
             value = self._read(loss, given, f"the loss is {{}} in {when}")
         loss = loss * (weight / max(of, 1))
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.state.scaler is None else self.state.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             known = self.task.counts if self.task.scores_of_loss_outputs else None
             sums.add(value, None if known is None else known(output, targets), len(targets), weight)
@@ -439,25 +419,21 @@ class TrainingLoop:
     def validate(self, when: str) -> tuple[float | None, float]:
         """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score."""
         sums, measured = EpochSums(), Measurement(self.task, together=True)
-        with training_mode(self.model, False), torch.no_grad():
-            for batch, counts in in_step(self.model, self.validation):
+        with training_mode(self.state.model, False), torch.no_grad():
+            for batch, counts in in_step(self.state.model, self.validation):
                 inputs, targets = to_device(batch, self.device)
-                given = inputs_as_example(self.model, inputs)
-                output = call(self.model, given)
-                value = self._validation_loss(output, given, targets, when)
+                given = inputs_as_example(self.state.model, inputs)
+                output, value = call(self.state.model, given), 0.0
+                if not self.task.loss_in_train_mode:
+                    example = self.task.example_for_loss(self.state.model, given, targets)
+                    for_loss = output if self.task.loss_inputs is None else call(self.state.model, example)
+                    saying = f"the validation loss is {{}} in {when}"
+                    value = self._finite(self.task.loss(for_loss, targets), example, saying)
                 if counts:
                     sums.add(value, None, len(targets), self.task.weighed(targets))
-                    measured.add(self.task.scored(self.model, given, output), targets)
+                    measured.add(self.task.scored(self.state.model, given, output), targets)
         reached = self.task.reached(measured.of_all().result())
         return None if self.task.loss_in_train_mode else sums.of_all().mean_loss, reached
-
-    def _validation_loss(self, output: Any, given: tuple[Any, ...], targets: Any, when: str) -> float:
-        if self.task.loss_in_train_mode:
-            return 0.0
-        if self.task.loss_inputs is not None:
-            given = self.task.example_for_loss(self.model, given, targets)
-            output = call(self.model, given)
-        return self._finite(self.task.loss(output, targets), given, f"the validation loss is {{}} in {when}")
 
 
 class _Paused(Exception):

@@ -337,12 +337,13 @@ def resolve_device(name: str) -> torch.device:
         )
     if size() > 1 and name == "cuda":
         name = f"cuda:{local_rank()}"
+    unknown = f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}"
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}") from None
+        raise UsageError(unknown) from None
     if device.type == "cpu" and device.index is not None:
-        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}; there is one cpu")
+        raise UsageError(f"{unknown}; there is one cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise UsageError(
@@ -351,5 +352,5 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UsageError("device 'mps' was asked for, but this machine has none; use --device cpu")
     if device.type not in {"cpu", "cuda", "mps"}:
-        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}")
+        raise UsageError(unknown)
     return device

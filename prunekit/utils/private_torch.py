@@ -30,14 +30,16 @@ ACCELERATE_PREPARED = "_is_accelerate_prepared"
 """The attribute of what Accelerate has prepared, and would not prepare again."""
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Return a context in which no mode and no subclass sees calls of torch's functions."""
-    return torch._C.DisableTorchFunction()
-
-
-def without_torch_dispatch() -> AbstractContextManager[Any]:
-    """Return a context in which no mode and no subclass sees operators at the dispatcher."""
-    return torch._C._DisableTorchDispatch()
+without_torch_function = torch._C.DisableTorchFunction
+"""A context in which no mode and no subclass sees calls of torch's functions."""
+without_torch_dispatch = torch._C._DisableTorchDispatch
+"""A context in which no mode and no subclass sees operators at the dispatcher."""
+is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
+"""Returns whether a tensor is the wrapper of a transform of functions."""
+has_storage = torch._C._has_storage
+"""Returns whether a tensor has memory of its own, or of what it is a view of."""
+operator_names = torch._C._dispatch_get_all_op_names
+"""Returns the names of all operators that torch's dispatcher has, such as `aten::add.Tensor`."""
 
 
 def in_backward() -> bool:
@@ -48,16 +50,6 @@ def in_backward() -> bool:
 def in_function_transform() -> bool:
     """Return whether a transform of functions, such as `torch.vmap`, is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_functorch_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is the wrapper of a transform of functions."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own, or of what it is a view of."""
-    return bool(torch._C._has_storage(tensor))
 
 
 def dispatches(tensor: Tensor) -> bool:
@@ -106,11 +98,6 @@ def operator_schema(name: str, overload: str) -> Any:
         return None
     found = torch._C._jit_get_schemas_for_operator(name)
     return next((schema for schema in found if schema.overload_name == overload), None)
-
-
-def operator_names() -> list[str]:
-    """Return the names of all operators that torch's dispatcher has, such as `aten::add.Tensor`."""
-    return torch._C._dispatch_get_all_op_names()
 
 
 def archive_reader(path: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,9 @@ def without_suppression(
         raise UsageError("suppression: expected a budget of time with it, speedup=... or latency_ms=...")
     if samples is None:
         raise UsageError("suppression: expected images as data=, whose boxes are suppressed, got none")
-    if not has_suppression(yolo):
+    head = type(yolo.model.model[-1]).__name__
+    overlapping = yolo.task in {"detect", "segment", "pose", "obb"} and "RTDETR" not in head
+    if not overlapping or getattr(yolo.model.model[-1], "end2end", False):
         raise UsageError(f"suppression: {type(yolo.model).__name__} returns its boxes without one; leave it out")
     batch = samples[: target.batch].repeat(-(-target.batch // len(samples)), 1, 1, 1)[: target.batch]
     alone = suppression_ms(yolo, samples, target)
@@ -56,13 +57,6 @@ def without_suppression(
     return latency_ms, speedup, (said,)
 
 
-def has_suppression(yolo: Model) -> bool:
-    """Return whether predictions of a model overlap, and are suppressed by those who read them."""
-    head = yolo.model.model[-1]
-    overlapping = yolo.task in {"detect", "segment", "pose", "obb"} and "RTDETR" not in type(head).__name__
-    return overlapping and not getattr(head, "end2end", False)
-
-
 def suppression_ms(yolo: Model, samples: Tensor, target: Target) -> float:
     """Return the median milliseconds that suppression takes on the predictions for a batch of images."""
     model, times = yolo.model, list[float]()
@@ -70,8 +64,10 @@ def suppression_ms(yolo: Model, samples: Tensor, target: Target) -> float:
     with threads(target.threads), training_mode(model, False), torch.no_grad():
         for start in range(0, min(len(samples), 8 * target.batch), target.batch):
             batch = samples[start : start + target.batch].to(next(model.parameters()).device)
-            predicted = _decoded(model(batch)).to(device)
-            times += [_timed(yolo, predicted, device) for _ in range(ROUNDS)]
+            predicted = model(batch)
+            while not isinstance(predicted, Tensor):
+                predicted = predicted[0]
+            times += [_timed(yolo, predicted.to(device), device) for _ in range(ROUNDS)]
     return sorted(times)[len(times) // 2]
 
 
@@ -86,12 +82,6 @@ def _timed(yolo: Model, predicted: Tensor, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 1000 * (perf_counter() - begin)
-
-
-def _decoded(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
-        output = output[0]
-    return output
 
 
 def _left_for_model(both: float, alone: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +119,14 @@ class Distillation(Callback):
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
             if student.keys() != taught.keys() or not student:
-                raise ModelError(_different_calls(student, taught))
+                alone = sorted({path for path, _ in set(student) ^ set(taught)})
+                if not alone:
+                    raise ModelError("distill.features: none of the modules ran; choose modules that do")
+                raise ModelError(
+                    f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as "
+                    "in the teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they "
+                    "record nothing)"
+                )
             pairs = [_real_positions(inputs, one, taught[key]) for key, one in student.items()]
             error = feature_error([one for one, _ in pairs], [one for _, one in pairs], sample_count(inputs))
             loss = loss + settings.features.weight * error
@@ -240,17 +247,6 @@ class FeatureRecorder(HookOwner):
             keep = None if labels is None or labels.size != channels else plan.keep[labels]
             self._kept[key] = None if keep is None or keep.all() else torch.from_numpy(np.flatnonzero(keep)).to(device)
         return self._kept[key]
-
-
-def _different_calls(given: Collection[ModuleCall], taught: Collection[ModuleCall]) -> str:
-    """Return the error text for a student and a teacher that did not call the same modules."""
-    alone = sorted({path for path, _ in set(given) ^ set(taught)})
-    if not alone:
-        return "distill.features: none of the modules ran; choose modules that do"
-    return (
-        f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as in the "
-        "teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they record nothing)"
-    )
 
 
 class Stopwatch:

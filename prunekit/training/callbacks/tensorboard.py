@@ -203,7 +203,9 @@ def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
         mask = None if plan is None else plan.mask(name)
         if mask is not None:
             size = _dense_size(name, parameter, plan)
-            found[f"masks/{name}"] = mask_histogram(int(torch.count_nonzero(mask)) * (size // mask.numel()), size)
+            kept = float(int(torch.count_nonzero(mask)) * (size // mask.numel()))
+            ends = float(kept == size), float(kept > 0)
+            found[f"masks/{name}"] = Histogram(*ends, kept, kept, [0.5, 1.0], [size - kept, kept])  # of zeros and ones
     return found
 
 
@@ -287,12 +289,6 @@ def histogram(values: Tensor) -> Histogram | None:
     return Histogram(least, most, total, squares, [*limits, most], counts)
 
 
-def mask_histogram(kept: int, size: int) -> Histogram:
-    """Return the histogram of a mask: `size - kept` zeros in the first bin, and `kept` ones in the second."""
-    least, most = float(kept == size), float(kept > 0)
-    return Histogram(least, most, float(kept), float(kept), [0.5, 1.0], [float(size - kept), float(kept)])
-
-
 class EventWriter:
     """The files of one training: TensorBoard's events, and a CSV table of all scalars.
 
@@ -313,7 +309,10 @@ class EventWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             if self.epoch:
-                _wait_for_later_name(self.folder)
+                # TensorBoard reads files in the order of their names, which contain the second: wait for a later one.
+                names = [path.name.split(".")[3] for path in self.folder.glob("events.out.tfevents.*")]
+                while any(name >= f"{int(time.time()):010d}" for name in names):
+                    time.sleep(0.05)
                 self._writer = SummaryWriter(str(self.folder), purge_step=self.epoch + 1)
             else:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -363,9 +362,3 @@ class EventWriter:
         """Continue after the epoch of a state."""
         self.close()
         self.epoch, self._rows = int(state["epoch"]), None
-
-
-def _wait_for_later_name(folder: Path) -> None:
-    """Wait for the next second: TensorBoard reads files in the order of their names, which contain the second."""
-    while any(path.name.split(".")[3] >= f"{int(time.time()):010d}" for path in folder.glob("events.out.tfevents.*")):
-        time.sleep(0.05)
