@@ -96,7 +96,7 @@ def _parts(made: Any, reference: str) -> dict[str, Any]:
     if isinstance(made, Mapping):
         got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}"
     raise DataError(
-        f"{reference}: expected the factory to return prunekit.data.sources.Splits, or data sets as (train, test), as "
+        f"{reference}: expected the factory to return prunekit.data.splits.Splits, or data sets as (train, test), as "
         f"(train, test, validation) or as a mapping with these names, got {got}"
     )
 

@@ -32,9 +32,9 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
 
     Automatic and manual optimization, accumulated gradients, mixed precision and DDP work as in `Pruner`. Checkpoints
     have its state: `fit(ckpt_path=...)` goes on to the bit. The average of a `WeightAveraging` callback is masked too.
-    Each stage makes `ModelCheckpoint` and `EarlyStopping` forget the best so far, because scores of models with more
-    channels don't compare: the best checkpoint is one under the plan in force at the end, and files of earlier ones
-    stay. `sparsity`, `macs_left` and the like are logged at each step.
+    Each pruning step makes `ModelCheckpoint` and `EarlyStopping` forget the best so far, because scores of models with
+    more channels don't compare: the best checkpoint is one under the plan in force at the end, and files of earlier
+    ones stay. `sparsity`, `macs_left` and the like are logged at each step.
 
     Args:
         example: what the pruned module is called with, as for `prunekit.Pruner`; None: the LightningModule's

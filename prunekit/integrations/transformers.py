@@ -42,10 +42,10 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
     """A callback of transformers' `Trainer` that prunes while it trains, over `prunekit.Pruner`.
 
     Accumulated gradients, mixed precision and DDP work as in `Pruner`. Each checkpoint has its state in `pruner.pt`:
-    `train(resume_from_checkpoint=...)` goes on to the bit. Each stage makes the trainer forget the best score so far,
-    because scores of models with more channels don't compare: what `load_best_model_at_end` loads is the best under the
-    plan in force at the end, and `EarlyStoppingCallback` begins to wait anew. `sparsity`, `macs_left` and the like
-    are added to what is logged. Reporters that come before this callback don't see that: give them behind it,
+    `train(resume_from_checkpoint=...)` goes on to the bit. Each pruning step makes the trainer forget the best score so
+    far, because scores of models with more channels don't compare: what `load_best_model_at_end` loads is the best
+    under the plan in force at the end, and `EarlyStoppingCallback` begins to wait anew. `sparsity`, `macs_left` and the
+    like are added to what is logged. Reporters that come before this callback don't see that: give them behind it,
     `report_to="none"` and `callbacks=[prune, WandbCallback()]`.
 
     Args:

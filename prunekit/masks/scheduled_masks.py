@@ -24,7 +24,7 @@ from prunekit.settings.pruning import MASKED_DECAY, ScheduleSettings
 
 
 class Planner:
-    """A maker of plans, one for each stage of a schedule; scores that it keeps are in its `state_dict`."""
+    """A maker of plans, one for each step of a schedule; scores that it keeps are in its `state_dict`."""
 
     masks: ChangingMasks  # which put its plans in force, once they are entered
     from_zero = False  # whether masked single weights that come back begin at zero, and not with their last values
@@ -33,7 +33,7 @@ class Planner:
         """Return the context in which scores are collected: entered after the masks, left once the plan is final."""
         return nullcontext()
 
-    def reads_gradients(self, step: int, stage: ScheduleStep) -> bool:
+    def reads_gradients(self, step: int, due: ScheduleStep) -> bool:
         """Return whether the planner reads gradients of masked single weights in the step that comes next.
 
         They are then left as they are until the optimizer's step, before which the planner has to mask them
@@ -41,16 +41,16 @@ class Planner:
         """
         return False
 
-    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
-        """Return the plan of a stage; in several processes all call this, and must get the same plan."""
+    def plan(self, model: nn.Module, step: ScheduleStep, before: Plan) -> Plan:
+        """Return the plan of a pruning step; in several processes all call this, and must get the same plan."""
         raise NotImplementedError
 
-    def shares(self, stage: ScheduleStep, plan: Plan) -> Mapping[str, tuple[float, float]]:
-        """Return by resource the share of the dense model that a stage aims at, and the share that its plan leaves."""
+    def shares(self, step: ScheduleStep, plan: Plan) -> Mapping[str, tuple[float, float]]:
+        """Return by resource the share of the dense model that a pruning step aims at, and what its plan leaves."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later stages need."""
+        """Return the state that later pruning steps need."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ def straight_through(settings: ScheduleSettings) -> float | None:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A stage that was carried out."""
+    """A pruning step that was carried out."""
 
     step: int  # steps of training before it
     # pruned, regrown: numbers of channels that were removed, and that came back
@@ -80,18 +80,18 @@ class PlanChange:
 
 
 class ScheduledMasks:
-    """A model under masks whose plan changes at each stage of a schedule, as a context manager.
+    """A model under masks whose plan changes at each pruning step of a schedule, as a context manager.
 
-    The training loop says how many steps were made (`reach`). From a stage on, pruned entries are exactly zero after
-    every step of the optimizer. `start` is the plan before the first stage, and may keep everything; the last stage is
-    final; `on_change` is called after each change, once the masks are in force.
+    The training loop says how many steps were made (`reach`). From a pruning step on, pruned entries are exactly zero
+    after every step of the optimizer. `start` is the plan before the first pruning step, and may keep everything; the
+    last one is final; `on_change` is called after each change, once the masks are in force.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        stages: Sequence[ScheduleStep],
+        pruning_steps: Sequence[ScheduleStep],
         start: Plan,
         planner: Planner,
         on_change: Callable[[], None] = lambda: None,
@@ -100,7 +100,7 @@ class ScheduledMasks:
         straight_through: float | None = None,
     ) -> None:
         self.model, self.plan, self.planner = model, start, planner
-        self.stages, self.changes = tuple(stages), list[PlanChange]()
+        self.pruning_steps, self.changes = tuple(pruning_steps), list[PlanChange]()
         self._optimizer, self._on_change = optimizer, on_change
         self._masks = ChangingMasks(
             model, start, optimizer, restore=False, gradients=gradients, straight_through=straight_through
@@ -125,12 +125,12 @@ class ScheduledMasks:
     @property
     def is_final(self) -> bool:
         """True if the plan is the final one."""
-        return self._done == len(self.stages)
+        return self._done == len(self.pruning_steps)
 
     @property
     def next(self) -> ScheduleStep | None:
-        """The next stage; None once the plan is final."""
-        return None if self.is_final else self.stages[self._done]
+        """The next pruning step; None once the plan is final."""
+        return None if self.is_final else self.pruning_steps[self._done]
 
     @property
     def held(self) -> PrunedValues:
@@ -138,16 +138,16 @@ class ScheduledMasks:
         return self._masks.held
 
     def reach(self, step: int) -> None:
-        """Carry out the last of the stages that are due after this number of steps, and get ready for the next step."""
-        due = [stage for stage in self.stages[self._done :] if stage.step <= step]
+        """Carry out the last pruning step that is due after so many training steps, and get ready for the next."""
+        due = [each for each in self.pruning_steps[self._done :] if each.step <= step]
         if due:
             self._change(step, due)
         self.get_ready(step)
 
     def get_ready(self, step: int) -> None:
         """Leave the planner the gradients of masked weights in the next step, if it reads them then."""
-        stage = self.next
-        self._masks.spare_gradients(stage is not None and self.planner.reads_gradients(step, stage))
+        due = self.next
+        self._masks.spare_gradients(due is not None and self.planner.reads_gradients(step, due))
 
     def _change(self, step: int, due: Sequence[ScheduleStep]) -> None:
         before = self.plan
@@ -170,7 +170,7 @@ class ScheduledMasks:
             self._masks.end_straight_through()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stage, the plan, the values of pruned entries, and the planner's scores."""
+        """Return the pruning step, the plan, the values of pruned entries, and the planner's scores."""
         return {
             "done": self._done,
             "keep": torch.from_numpy(self.plan.keep.copy()),
@@ -187,7 +187,7 @@ class ScheduledMasks:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the plan of a state; `on_change` is not called for the changes before it."""
         keep = state["keep"].cpu().numpy()
-        if keep.shape != self.plan.keep.shape or not state["done"] <= len(self.stages):
+        if keep.shape != self.plan.keep.shape or not state["done"] <= len(self.pruning_steps):
             raise ArtifactError("state of a pruning schedule: it belongs to another model or schedule; train again")
         self._done = int(state["done"])
         self._use(Plan(self.plan.channel_map, keep, json.loads(state["provenance"]), dict(state["element_masks"])))

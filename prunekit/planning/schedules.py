@@ -51,7 +51,7 @@ class ScheduleStep:
 
     step: int  # number of training steps before it
     progress: float  # 0..1, see `share_kept`
-    elapsed: float = 1.0  # 0..1, the share of the steps from the schedule's begin to its last stage that are over
+    elapsed: float = 1.0  # 0..1, the share of the steps from the schedule's begin to its last change that are over
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Timeline:
     # begin, end: number of steps before the curve begins, and before the budget is met
     begin: int
     end: int
-    stages: tuple[ScheduleStep, ...]  # every change of the plan, in order; the last is final
+    pruning_steps: tuple[ScheduleStep, ...]  # every change of the plan, in order; the last is final
 
     @property
     def total(self) -> int:
@@ -72,22 +72,22 @@ class Timeline:
         return self.steps * self.epochs
 
     def share_at(self, step: float, final: float) -> float:
-        """Return the share that the curve of the schedule leaves after some steps, between its stages too."""
+        """Return the share that the curve of the schedule leaves after some steps, between its changes too."""
         if self.settings.kind in FROM_BEGIN:
-            progress = max((stage.progress for stage in self.stages if stage.step <= step), default=0.0)
+            progress = max((each.progress for each in self.pruning_steps if each.step <= step), default=0.0)
         else:
             progress = (step - self.begin) / max(1, self.end - self.begin)
         return share_kept(self.settings.kind, min(max(progress, 0.0), 1.0), final)
 
     def restarts(self) -> tuple[int, ...]:
         """Return the steps before which the learning-rate schedule is restarted."""
-        return tuple(stage.step for stage in self.stages if stage.step) if self.settings.rewind_lr else ()
+        return tuple(each.step for each in self.pruning_steps if each.step) if self.settings.rewind_lr else ()
 
     def rows(self, final: Mapping[str, float]) -> Iterator[dict[str, float]]:
-        """Yield each stage: its step, its epoch, and the share of each resource that it leaves."""
-        for stage in self.stages:
-            left = {name: share_kept(self.settings.kind, stage.progress, share) for name, share in final.items()}
-            yield {"step": stage.step, "epoch": stage.step / self.steps, **left}
+        """Yield for each pruning step its training step, its epoch, and the share of each resource that it leaves."""
+        for each in self.pruning_steps:
+            left = {name: share_kept(self.settings.kind, each.progress, share) for name, share in final.items()}
+            yield {"step": each.step, "epoch": each.step / self.steps, **left}
 
 
 def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str = "prune.schedule") -> Timeline:
@@ -120,7 +120,7 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str
 def schedule_in_steps(
     schedule: ScheduleKind | ScheduleSettings, steps: int | None, begin: int
 ) -> tuple[ScheduleSettings, tuple[ScheduleStep, ...]]:
-    """Return a schedule whose unit is steps, and its stages, for a training loop of unknown length."""
+    """Return a schedule whose unit is training steps, and its pruning steps, for a training loop of unknown length."""
     kinds = get_args(ScheduleKind)
     if not isinstance(schedule, ScheduleSettings):
         if schedule not in kinds:
@@ -163,8 +163,8 @@ def schedule_in_steps(
     if end is not None and laid.begin >= end:
         raise UsageError(f"begin: expected less than the schedule's end of {end:g} steps, got {laid.begin:g}")
     longest = int(max(laid.begin, laid.end or 0, laid.freeze or 0)) + 2
-    stages = timeline(laid, epochs=1, steps=longest, called="schedule").stages
-    return laid, tuple(stage for stage in stages if stage.progress > 0)
+    found = timeline(laid, epochs=1, steps=longest, called="schedule").pruning_steps
+    return laid, tuple(each for each in found if each.progress > 0)
 
 
 def _end(settings: ScheduleSettings, begin: int, total: int, unit: int) -> int:
@@ -213,17 +213,17 @@ def _later(settings: ScheduleSettings, places: list[float], end: int, last: int,
     return sorted({*found, last})
 
 
-def settings_at_step(settings: PruneSettings, stage: ScheduleStep, dense: Mapping[str, float]) -> PruneSettings:
-    """Return the settings of one stage: its budgets and ratios lie between the dense model and the final ones."""
+def settings_at_step(settings: PruneSettings, step: ScheduleStep, dense: Mapping[str, float]) -> PruneSettings:
+    """Return the settings of a pruning step: its budgets and ratios lie between the dense model and the final ones."""
     assert settings.schedule is not None
     kind = settings.schedule.kind
-    budget = {name: _figure_at(stage, kind, name, dense[name], asked) for name, asked in settings.budget.given.items()}
-    ratios = {glob: share_kept(kind, stage.progress, share) for glob, share in settings.ratios.items()}
+    budget = {name: _figure_at(step, kind, name, dense[name], asked) for name, asked in settings.budget.given.items()}
+    ratios = {glob: share_kept(kind, step.progress, share) for glob, share in settings.ratios.items()}
     return replace(settings, budget=BudgetSettings(**budget), ratios=ratios)
 
 
-def _figure_at(stage: ScheduleStep, kind: ScheduleKind, name: str, dense: float, asked: float) -> float:
-    if stage.progress >= 1:
+def _figure_at(step: ScheduleStep, kind: ScheduleKind, name: str, dense: float, asked: float) -> float:
+    if step.progress >= 1:
         return asked
     facts = facts_of(name)
-    return facts.loosened(dense, share_kept(kind, stage.progress, facts.left_of(asked, dense)))
+    return facts.loosened(dense, share_kept(kind, step.progress, facts.left_of(asked, dense)))

@@ -166,7 +166,7 @@ class WeightGradients(StepHook):
     def _value(self, name: str, weight: Tensor) -> Tensor:
         if not self.wanted:
             return weight
-        if self._behind is None:  # the same until the next stage
+        if self._behind is None:  # the same until the next pruning step
             found = {one: self._masks.held.whole(one) for one in self._names}
             self._behind = {one: values for one, values in found.items() if values is not None}
         return weight + self._behind[name] if name in self._behind else weight
@@ -196,7 +196,7 @@ class WeightGradients(StepHook):
 
 
 class PatternPlanner(Planner):
-    """The plans of a schedule with a pattern: first the channels of a stage, then zeros in what they leave.
+    """The plans of a schedule with a pattern: first the channels of a step, then zeros in what they leave.
 
     Weights are scored by their size as they are then, or by movement. See `masks_at_step` for how many of them are
     zero, and which come back.
@@ -215,7 +215,7 @@ class PatternPlanner(Planner):
 
     @property
     def scores(self) -> Scores:
-        """Scores of the channels, at the last stage."""
+        """Scores of the channels, at the last pruning step."""
         return self._channels.scores
 
     @property
@@ -234,26 +234,26 @@ class PatternPlanner(Planner):
             with WeightGradients(model, optimizer, self.masks, names, movement=self._moves) as self._gradients:
                 yield
 
-    def reads_gradients(self, step: int, stage: ScheduleStep) -> bool:
-        """Return whether masked weights may come back by the gradients, and a stage follows the next step."""
-        wanted = self._schedule.regrow and (self._moves or (self._by_gradient and step + 1 >= stage.step))
+    def reads_gradients(self, step: int, due: ScheduleStep) -> bool:
+        """Return whether masked weights may come back by the gradients, and the plan changes after the next step."""
+        wanted = self._schedule.regrow and (self._moves or (self._by_gradient and step + 1 >= due.step))
         if self._gradients is not None:
             self._gradients.wanted = wanted
         return wanted
 
-    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
-        """Return the plan of a stage: its channels, and masks of single weights in what they leave."""
-        plan = self._channels.plan(model, stage, before)
-        made = share_step(lambda: self._with_masks(model, stage, plan, before), plan)
+    def plan(self, model: nn.Module, step: ScheduleStep, before: Plan) -> Plan:
+        """Return the plan of a pruning step: its channels, and masks of single weights in what they leave."""
+        plan = self._channels.plan(model, step, before)
+        made = share_step(lambda: self._with_masks(model, step, plan, before), plan)
         if self._gradients is not None:
             self._gradients.begin_step()
         return made
 
     @torch.no_grad()
-    def _with_masks(self, model: nn.Module, stage: ScheduleStep, plan: Plan, before: Plan) -> Plan:
-        layers = pattern_layers(self._graph, plan, self._pattern, unfinished=stage.progress < 1)
+    def _with_masks(self, model: nn.Module, step: ScheduleStep, plan: Plan, before: Plan) -> Plan:
+        layers = pattern_layers(self._graph, plan, self._pattern, unfinished=step.progress < 1)
         weights = [self._weights(model, layer, before) for layer in layers.layers]
-        masks = masks_at_step(layers, weights, self._pattern, self._schedule.kind, stage)
+        masks = masks_at_step(layers, weights, self._pattern, self._schedule.kind, step)
         return replace(plan, element_masks=layers.element_masks(plan, masks))
 
     def _weights(self, model: nn.Module, layer: PatternLayer, before: Plan) -> StepWeights:
@@ -277,12 +277,12 @@ class PatternPlanner(Planner):
             gradient=None if gradient is None else _matrix(layer, gradient).square(),
         )
 
-    def shares(self, stage: ScheduleStep, plan: Plan) -> dict[str, tuple[float, float]]:
-        """Return the shares of the channels' budgets, and that of weights: what a stage aims to leave, and leaves."""
-        planned = 1 - share_at(self._schedule.kind, stage, self._pattern.zeros)
+    def shares(self, step: ScheduleStep, plan: Plan) -> dict[str, tuple[float, float]]:
+        """Return the shares of the channels' budgets, and of weights, that a pruning step aims to leave, and leaves."""
+        planned = 1 - share_at(self._schedule.kind, step, self._pattern.zeros)
         size = pattern_layers(self._graph, plan, self._pattern, unfinished=True).size
         zeros = sum(mask.numel() - int(mask.sum()) for mask in plan.element_masks.values())
-        return {**self._channels.shares(stage, plan), RESOURCE: (planned, 1 - zeros / size)}
+        return {**self._channels.shares(step, plan), RESOURCE: (planned, 1 - zeros / size)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the channels' planner, movement, and gradients."""

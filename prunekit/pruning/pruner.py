@@ -61,21 +61,21 @@ class Pruner(Displayed):
 
     Steps are counted where the optimizer makes them, so it does no harm to call `step()` after each micro-batch, and
     steps that a GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
-    steps since the stage before, of at most 64 steps evenly spread, without the loss scale; so their first stage comes
-    after at least one step. Weights are scored as they are at each stage, and activations (`apoz`, `wanda`, ...) on
-    `calibration` samples; the criterion `elimination` scores the dense model once.
+    steps since the pruning step before, of at most 64 steps evenly spread, without the loss scale; so the first comes
+    after at least one step. Weights are scored as they are at each pruning step, and activations (`apoz`, `wanda`, ...)
+    on `calibration` samples; the criterion `elimination` scores the dense model once.
 
     Models and optimizers that Accelerate has prepared are taken as they are, as are those in DistributedDataParallel,
     where every process makes a pruner and all follow the main one's plan. `torch.compile` comes before, but the
-    compiled model may not have run yet; each stage then compiles again.
+    compiled model may not have run yet; each pruning step then compiles again.
 
     Args:
         model: trained in place, in its dense size.
         optimizer: of the model's parameters, and of those alone; or a wrapper that keeps it in `.optimizer`.
         example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
             name. May be left out where `calibration` is given.
-        schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or
-            `oneshot`, all at `begin`. Or `ScheduleSettings`, which also say in how many stages (`rounds`, `every`),
+        schedule: how the model gets there: `cubic`, `linear` or `exponential`, in 10 pruning steps; `iterative`, in 3;
+            or `oneshot`, all at `begin`. Or `ScheduleSettings`, which also say in how many (`rounds`, `every`),
             whether channels may come back (`regrow`, `freeze`), and whether `movement` scores them; counted in steps.
         steps: of the optimizer, until the budgets are met; none for `oneshot`.
         begin: how many steps come before the schedule begins.
@@ -94,18 +94,18 @@ class Pruner(Displayed):
         more_examples: further examples, for branches of the model that the first does not take.
         outputs: which of the model's outputs are read, see `prunekit.prune`.
         removed: what may go: the keywords of `prunekit.prune` from `macs` to `settings`, and further budgets by name. A
-            budget of time is measured when the pruner is made, for the final plan; the stages before it have budgets of
-            MACs. Blocks that go, and zeros of a `pattern` in what the channels of each stage leave, are masked until
+            budget of time is measured when the pruner is made, for the final plan; those before it have budgets of
+            MACs. Blocks that go, and zeros of a `pattern` in what the channels of each step leave, are masked until
             `finish`, whose compact model does not run the blocks and has the zeros. See `ScheduleSettings` for how
             single weights come back (`regrow`), and how they learn meanwhile (`gradients`).
-        on_change: called after each stage, for loggers, with a dictionary of numbers: the stage's row as `rows` has it,
+        on_change: called after each pruning step, for loggers, with a dictionary of numbers: its row as `rows` has it,
             and `sparsity`, the share of weights that are zero; of several processes in the main one alone.
         progress: whether to show what happens while the pruner is made, on stderr; None: on a terminal and in a
             notebook.
 
     Attributes:
         plan: the one in force.
-        changes: the stages that were carried out.
+        changes: the pruning steps that were carried out.
         done: whether the plan is the final one.
         average: the one that was given; after `finish` that of the compact model.
         verification: of masked and compact model, once the plan is final.
@@ -166,14 +166,14 @@ class Pruner(Displayed):
                 "whole; use DistributedDataParallel, or prune at once: prunekit.masked(model, plan, optimizer)"
             )
         self._model, self._given, self._optimizer = inner, optimizer, _own_optimizer(inner, optimizer)
-        laid, stages = schedule_in_steps(schedule, steps, begin)
+        laid, pruning_steps = schedule_in_steps(schedule, steps, begin)
         asked = prune_settings(inner, calibration is not None, **removed)
         if asked.schedule is not None:
             raise UsageError("settings.schedule: expected None beside a pruner's own; give it as schedule=")
         self.settings = replace(asked, schedule=laid)
-        labeled = check_calibration(self.settings, stages, calibration, loss, task)
-        # The trial of a first plan finds the locks. That plan is random if the criterion scores again at each stage, so
-        # that a pruner that goes on from a state finds the same locks with other weights.
+        labeled = check_calibration(self.settings, pruning_steps, calibration, loss, task)
+        # The trial of a first plan finds the locks. That plan is random if the criterion scores again at each change,
+        # so that a pruner that goes on from a state finds the same locks with other weights.
         tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
         example = None if example is None else to_device(example, next(inner.parameters()).device)
         request = Request(
@@ -195,14 +195,14 @@ class Pruner(Displayed):
         self._masks = ScheduledMasks(
             inner,
             self._optimizer,
-            stages,
+            pruning_steps,
             dense,
             planner,
             self._changed,
             gradients=gradient_masks,
             straight_through=straight_through(laid),
         )
-        self._steps = StepCounter(self._optimizer, stages[-1].step)
+        self._steps = StepCounter(self._optimizer, pruning_steps[-1].step)
         self.average = average
         self._averaged = None if average is None else _average_masks(average, inner, dense)
         self._clamps: dict[str, GradientClamp] = {}
@@ -228,7 +228,7 @@ class Pruner(Displayed):
 
     @property
     def changes(self) -> list[PlanChange]:
-        """The stages that were carried out."""
+        """The pruning steps that were carried out."""
         return list(self._masks.changes)
 
     @property
@@ -291,7 +291,7 @@ class Pruner(Displayed):
         if not self.done:
             if not early:
                 raise UsageError(f"finish: {self._unfinished()}")
-            self._masks.reach(self._masks.stages[-1].step)
+            self._masks.reach(self._masks.pruning_steps[-1].step)
         plan = self.plan
         small = compact(self._model, plan)
         self.verification = verify(self._model, small, plan, [self._fitting_example()], strict=True)
@@ -375,7 +375,7 @@ class Pruner(Displayed):
         self._steps.begin_at(int(state["steps"]))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each stage so far: step, channels pruned and regrown, and the shares that are left.
+        """Return a row for each pruning step so far: step, channels pruned and regrown, and the shares that are left.
 
         With a pattern also the single weights that were masked and came back.
         """
@@ -388,7 +388,7 @@ class Pruner(Displayed):
         return rows
 
     def _headline(self) -> str:
-        at = "final plan" if self.done else f"step {self.step_count} of {self._masks.stages[-1].step}"
+        at = "final plan" if self.done else f"step {self.step_count} of {self._masks.pruning_steps[-1].step}"
         left = self.changes[-1].shares if self.changes else {}
         shares = ", ".join(f"{share:.1%} of {name}" for name, (_, share) in left.items())
         return f"{at}, {shares or 'all'} left{f', {self._over.partition(chr(58))[0]}' if self._over else ''}"
@@ -403,7 +403,9 @@ class Pruner(Displayed):
             [one.step, getattr(one, pruned), getattr(one, regrown), *(f"{one.shares[name][1]:.1%}" for name in names)]
             for one in self.changes
         ]
-        yield Table(["step", "pruned", "came back", *(f"{name} left" for name in names)], rows, title="stages so far")
+        yield Table(
+            ["step", "pruned", "came back", *(f"{name} left" for name in names)], rows, title="pruning steps so far"
+        )
 
     def _changed(self) -> None:
         if self._averaged is not None:
@@ -424,7 +426,7 @@ class Pruner(Displayed):
 
     def _asked(self) -> str:
         """Return what a state must have in common with the pruner that loads it."""
-        stages = [[stage.step, stage.progress] for stage in self._masks.stages]
+        stages = [[each.step, each.progress] for each in self._masks.pruning_steps]
         return json.dumps({"channels": self._dense.digest, "stages": stages, "settings": asdict(self.settings)})
 
     def _require_open(self, what: str) -> None:
@@ -437,7 +439,7 @@ class Pruner(Displayed):
 
     def _unfinished(self) -> str:
         """Return why the plan isn't final, and what to do about it."""
-        made, last = self.step_count, self._masks.stages[-1].step
+        made, last = self.step_count, self._masks.pruning_steps[-1].step
         if not self._steps.told:
             return (
                 f"the optimizer made {made} steps, and pruner.step() was never called; call it after optimizer.step()"
@@ -448,7 +450,7 @@ class Pruner(Displayed):
                 "optimizer whose step() the loop runs"
             )
         if made >= last:
-            return "the schedule's last stage is due; call pruner.step() after optimizer.step()"
+            return "the schedule's last pruning step is due; call pruner.step() after optimizer.step()"
         return (
             f"the optimizer made {made} of the schedule's {last} steps, so the budget isn't met yet; train on, or come "
             "to the final plan now with finish(early=True), or take what has gone so far: "

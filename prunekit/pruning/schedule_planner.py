@@ -45,12 +45,12 @@ def final_shares(plan: Plan) -> dict[str, float]:
 
 
 def of_time(plan: Plan) -> bool:
-    """Return whether a plan is for a budget of time, which is measured before training and not at each stage."""
+    """Return whether a plan is for a budget of time, which is measured before training and not at each pruning step."""
     return any(facts_from(name, budget).measured for name, budget in plan.provenance["budgets"].items())
 
 
 class StepStatistics:
-    """The statistics that a stage's scores need besides the weights; this one has none."""
+    """The statistics that a pruning step's scores need besides the weights; this one has none."""
 
     def active(self, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """Return a context that is active while the model is trained, until the plan is final."""
@@ -64,7 +64,7 @@ class StepStatistics:
         return None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was collected since the last stage."""
+        """Return what was collected since the last pruning step."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -72,12 +72,12 @@ class StepStatistics:
 
 
 class ChannelPlanner(Planner):
-    """The plans of a schedule: for the budgets of each stage, by scores of the model as it is then.
+    """The plans of a schedule: for the budgets of each pruning step, by scores of the model as it is then.
 
     Criteria of weights, statistics and gradients score the masked model; those of Gram matrices keep the scores of the
     dense model, because matrices of masked channels are singular. Pruned channels keep their last score.
 
-    `plan` is that of the dense model, whose channel map and locks hold for all stages, and the final plan if a budget
+    `plan` is that of the dense model, whose channel map and locks hold for all steps, and the final plan if a budget
     is one of time. `scores` are None outside the main process, which makes all plans.
     """
 
@@ -121,34 +121,34 @@ class ChannelPlanner(Planner):
         with self._movement or nullcontext(), self._statistics.active(model, optimizer):
             yield
 
-    def plan(self, model: nn.Module, stage: ScheduleStep, before: Plan) -> Plan:
-        """Return the plan of a stage: within the last unless channels may come back, and around a final one."""
+    def plan(self, model: nn.Module, step: ScheduleStep, before: Plan) -> Plan:
+        """Return the plan of a pruning step: within the last unless channels may come back, and around a final one."""
         seen = self._statistics.collect(model) if self._looks else (None, None)
-        return share_step(lambda: self._made(model, stage, before, seen), before)
+        return share_step(lambda: self._made(model, step, before, seen), before)
 
     @property
     def _looks(self) -> bool:
-        """True if each stage scores the model as it is then."""
+        """True if each pruning step scores the model as it is then."""
         return self._movement is None and rescored(self._settings)
 
-    def _made(self, model: nn.Module, stage: ScheduleStep, before: Plan, seen: StepInputs) -> Plan:
+    def _made(self, model: nn.Module, step: ScheduleStep, before: Plan, seen: StepInputs) -> Plan:
         self.scores = self._scored(model, before, seen)
-        if self._final is not None and stage.progress >= 1:
+        if self._final is not None and step.progress >= 1:
             return self._final
         bounds = PlanBounds(
             most=np.ones_like(before.keep) if self._schedule.regrow else before.keep,
             least=None if self._final is None else self._final.keep,
         )
-        settings = settings_at_step(self._settings, stage, self._dense)
+        settings = settings_at_step(self._settings, step, self._dense)
 
         def planned(chart: ChannelMap) -> Plan:
             return make_plan(chart, self.scores, settings, seed=self._seed, bounds=bounds)
 
-        if self._library is None or stage.progress < 1:
+        if self._library is None or step.progress < 1:
             made = planned(self._chart)
         else:
             made = self._library.with_weights(model).plan_in_layout(self._chart, planned)
-        return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
+        return replace(made, provenance={**made.provenance, "schedule": asdict(step)})
 
     def _scored(self, model: nn.Module, before: Plan, seen: StepInputs) -> Scores:
         if self._movement is not None:
@@ -161,11 +161,11 @@ class ChannelPlanner(Planner):
         self._raw = np.where(before.keep, fresh, self._raw)
         return ranked(self._raw, self._chart, self._settings)
 
-    def shares(self, stage: ScheduleStep, plan: Plan) -> dict[str, tuple[float, float]]:
-        """Return, for each resource, the share that a stage aims to leave and the one that its plan leaves."""
+    def shares(self, step: ScheduleStep, plan: Plan) -> dict[str, tuple[float, float]]:
+        """Return, for each resource, the share that a pruning step aims to leave and the one that its plan leaves."""
         found = {}
         for name, final in self.final.items():
-            planned = share_kept(self._schedule.kind, stage.progress, final)
+            planned = share_kept(self._schedule.kind, step.progress, final)
             budget = plan.provenance["budgets"].get(name)
             macs = self._chart.macs_left(plan.keep)
             facts = facts_from(name, budget or {})
@@ -197,7 +197,7 @@ class ChannelPlanner(Planner):
 
 
 def rescored(settings: PruneSettings) -> bool:
-    """Return whether a criterion scores the model again at each stage, as those of Gram matrices do not."""
+    """Return whether a criterion scores the model again at each pruning step, as those of Gram matrices do not."""
     return "patches" not in CRITERIA.get(settings.criterion).needs
 
 
@@ -218,7 +218,7 @@ def share_plan(plan: Plan | None) -> Plan:
 
 
 def share_step(make: Callable[[], Plan], before: Plan) -> Plan:
-    """Return the plan that the main process makes for a stage of a schedule, in every process."""
+    """Return the plan that the main process makes for a step of a schedule, in every process."""
     if size() == 1:
         return make()
     made = main_process_only(make)()
@@ -230,7 +230,7 @@ def share_step(make: Callable[[], Plan], before: Plan) -> Plan:
 
     received = parts()
     plan = made or Plan(before.channel_map, *received)
-    require_same_plan(plan, "at a stage of the schedule")
+    require_same_plan(plan, "at a step of the schedule")
     return plan
 
 

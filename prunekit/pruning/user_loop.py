@@ -72,7 +72,7 @@ FROM_SAMPLES = {"stats", "patches", "ranks"}
 
 
 class LoopStatistics(StepStatistics):
-    """The statistics of a user's loop: gradients of its steps, or calibration samples that each stage runs again.
+    """The statistics of a user's loop: gradients of its steps, or calibration samples that run again at each change.
 
     Samples are inputs alone, for activations; pairs are inputs and targets, for second derivatives of the loss.
     """
@@ -114,7 +114,7 @@ class LoopStatistics(StepStatistics):
         return stats, terms
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gradients since the last stage."""
+        """Return the gradients since the last pruning step."""
         return {} if self._gradients is None else self._gradients.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class LoopStatistics(StepStatistics):
 
 def check_calibration(
     settings: PruneSettings,
-    stages: tuple[ScheduleStep, ...],
+    pruning_steps: tuple[ScheduleStep, ...],
     calibration: Calibration | None,
     loss: Loss | None,
     task: Task | str | None,
@@ -162,10 +162,11 @@ def check_calibration(
             "a budget of time is measured when the pruner is made, and other processes would be in the way; give a "
             "budget of macs, which prunekit.plan(..., speedup=...) shows on one process"
         )
-    if from_steps and stages[0].step < 1:
+    if from_steps and pruning_steps[0].step < 1:
         raise UsageError(
-            f"begin: expected at least one step before the first stage, because {said} looks at the gradients of your "
-            f"loop's steps, got {settings.schedule.begin:g}; schedule {settings.schedule.kind!r} prunes at its begin"
+            f"begin: expected at least one step before the first pruning step, because {said} looks at the gradients "
+            f"of your loop's steps, got {settings.schedule.begin:g}; schedule {settings.schedule.kind!r} prunes at its "
+            "begin"
         )
     return second
 

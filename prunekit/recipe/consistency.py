@@ -187,7 +187,7 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check the schedule, and that nothing is repaired before its first stage."""
+    """Check the schedule, and that nothing is repaired before it prunes first."""
     prune = _section(values, "prune") or {}
     yield from ((("prune", *path), text) for path, text in prune_contradictions(prune))
     if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):

@@ -327,7 +327,7 @@ class ScheduleSettings(Checked):
         >>> print(pruner)
         final plan, 50.0% of macs left
         <BLANKLINE>
-        stages so far
+        pruning steps so far
           step  pruned  came back  macs left
           2          2          0      87.5%
           4          2          0      75.0%
@@ -358,8 +358,8 @@ class ScheduleSettings(Checked):
     regrow: bool = False
     """Whether pruned channels may come back, with the values that they had when they were pruned. Single weights of a
     `pattern` come back where the loss has the largest gradient, in place of the smallest, and begin at zero (RigL, Evci
-    et al. 2020): at each stage 30 % of those that are left, falling to none at the last along a cosine. Scored by
-    `movement`, or with `straight_through` gradients, they come back by their scores, with their values."""
+    et al. 2020): at each pruning step 30 % of those that are left, falling to none at the last along a cosine. Scored
+    by `movement`, or with `straight_through` gradients, they come back by their scores, with their values."""
     freeze: Annotated[float, Gt(0)] | None = None
     """With `regrow`: until when masks of the same budget are chosen again, after `end`; null: they are final at
     `end`."""
@@ -367,8 +367,8 @@ class ScheduleSettings(Checked):
     """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
     gradients: ScheduleGradients = "masked"
     """Whether weights that a `pattern` masks rest, or learn on until the masks are final: the forward pass sees zeros,
-    and the gradients go straight through to the values behind them, which the next stage chooses from (SR-STE, Zhou et
-    al. 2021)."""
+    and the gradients go straight through to the values behind them, which the next pruning step chooses from (SR-STE,
+    Zhou et al. 2021)."""
     masked_decay: Annotated[float, Ge(0)] | None = None
     """With `straight_through`: how much of the values behind the zeros is added to their gradients, so that what stays
     masked fades; null: 0.0002, as in the paper."""

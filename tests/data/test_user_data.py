@@ -265,7 +265,7 @@ def test_the_fingerprint_follows_the_code(file: Path) -> None:
             "own_splits",
             r"expected Splits of prunekit\.data\.datasets\.ImageDataset, got Known; return other data sets as a tuple",
         ),
-        ("one", r"expected the factory to return prunekit\.data\.sources\.Splits, or data sets .* got Grid"),
+        ("one", r"expected the factory to return prunekit\.data\.splits\.Splits, or data sets .* got Grid"),
         ("alone", "got a tuple of 1"),
         ("wrong_names", "got a mapping with train, val"),
         ("raising", "the factory raised ZeroDivisionError"),

@@ -175,7 +175,8 @@ def test_resumed_is_uninterrupted(average: bool, tmp_path: Path) -> None:
         found = other.state_dict()
         assert all(torch.equal(value, found[name]) for name, value in wanted.items()), at
         assert again.pruner.changes == whole.pruner.changes
-    running.fit(net, loader(), ckpt_path=tmp_path / "epoch=0.ckpt")  # in the same process, from before later stages
+    # In the same process, from before later pruning steps.
+    running.fit(net, loader(), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in wanted.items())
     small, other_small = whole.finish(), again.finish()
     for one, two in zip(small.parameters(), other_small.parameters(), strict=True):

@@ -191,7 +191,7 @@ def test_own_weights_come_from_the_factory_or_a_file(file: Path, tmp_path: Path)
         ({"model": ModelSettings("Net", "own", {"a": 1})}, Own("x", "y"), UsageError, "model.arguments: expected none"),
         ({}, Own("own.py:four", "own.py:data"), ModelError, r"expected logits of shape \(2, 3\) .* got \(2, 4\)"),
         ({}, Own("own.py:data", "own.py:data"), ModelError, r"or \(module, example\), got tuple"),
-        ({}, Own("own.py:Net", "own.py:Net"), DataError, r"the factory to return prunekit\.data\.sources\.Splits"),
+        ({}, Own("own.py:Net", "own.py:Net"), DataError, r"the factory to return prunekit\.data\.splits\.Splits"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_written(

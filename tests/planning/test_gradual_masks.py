@@ -1,4 +1,4 @@
-"""Masks of a pattern at a stage of training: how many weights of each layer are zero, and which."""
+"""Masks of a pattern at a pruning step of a schedule: how many weights of each layer are zero, and which."""
 
 from __future__ import annotations
 

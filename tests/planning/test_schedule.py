@@ -1,4 +1,4 @@
-"""Schedules as pure functions: curves, stages, units, and plans between two others."""
+"""Schedules as pure functions: curves, pruning steps, units, and plans between two others."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_cubic_is_the_papers_formula(final: float, begin: int, every: int, round
     """s_t = s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3, Zhu & Gupta 2017, equation 1."""
     end = begin + rounds * every
     line = timeline(ScheduleSettings("cubic", unit="step", begin=begin, end=end, every=every), epochs=1, steps=end + 1)
-    assert [stage.step for stage in line.stages] == [begin + every * index for index in range(1, rounds + 1)]
-    for stage in line.stages:
+    assert [stage.step for stage in line.pruning_steps] == [begin + every * index for index in range(1, rounds + 1)]
+    for stage in line.pruning_steps:
         s_f, s_i = 1 - final, 0.0
         s_t = s_f + (s_i - s_f) * (1 - (stage.step - begin) / (rounds * every)) ** 3
         assert share_kept("cubic", stage.progress, final) == pytest.approx(1 - s_t, abs=1e-12)
@@ -72,11 +72,11 @@ def test_stages_rise_to_one_and_leave_time_to_recover(
             or round(end * epochs * steps) >= epochs * steps
         )
         return
-    assert 1 <= len(line.stages) <= rounds
-    assert line.stages[-1].progress == 1.0
-    assert line.stages[-1].step == (line.end if rounds > 1 or kind != "iterative" else line.begin)
-    assert line.stages[-1].step < epochs * steps
-    for before, after in pairwise(line.stages):
+    assert 1 <= len(line.pruning_steps) <= rounds
+    assert line.pruning_steps[-1].progress == 1.0
+    assert line.pruning_steps[-1].step == (line.end if rounds > 1 or kind != "iterative" else line.begin)
+    assert line.pruning_steps[-1].step < epochs * steps
+    for before, after in pairwise(line.pruning_steps):
         assert before.step < after.step
         assert before.progress < after.progress
 
@@ -96,26 +96,26 @@ def test_epochs_are_steps_in_another_unit(kind: Any, steps: int, epochs: int, be
         epochs=epochs,
         steps=4 * steps,
     )
-    assert in_epochs.stages == in_steps.stages
+    assert in_epochs.pruning_steps == in_steps.pruning_steps
 
 
 def test_rounds_prune_the_same_share_of_what_is_left_and_recover_as_long() -> None:
     line = timeline(ScheduleSettings("iterative", rounds=3, rewind_lr=True), epochs=6, steps=10)
-    assert [stage.step for stage in line.stages] == [0, 20, 40]
+    assert [stage.step for stage in line.pruning_steps] == [0, 20, 40]
     left = [line.share_at(step, 0.125) for step in (0, 19, 20, 39, 40, 60)]
     assert left == pytest.approx([0.5, 0.5, 0.25, 0.25, 0.125, 0.125])
     assert line.restarts() == (20, 40)
     every = timeline(ScheduleSettings("iterative", begin=1, every=2.0), epochs=6, steps=10)
-    assert [stage.step for stage in every.stages] == [10, 30]
+    assert [stage.step for stage in every.pruning_steps] == [10, 30]
     assert every.restarts() == ()
 
 
 def test_masks_that_may_regrow_are_chosen_anew_until_they_freeze() -> None:
     settings = ScheduleSettings("linear", unit="step", begin=0, end=20, every=10, regrow=True, freeze=45)
-    found = [(stage.step, stage.progress) for stage in timeline(settings, epochs=1, steps=50).stages]
+    found = [(stage.step, stage.progress) for stage in timeline(settings, epochs=1, steps=50).pruning_steps]
     assert found == [(10, 0.5), (20, 1.0), (30, 1.0), (40, 1.0), (45, 1.0)]
     at_once = ScheduleSettings("oneshot", unit="step", begin=5, every=10, regrow=True, freeze=25)
-    assert [stage.step for stage in timeline(at_once, epochs=1, steps=50).stages] == [5, 15, 25]
+    assert [stage.step for stage in timeline(at_once, epochs=1, steps=50).pruning_steps] == [5, 15, 25]
 
 
 @pytest.mark.parametrize(

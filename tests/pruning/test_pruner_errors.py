@@ -99,7 +99,10 @@ def test_a_state_of_something_else_is_refused() -> None:
             {"macs": None, "speedup": 2, "schedule": ScheduleSettings(unit="step", end=9, regrow=True)},
             "^schedule.regrow: expected false, because speedup is given: ",
         ),
-        ({"schedule": "oneshot", "criterion": "taylor"}, "begin: expected at least one step before the first stage"),
+        (
+            {"schedule": "oneshot", "criterion": "taylor"},
+            "begin: expected at least one step before the first pruning step",
+        ),
         ({"steps": 4, "criterion": "apoz"}, "calibration: criterion 'apoz' looks at activations"),
         ({"steps": 4, "criterion": "obd"}, "calibration: criterion 'obd' needs second derivatives"),
         ({"steps": 4, "criterion": "l2", "calibration": X}, "calibration: expected none, because criterion 'l2'"),

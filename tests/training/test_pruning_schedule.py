@@ -189,7 +189,8 @@ def test_masks_of_single_weights_follow_a_schedule_alike() -> None:
     settings = TrainSettings(epochs=4, lr=0.01, optimizer="adam")
     fit(model, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part, watch, Zeros()])
     asked = [0.9 * (1 - (1 - step / 8) ** 3) for step in (2, 4, 6, 8)]
-    assert [zeros[at] for at in (1, 4, 5, 8)] == pytest.approx(asked, abs=0.005)  # stages 4 and 8 come after an epoch
+    # The pruning steps 4 and 8 come after an epoch.
+    assert [zeros[at] for at in (1, 4, 5, 8)] == pytest.approx(asked, abs=0.005)
     assert zeros[-1] == pytest.approx(0.9, abs=0.005)
     assert [change.step for change in part.changes] == [2, 4, 6, 8]
 

@@ -56,7 +56,8 @@ class PruneWhileTraining:
         epochs: that it takes until the budget is met, also fractions; None: half of those after `begin`. None too for
             the schedule `oneshot`.
         begin: epochs before it begins.
-        schedule: `cubic`, `linear` or `exponential`, in 10 stages; `iterative`, in 3; or `oneshot`, all at `begin`.
+        schedule: `cubic`, `linear` or `exponential`, in 10 pruning steps; `iterative`, in 3; or `oneshot`, all at
+            `begin`.
         arguments: of `prunekit.Pruner`: budgets (`macs=0.5`), of which at least one is given, `criterion`, `scope`,
             `ignore`, `calibration` and others. `gradient_masks` is False here: with their weights, norms and readers at
             zero, the gradients of pruned channels are zero by themselves. Blocks do not go as a whole (`depth`).

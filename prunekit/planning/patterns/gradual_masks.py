@@ -1,4 +1,4 @@
-"""Masks of a pattern at a stage of training: how many weights of each layer are zero by then, and which."""
+"""Masks of a pattern at a pruning step of a schedule: how many weights of each layer are zero by then, and which."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from prunekit.settings.weight_pattern import PatternScope, PatternSettings
 from prunekit.utils.tensors import is_finite
 
 MOVED = 0.3
-"""Share of the kept weights that change places at the first stage (Evci et al. 2020, RigL)."""
+"""Share of the kept weights that change places at the first pruning step (Evci et al. 2020, RigL)."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepWeights:
-    """A layer's weights before a stage."""
+    """A layer's weights before a pruning step."""
 
     layer: PatternLayer  # in what its channels leave of it
     size: Tensor  # (o, i, t) squared weights, which zeros are spread over layers by; finite
@@ -38,21 +38,21 @@ class StepWeights:
                 raise NonFiniteError(f"{self.layer.weight}: {what} are NaN or Inf, so none can be chosen; train slower")
 
 
-def share_moved(stage: ScheduleStep) -> float:
-    """Return the share of kept weights that change places at a stage: alpha / 2 (1 + cos(pi t / T)), alpha = 0.3.
+def share_moved(step: ScheduleStep) -> float:
+    """Return the share of kept weights that move at a pruning step: alpha / 2 (1 + cos(pi t / T)), alpha = 0.3.
 
-    (Evci et al. 2020, "Rigging the lottery", equation 1.) It is 0 at the last stage.
+    (Evci et al. 2020, "Rigging the lottery", equation 1.) It is 0 at the last one.
 
     Example:
         >>> round(share_moved(ScheduleStep(5, 1.0, elapsed=0.5)), 3)
         0.15
     """
-    return MOVED / 2 * (1 + math.cos(math.pi * min(1.0, stage.elapsed)))
+    return MOVED / 2 * (1 + math.cos(math.pi * min(1.0, step.elapsed)))
 
 
-def share_at(kind: ScheduleKind, stage: ScheduleStep, zeros: float) -> float:
-    """Return the share of zeros at a stage, of a final share (Zhu & Gupta 2017 for `cubic`)."""
-    return 1 - share_kept(kind, stage.progress, 1 - zeros)
+def share_at(kind: ScheduleKind, step: ScheduleStep, zeros: float) -> float:
+    """Return the share of zeros at a pruning step, of a final share (Zhu & Gupta 2017 for `cubic`)."""
+    return 1 - share_kept(kind, step.progress, 1 - zeros)
 
 
 def masks_at_step(
@@ -60,24 +60,24 @@ def masks_at_step(
     weights: Sequence[StepWeights],
     settings: PatternSettings,
     kind: ScheduleKind,
-    stage: ScheduleStep,
+    step: ScheduleStep,
 ) -> list[Tensor]:
-    """Return the mask (o, i, t) of each layer at a stage, False where weights are zero.
+    """Return the mask (o, i, t) of each layer at a pruning step, False where weights are zero.
 
     The share of zeros follows the schedule. N:M cannot come gradually within a group, so the share of groups that have
-    it grows, the same in each layer, and those lose least that come first; the last stage has the pattern everywhere.
+    it grows, the same in each layer, and those lose least that come first; the last step has the pattern everywhere.
     Masked weights stay masked, unless they may return: by their scores, or by the gradients of the loss, which take the
-    places of `share_moved` of the kept weights, the smallest ones. Where channels have gone since the last stage,
+    places of `share_moved` of the kept weights, the smallest ones. Where channels have gone since the last step,
     shares and groups are those of what is left, and a few masked weights may be among the kept ones.
     """
     pattern = Pattern.of(settings)
     for one in weights:
         one.require_finite()
-    moved = share_moved(stage)
+    moved = share_moved(step)
     if pattern.kept_of is not None:
-        share = share_at(kind, stage, settings.zeros) / settings.zeros
+        share = share_at(kind, step, settings.zeros) / settings.zeros
         return [_some_groups(pattern, one, share, moved) for one in weights]
-    counts = _zero_units(pattern, layers, weights, settings, kind, stage)
+    counts = _zero_units(pattern, layers, weights, settings, kind, step)
     masks = []
     for one, count in zip(weights, counts, strict=True):
         units = _ranks(pattern, one, count, moved)
@@ -92,16 +92,16 @@ def _zero_units(
     weights: Sequence[StepWeights],
     settings: PatternSettings,
     kind: ScheduleKind,
-    stage: ScheduleStep,
+    step: ScheduleStep,
 ) -> list[int]:
     """Return how many units of each layer are zero."""
     units = [pattern.units(one.size).numel() for one in weights]
     sizes = [one.layer.size // count for one, count in zip(weights, units, strict=True)]
     asked = [one.layer.zeros for one in weights]
     named = [
-        0 if zeros is None else round(share_at(kind, stage, zeros) * n) for zeros, n in zip(asked, units, strict=True)
+        0 if zeros is None else round(share_at(kind, step, zeros) * n) for zeros, n in zip(asked, units, strict=True)
     ]
-    wanted = share_at(kind, stage, settings.zeros) * layers.size
+    wanted = share_at(kind, step, settings.zeros) * layers.size
     wanted -= sum(count * size for count, size in zip(named, sizes, strict=True))
     free = [index for index, zeros in enumerate(asked) if zeros is None]
     found = _spread(pattern, [weights[i] for i in free], [sizes[i] for i in free], max(0.0, wanted), settings.scope)

@@ -317,7 +317,7 @@ def _closest(epochs: pd.Series) -> float:
 
 def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
     """Show the whole training, and the step from which masks are final."""
-    final = line.stages[-1].step / line.steps
+    final = line.pruning_steps[-1].step / line.steps
     for axes in panels:
         axes.set_xlim(-0.02 * line.epochs, 1.02 * line.epochs)
         axes.axvline(final, color=GRAY, linewidth=0.9, linestyle=":")

@@ -26,8 +26,8 @@ def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
 class PruningSchedule(Callback):
     """`ScheduledMasks` as a callback, whose schedule covers the epochs of the run.
 
-    A stage between two epochs comes after the validation, which so shows how far the model has recovered from the
-    stage before; after the stage, BatchNorm statistics would include channels that have just been removed. Weights are
+    A pruning step between two epochs comes after the validation, which so shows how far the model has recovered from
+    the one before; after it, BatchNorm statistics would include channels that have just been removed. Weights are
     kept as the best only under the final plan. `on_change` is called after each change, once the masks are in force.
 
     Raises:
@@ -48,12 +48,12 @@ class PruningSchedule(Callback):
 
     @contextmanager
     def active(self, run: TrainingRun) -> Iterator[None]:
-        """Enter the masks, and carry out the stage before the first step, if any."""
+        """Enter the masks, and carry out the pruning step before the first step of training, if any."""
         self.timeline: Timeline = timeline(self.settings, epochs=run.epochs, steps=run.steps)
         self._masks = ScheduledMasks(
             run.model,
             run.optimizer,
-            self.timeline.stages,
+            self.timeline.pruning_steps,
             self.start,
             self.planner,
             lambda: self._on_change(self),
@@ -81,18 +81,18 @@ class PruningSchedule(Callback):
 
     @property
     def changes(self) -> list[PlanChange]:
-        """The stages that were carried out."""
+        """The pruning steps that were carried out."""
         return [] if self._masks is None else self._masks.changes
 
     def after_step(self, step: int, made: bool) -> None:
-        """Carry out the stages that are due, unless the epoch is over: then they come after the validation."""
+        """Carry out the pruning steps that are due, unless the epoch is over: then they come after the validation."""
         self._step = step
         if step % self.timeline.steps:
             self.masks.reach(step)
 
     @contextmanager
     def around_validation(self) -> Iterator[None]:
-        """Carry out the stages between two epochs after the validation, also if batches were missing from the epoch."""
+        """Carry out pruning steps between two epochs after the validation, also if the epoch had too few batches."""
         yield
         steps = self.timeline.steps
         self.masks.reach(math.ceil(self._step / steps) * steps)
