@@ -28,9 +28,8 @@ from common import keep, ratio, shown_as_made
 from torch import Tensor, nn
 
 from prunekit.backends.files.onnx_program import export_onnx
-from prunekit.backends.int8.onnx_quantizer import input_names
 from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
-from prunekit.backends.onnx_runtime import open_session
+from prunekit.backends.onnx_runtime import input_names, open_session
 from prunekit.backends.openvino import compiled_file
 from prunekit.backends.session import Setting
 from prunekit.compaction.zero_patterns import zero_patterns
@@ -108,7 +107,7 @@ def quantized(model: nn.Module, x: Tensor, folder: Path) -> Path:
     if known:
         return known[0]
     (folder / "int8").mkdir()
-    batches = [{input_names(file)[0]: x.numpy()}]
+    batches = [{input_names(open_session(file, 1))[0]: x.numpy()}]
     quantizer = OpenvinoQuantizer(file, folder / "int8", batches, min(len(x), FEEDS), correct_biases=False)
     return quantizer.quantize(quantizer.ways[0], frozenset(quantizer.layers))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -151,6 +152,21 @@ def reason_of(error: BaseException) -> str:
     lines = [printable(line) for line in str(error).splitlines()] or [""]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): \S", line)]
     return raised[-1] if raised and is_of_torchscript(error) else f"{type(error).__name__}: {lines[0]}"
+
+
+@contextmanager
+def raised_as(
+    kind: type[PrunekitError], before: str, after: str = "", reason: Callable[[Exception], str] = reason_of
+) -> Iterator[None]:
+    """Raise what a library's or a user's code raises inside as an error of prunekit: `before`, the reason, `after`.
+
+    Errors that say that memory is short are raised as they are.
+    """
+    try:
+        yield
+    except Exception as error:  # of classes that nobody can list
+        reraise_shortage(error)
+        raise kind(f"{before}{reason(error)}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

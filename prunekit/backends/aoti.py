@@ -11,9 +11,9 @@ from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
 from prunekit.backends.files.export_source import KEY, ExportSource, Run, arguments, interface_of_json
-from prunekit.backends.files.program import failure, program_of, tracing
+from prunekit.backends.files.program import exporting, program_of, tracing
 from prunekit.backends.files.pt2_archive import COMPILED, Archive, archive_file
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
 from prunekit.utils.tensors import gather
@@ -32,23 +32,14 @@ class Aoti(ProgramBackend):
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Compile a model; the package is for the operating system and the instructions of this CPU."""
-        if source.options.half:
-            raise UsageError("half: a compiled package stores weights in the dtype of its model; use onnx or openvino")
-        if problem := self.unusable():
-            raise UsageError(f"aoti: {problem}")
+        self.require_writable(source, "a compiled package stores weights")
         program = program_of(source, flat=False)
         metadata = {KEY: json.dumps(program.interface.as_dict())}
-        with tracing(), archive_file(path) as stream:
-            try:
-                torch._inductor.aoti_compile_and_package(
-                    program.exported, package_path=stream, inductor_configs={"aot_inductor.metadata": metadata}
-                )
-            except Exception as error:  # of Inductor, or of the compiler
-                reraise_shortage(error)
-                raise RunError(
-                    f"{type(source.model).__name__} cannot be compiled by AOTInductor: {failure(error, source.model)}; "
-                    "use another format, such as pt2"
-                ) from error
+        failing = exporting(source.model, "compiled by AOTInductor", "use another format, such as pt2")
+        with tracing(), archive_file(path) as stream, failing:
+            torch._inductor.aoti_compile_and_package(
+                program.exported, package_path=stream, inductor_configs={"aot_inductor.metadata": metadata}
+            )
         return [*program.notes, "it holds code for this CPU and operating system; export it again for others"]
 
     def code_in(self, path: Path) -> str:
@@ -60,21 +51,13 @@ class Aoti(ProgramBackend):
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a package. Loading it runs the library in it."""
         interface = self.interface(path)
-        with tracing():
-            try:
-                model = torch._inductor.aoti_load_package(str(path))
-            except Exception as error:  # of its loader
-                reraise_shortage(error)
-                raise ArtifactError(f"{path}: expected an AOTInductor package, but {reason_of(error)}") from error
+        with tracing(), raised_as(ArtifactError, f"{path}: expected an AOTInductor package, but "):
+            model = torch._inductor.aoti_load_package(str(path))
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
             positional, named = arguments(example)
-            with threads_of(threads), torch.no_grad():
-                try:
-                    found = gather(model(*positional, **named))
-                except Exception as error:  # of its checks of sizes
-                    reraise_shortage(error)
-                    raise RunError(f"{path}: the package cannot run: {reason_of(error)}") from error
+            with threads_of(threads), torch.no_grad(), raised_as(RunError, f"{path}: the package cannot run: "):
+                found = gather(model(*positional, **named))
             if len(found) != len(interface.outputs):
                 raise ArtifactError(f"{path}: its interface has {len(interface.outputs)} outputs, it gave {len(found)}")
             return [one.clone() for one in found]

@@ -36,18 +36,6 @@ Open = Callable[[Source, Sample, Setting], Session]
 INSTALL_INT8 = "pip install 'prunekit[int8]'"
 
 
-def _takes_all(setting: Setting) -> str:
-    return ""
-
-
-def _moves_none(setting: Setting) -> bool:
-    return False
-
-
-def _keeps_nothing() -> None:
-    pass
-
-
 class Backend(ABC):
     """A runtime of models, which is timed. `register_backend` describes what it is registered with.
 
@@ -268,6 +256,13 @@ class ProgramBackend(FileBackend):
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Load a file whatever is in it, and return a function that runs it."""
 
+    def require_writable(self, source: ExportSource, stores: str) -> None:
+        """Raise if a file cannot be written here, or not with weights in float16."""
+        if source.options.half:
+            raise UsageError(f"half: {stores} in the dtype of its model; use onnx or openvino")
+        if problem := self.unusable():
+            raise UsageError(f"{self.format}: {problem}")
+
     def open(self, path: Path, *, threads: int = 1) -> Run:
         """Load a file that has no code in it, and return a function that runs it."""
         self.require_no_code(path)
@@ -287,10 +282,7 @@ class FunctionBackend(Backend):
 
     def __init__(self, runtime: str, function: Open, **facts: Any) -> None:
         self.runtime, self.function = runtime, function
-        self.refuse_by: Callable[[Setting], str] = facts.pop("refuse", _takes_all)
-        self.moves_by: Callable[[Setting], bool] = facts.pop("moves_weights", _moves_none)
-        self.forget_by: Callable[[], object] = facts.pop("forget", _keeps_nothing)
-        vars(self).update(facts)
+        vars(self).update(facts)  # functions that were given take the places of methods
 
     @property
     def defined(self) -> Any:
@@ -300,18 +292,6 @@ class FunctionBackend(Backend):
     def session(self, source: Source, sample: Sample, setting: Setting) -> Session:
         """Call the function."""
         return self.function(source, sample, setting)
-
-    def refuse(self, setting: Setting) -> str:
-        """Return why it cannot run a setting; empty if it can."""
-        return self.refuse_by(setting)
-
-    def moves_weights(self, setting: Setting) -> bool:
-        """Return whether its sessions in a setting have a `move`."""
-        return self.moves_by(setting)
-
-    def forget(self) -> None:
-        """Drop what is cached of sessions."""
-        self.forget_by()
 
 
 Kind = TypeVar("Kind", bound=type[Backend])
@@ -395,12 +375,12 @@ def register_runtime(
     devices: tuple[str, ...] = ("cpu",),
     packages: tuple[str, ...] = (),
     install: str = "",
-    refuse: Callable[[Setting], str] = _takes_all,
+    refuse: Callable[[Setting], str] | None = None,
     times_layers: bool = False,
-    moves_weights: Callable[[Setting], bool] = _moves_none,
+    moves_weights: Callable[[Setting], bool] | None = None,
     measures_memory: bool = True,
     typed_files: bool = False,
-    forget: Callable[[], object] = _keeps_nothing,
+    forget: Callable[[], object] | None = None,
     quantizer: str = "",
 ) -> Callable[[Open], Open]:
     """Register a runtime: something that runs models and is timed, by `bench`, in recipes and as the target of plans.
@@ -416,9 +396,9 @@ def register_runtime(
         devices: types of device that it runs on: "cpu", "cuda", "mps".
         packages: those that it imports, besides torch.
         install: the command that installs them; by default `pip install` with their names.
-        refuse: returns why it cannot run a setting on these devices; empty if it can.
+        refuse: returns why it cannot run a setting on these devices, empty if it can; None: it runs all.
         times_layers: whether its sessions have a layer clock; plans for the others are made from eager's layers.
-        moves_weights: whether its sessions in a setting have a `move`.
+        moves_weights: returns whether its sessions in a setting have a `move`; None: they have none.
         measures_memory: whether the growth of the process is the model's memory: not if building leaves more behind.
         typed_files: whether it computes in the dtype of its file; the others take files in float32.
         forget: called once a setting is done, to drop what is cached of its sessions.
@@ -447,7 +427,7 @@ def register_runtime(
     facts = dict(locals())
 
     def register(function: Open) -> Open:
-        given = {name: value for name, value in facts.items() if name != "name"}
+        given = {key: value for key, value in facts.items() if key != "name" and value is not None}
         RUNTIMES.add(name, FunctionBackend(name, function, **given), function)
         return function
 

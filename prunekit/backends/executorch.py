@@ -11,8 +11,16 @@ from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
 from prunekit.backends.files.export_source import KEY, ExportSource, Run, fed, interface_of_json
-from prunekit.backends.files.program import SAMPLES, Program, failure, largest_sizes, place_of_node, program_of, tracing
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.backends.files.program import (
+    SAMPLES,
+    Program,
+    exporting,
+    largest_sizes,
+    place_of_node,
+    program_of,
+    tracing,
+)
+from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.private_torch import OpOverload
 
@@ -32,10 +40,7 @@ class Executorch(ProgramBackend):
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a program; memory is planned for the largest sizes, which the notes name."""
-        if source.options.half:
-            raise UsageError(
-                "half: an ExecuTorch program stores weights in the dtype of its model; use onnx or openvino"
-            )
+        self.require_writable(source, "an ExecuTorch program stores weights")
         most = largest_sizes(source)
         program = program_of(source, flat=True, most=most)
         path.write_bytes(_lowered(source, program, most))
@@ -48,17 +53,12 @@ class Executorch(ProgramBackend):
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a program in ExecuTorch's own runtime, which has threads of its own number."""
         interface, method = self.interface(path), _method(path, "forward")
+        advice = "; inputs may be no larger than memory was planned for, as its export noted"
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
             given = fed(example, interface)
-            try:
+            with raised_as(RunError, f"{path}: ExecuTorch cannot run it: ", advice):
                 return [one.clone() for one in method.execute([tensor.contiguous() for tensor in given.values()])]
-            except Exception as error:  # of the runtime
-                reraise_shortage(error)
-                raise RunError(
-                    f"{path}: ExecuTorch cannot run it: {reason_of(error)}; inputs may be no larger "
-                    "than memory was planned for, as its export noted"
-                ) from error
 
         return run
 
@@ -76,7 +76,8 @@ def _lowered(source: ExportSource, program: Program, most: Mapping[str, int]) ->
 
         # Its verifier runs the graph on sizes that it compares, which can fix an axis of any size.
         unverified = EdgeCompileConfig(_check_ir_validity=False)
-        try:
+        advice = "compute it there with operators that ExecuTorch has, or use another format, such as onnx"
+        with exporting(source.model, "exported to ExecuTorch", advice):
             lowered = to_edge_transform_and_lower(
                 program.exported,
                 partitioner=[XnnpackPartitioner()],
@@ -84,12 +85,6 @@ def _lowered(source: ExportSource, program: Program, most: Mapping[str, int]) ->
                 compile_config=unverified,
             )
             planned = lowered.to_executorch()
-        except Exception as error:  # of its compiler
-            reraise_shortage(error)
-            raise RunError(
-                f"{type(source.model).__name__} cannot be exported to ExecuTorch: {failure(error, source.model)}; "
-                "compute it there with operators that ExecuTorch has, or use another format, such as onnx"
-            ) from error
     _require_known(source, planned.exported_program())
     _require_planned(source, program, planned.exported_program(), most)
     return bytes(planned.buffer)
@@ -129,12 +124,9 @@ def _method(path: Path, name: str) -> Any:
         raise ArtifactError(f"{path}: expected an ExecuTorch program, and there is no file")
     with tracing():  # its modules warn while they are imported
         from executorch.runtime import Runtime
-    try:
+    with raised_as(ArtifactError, f"{path}: expected an ExecuTorch program, but "):
         program = Runtime.get().load_program(path)
         method = program.load_method(name) if name in program.method_names else None
-    except Exception as error:  # of the runtime
-        reraise_shortage(error)
-        raise ArtifactError(f"{path}: expected an ExecuTorch program, but {reason_of(error)}") from error
     if method is None:
         raise ArtifactError(
             f"{path}: expected an ExecuTorch program that prunekit wrote, but it has no method {name!r}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,28 @@ from prunekit.backends.files.export_source import (
     ExportOptions,
     ExportSource,
     Run,
-    fed,
+    fed_arrays,
     interface_of_json,
     metadata_of,
     require_own_data,
 )
-from prunekit.backends.files.onnx_program import OPSET, SCOPES, NodeModules, export_onnx, renamed_values, translated
+from prunekit.backends.files.onnx_program import (
+    OPSET,
+    NodeModules,
+    export_onnx,
+    graph_inputs,
+    known_metadata,
+    module_ends,
+    read_onnx,
+    renamed_values,
+    translated,
+)
 from prunekit.backends.files.program import program_of
 from prunekit.backends.int8.onnx_quantizer import OnnxQuantizer
 from prunekit.backends.int8.quantizer import Batch
-from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting, Source
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting
+from prunekit.errors import ArtifactError, RunError, UsageError, raised_as
 from prunekit.models.interface import ModelInterface, TensorSpec
-from prunekit.utils.tensors import gather
 
 OLDEST = 18
 """The oldest opset that torch's exporter knows."""
@@ -84,22 +92,23 @@ class OnnxRuntime(FileBackend):
         """Return a function that runs a file in ONNX Runtime on the CPU."""
         interface = self.interface(path)  # first: it checks where the weights are
         session = open_session(path, threads, takes_turns=False)
-        taken = {entry.name for entry in session.get_inputs()}
-        names = [spec.name for spec in interface.outputs]
+        taken, names = input_names(session), [spec.name for spec in interface.outputs]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            arrays = {name: tensor.numpy() for name, tensor in fed(example, interface).items() if name in taken}
-            try:
+            arrays = fed_arrays(example, interface, taken)
+            with raised_as(RunError, f"{path}: ONNX Runtime cannot run it: "):
                 return [torch.from_numpy(np.array(one)) for one in session.run(names, arrays)]
-            except Exception as error:  # onnxruntime's own classes
-                reraise_shortage(error)
-                raise RunError(f"{path}: ONNX Runtime cannot run it: {reason_of(error)}") from error
 
         return run
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface of a file; one without prunekit's metadata has that of its graph, without a task."""
-        return interface_of_file(path)
+        model = read_onnx(path)
+        require_own_data(model, path)
+        known = known_metadata(model)
+        if KEY in known:
+            return interface_of_json(known[KEY], str(path))
+        return ModelInterface(tuple(map(_spec, graph_inputs(model))), tuple(map(_spec, model.graph.output)))
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
         """Return the first module whose output differs, from one run with the results at modules' ends as outputs."""
@@ -111,9 +120,7 @@ class OnnxRuntime(FileBackend):
         wanted = list(dict.fromkeys(name for path in expected for name in ends.get(path, ())))
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in known)
         session = open_session(model.SerializeToString(), 1, takes_turns=False)
-        arrays = {name: tensor.numpy() for name, tensor in fed(example, self.interface(path)).items()}
-        taken = {entry.name for entry in session.get_inputs()}
-        results = session.run(wanted, {name: array for name, array in arrays.items() if name in taken})
+        results = session.run(wanted, fed_arrays(example, self.interface(path), input_names(session)))
         found = {name: torch.from_numpy(np.array(one)) for name, one in zip(wanted, results, strict=True)}
         return _first_different(expected, ends, found, self.tolerance)
 
@@ -127,33 +134,20 @@ class OnnxRuntime(FileBackend):
         """Write a model, which is not changed, for inputs of exactly this shape."""
         return export_onnx(model, sample, path)
 
-    def session(self, source: Source, sample: Sample, setting: Setting) -> Session:
-        """Open a file with one pool of `threads` threads."""
-        import onnxruntime
-
-        file = source.files[self.file_key(setting)]
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in gather(sample)]
-        run = _run_of(open_session(file, setting.threads), values)
-        return Session(
-            run, lambda found: [_tensor(value) for value in found], lambda: _layer_clock(file, values, setting.threads)
-        )
-
     def file_session(
         self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
     ) -> Session:
-        """Open an exported file, which is fed by the names of its interface."""
+        """Open a file with one pool of `threads` threads; it is fed by the names of its interface."""
         import onnxruntime
 
         session = open_session(path, setting.threads)
-        tensors, taken = fed(sample, interface), {entry.name for entry in session.get_inputs()}
-        feed = {
-            name: onnxruntime.OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy())
-            for name, tensor in tensors.items()
-            if name in taken
-        }
+        arrays = fed_arrays(sample, interface, input_names(session))
+        feed = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         names = [spec.name for spec in interface.outputs]
         return Session(
-            lambda: session.run_with_ort_values(names, feed), lambda found: [_tensor(value) for value in found]
+            lambda: session.run_with_ort_values(names, feed),
+            lambda found: [torch.from_numpy(value.numpy().copy()) for value in found],
+            lambda: _layer_clock(path, names, feed, setting.threads),
         )
 
     def quantizer_of(
@@ -175,28 +169,6 @@ def opset_of(options: ExportOptions) -> int:
             f"opset: expected {OLDEST} to {newest}, as torch and the installed onnx know, got {options.opset}"
         )
     return options.opset
-
-
-def interface_of_file(path: Path) -> ModelInterface:
-    """Return the interface of an ONNX file."""
-    import onnx
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-        if not model.graph.output:
-            raise ValueError("it has no graph with outputs")
-    except Exception as error:  # protobuf's own classes
-        reraise_shortage(error)
-        raise ArtifactError(f"{path}: expected an ONNX file, but {reason_of(error)}") from error
-    require_own_data(model, path)
-    known = {entry.key: entry.value for entry in model.metadata_props}
-    if KEY in known:
-        return interface_of_json(known[KEY], str(path))
-    constants = {entry.name for entry in model.graph.initializer}
-    return ModelInterface(
-        tuple(_spec(entry) for entry in model.graph.input if entry.name not in constants),
-        tuple(_spec(entry) for entry in model.graph.output),
-    )
 
 
 def _spec(entry: Any) -> TensorSpec:
@@ -244,30 +216,6 @@ def _store_half(model: Any) -> None:
         graph.insert_before(graph[0], cast)
 
 
-def scopes_of(node: Any) -> list[str] | None:
-    """Return the paths of the modules around a node of an ONNX file of torch's exporter; None if it has none."""
-    known = {entry.key: entry.value for entry in node.metadata_props}
-    if SCOPES not in known:
-        return None
-    *modules, _ = ast.literal_eval(known[SCOPES])
-    return [str(path) for path in modules]
-
-
-def module_ends(graph: Any) -> dict[str, list[str]]:
-    """Return the results of each module that are read outside of it, by its path."""
-    readers: dict[str, list[frozenset[str]]] = {entry.name: [frozenset()] for entry in graph.output}
-    scopes = [frozenset(scopes_of(node) or ()) for node in graph.node]
-    for node, around in zip(graph.node, scopes, strict=True):
-        for name in node.input:
-            readers.setdefault(name, []).append(around)
-    found: dict[str, list[str]] = {}
-    for node, around in zip(graph.node, scopes, strict=True):
-        for path in around:
-            outside = [name for name in node.output if any(path not in reader for reader in readers.get(name, ()))]
-            found.setdefault(path, []).extend(outside)
-    return found
-
-
 def _first_different(
     expected: Mapping[str, Tensor], ends: Mapping[str, list[str]], found: Mapping[str, Tensor], tolerance: float
 ) -> str:
@@ -282,13 +230,7 @@ def _first_different(
     return ""
 
 
-def _run_of(session: Any, values: Sequence[Any]) -> Callable[[], Any]:
-    names = [output.name for output in session.get_outputs()]
-    feed = {entry.name: value for entry, value in zip(session.get_inputs(), values, strict=True)}
-    return lambda: session.run_with_ort_values(names, feed)
-
-
-def _layer_clock(file: Path, values: Sequence[Any], threads: int) -> LayerClock:
+def _layer_clock(file: Path, names: Sequence[str], feed: Mapping[str, Any], threads: int) -> LayerClock:
     """Return the profiler of ONNX Runtime, in a session of its own; it writes a file next to the model's."""
     session, modules = open_session(file, threads, profile=file.with_suffix(".profile")), NodeModules(file)
 
@@ -298,7 +240,7 @@ def _layer_clock(file: Path, values: Sequence[Any], threads: int) -> LayerClock:
         written.unlink()
         return times_by_module(events, modules)[-count:]
 
-    return LayerClock(_run_of(session, values), passes)
+    return LayerClock(lambda: session.run_with_ort_values(names, feed), passes)
 
 
 def times_by_module(events: Sequence[Mapping[str, Any]], modules: NodeModules) -> list[dict[str | None, float]]:
@@ -333,14 +275,11 @@ def open_session(model: Path | bytes, threads: int, *, takes_turns: bool = True,
         options.add_session_config_entry("session.force_spinning_stop", "1")
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    given = model if isinstance(model, bytes) else str(model)
-    try:
+    given, where = (model, "the changed file") if isinstance(model, bytes) else (str(model), str(model))
+    with raised_as(ArtifactError, f"{where}: ONNX Runtime cannot load it: "):
         return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own classes
-        reraise_shortage(error)
-        where = "the changed file" if isinstance(model, bytes) else str(model)
-        raise ArtifactError(f"{where}: ONNX Runtime cannot load it: {reason_of(error)}") from error
 
 
-def _tensor(value: Any) -> Tensor:
-    return torch.from_numpy(value.numpy().copy())
+def input_names(session: Any) -> list[str]:
+    """Return the names of the inputs that a session takes."""
+    return [entry.name for entry in session.get_inputs()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from prunekit.backends.files.export_source import (
     KEY,
     ExportSource,
     Run,
-    fed,
+    fed_arrays,
     interface_of_json,
     metadata_of,
     require_own_file,
@@ -28,7 +28,7 @@ from prunekit.backends.files.program import program_of
 from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
 from prunekit.backends.int8.quantizer import Array, Batch
 from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting, Source
-from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
+from prunekit.errors import ArtifactError, RunError, raised_as, reason_of
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.utils.tensors import gather
 
@@ -88,18 +88,14 @@ class OpenVino(FileBackend):
                 f"{path}: its interface has {len(interface.outputs)} outputs, its network {len(model.outputs)}; the "
                 "file is damaged"
             )
-        request = _compiled(model, threads, "f32").create_infer_request()
-        taken = {name: entry for entry in model.inputs for name in entry.get_names()}
+        request, taken = _compiled(model, threads, "f32").create_infer_request(), _input_names(model)
         ports = [_port(model, spec.name, index) for index, spec in enumerate(interface.outputs)]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            arrays = {name: tensor.numpy() for name, tensor in fed(example, interface).items() if name in taken}
-            try:
+            arrays = fed_arrays(example, interface, taken)
+            with raised_as(RunError, f"{path}: OpenVINO cannot run it: "):
                 found = request.infer(arrays)
-            except Exception as error:  # of OpenVINO
-                reraise_shortage(error)
-                raise RunError(f"{path}: OpenVINO cannot run it: {reason_of(error)}") from error
-            return [torch.from_numpy(found[port].copy()) for port in ports]
+            return _tensors(found, ports)
 
         return run
 
@@ -126,29 +122,20 @@ class OpenVino(FileBackend):
         file, arrays = source.files[key], [one.numpy() for one in gather(sample)]
         exported = source.files[setting.batch, "float32"]
         compiled = compiled_file(file, setting)
-        request = compiled.create_infer_request()
-        return Session(
-            lambda: request.infer(arrays, share_inputs=True, share_outputs=True),
-            lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-            lambda: _layer_clock(file, NodeModules(exported), setting, arrays),
-        )
+
+        def layers() -> LayerClock:
+            counters = _LayerCounters(compiled_file(file, setting, PERF_COUNT=True), NodeModules(exported), arrays)
+            return LayerClock(counters.run, counters.passes)
+
+        return Session(_run_of(compiled, arrays), lambda found: _tensors(found, compiled.outputs), layers)
 
     def file_session(
         self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
     ) -> Session:
         """Compile an exported file, IR or ONNX, which is fed by the names of its interface."""
         compiled = compiled_file(path, setting)
-        tensors = fed(sample, interface)
-        feed = {
-            name: tensor.contiguous().numpy()
-            for name, tensor in tensors.items()
-            if any(name in port.get_names() for port in compiled.inputs)
-        }
-        request = compiled.create_infer_request()
-        return Session(
-            lambda: request.infer(feed, share_inputs=True, share_outputs=True),
-            lambda found: [torch.from_numpy(found[spec.name].copy()) for spec in interface.outputs],
-        )
+        arrays, names = fed_arrays(sample, interface, _input_names(compiled)), [one.name for one in interface.outputs]
+        return Session(_run_of(compiled, arrays), lambda found: _tensors(found, names))
 
     def quantizer_of(
         self, file: Path, folder: Path, batches: Iterable[Batch], images: int, *, only_timed: bool = False
@@ -157,17 +144,26 @@ class OpenVino(FileBackend):
         return OpenvinoQuantizer(file, folder, batches, images, correct_biases=not only_timed)
 
 
+def _input_names(model: Any) -> list[str]:
+    return [name for entry in model.inputs for name in entry.get_names()]
+
+
+def _tensors(found: Any, outputs: Iterable[Any]) -> list[Tensor]:
+    """Return copies of some results, by what OpenVINO takes for an output: its name, its number or itself."""
+    return [torch.from_numpy(found[output].copy()) for output in outputs]
+
+
+def _run_of(compiled: Any, arrays: Any) -> Callable[[], Any]:
+    request = compiled.create_infer_request()
+    return lambda: request.infer(arrays, share_inputs=True, share_outputs=True)
+
+
 def _convert(carrier: Path, path: Path, interface: ModelInterface, source: ExportSource) -> None:
     import openvino
 
-    try:
+    failed = f"{type(source.model).__name__} cannot be converted to OpenVINO: "
+    with raised_as(RunError, failed, "; use another format, such as onnx"):
         model = openvino.convert_model(carrier)
-    except Exception as error:  # of OpenVINO
-        reraise_shortage(error)
-        raise RunError(
-            f"{type(source.model).__name__} cannot be converted to OpenVINO: {reason_of(error)}; use another format, "
-            "such as onnx"
-        ) from error
     for key, value in metadata_of(interface).items():
         model.set_rt_info(value, key)
     model.set_rt_info(json.dumps(NodeModules(carrier).of_names), MODULES)
@@ -183,15 +179,15 @@ def _read(path: Path) -> Any:
     with path.open("rb") as file:
         if not file.read(100).lstrip().startswith(STARTS):  # else OpenVINO tries what else it reads: ONNX, TensorFlow
             raise ArtifactError(f"{path}: expected an OpenVINO .xml file, and it is no XML of a network")
-    try:
+    expected = f"{path}: expected an OpenVINO .xml file with its weights in {path.stem}.bin beside it, but "
+    with raised_as(ArtifactError, expected, reason=_last_line):
         return openvino_core().read_model(path)
-    except Exception as error:  # of OpenVINO
-        reraise_shortage(error)
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # the cause is in the last
-        raise ArtifactError(
-            f"{path}: expected an OpenVINO .xml file with its weights in {path.stem}.bin beside it, but "
-            f"{lines[-1] if lines else reason_of(error)}"
-        ) from error
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of an error of OpenVINO, which has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else reason_of(error)
 
 
 def _port(model: Any, name: str, index: int) -> int:
@@ -227,11 +223,6 @@ def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
     if used != hint:  # without kernels for the hint, it silently takes another
         raise RunError(f"openvino: asked for {hint}, and its kernels compute in {used}")
     return compiled
-
-
-def _layer_clock(file: Path, modules: NodeModules, setting: Setting, arrays: list[Any]) -> LayerClock:
-    counters = _LayerCounters(compiled_file(file, setting, PERF_COUNT=True), modules, arrays)
-    return LayerClock(counters.run, counters.passes)
 
 
 class _LayerCounters:

@@ -14,7 +14,7 @@ from prunekit.backends.files.export_source import ExportSource, Run, arguments, 
 from prunekit.backends.files.program import program_of, tracing
 from prunekit.backends.files.pt2_archive import PROGRAM, Archive, archive_file
 from prunekit.backends.files.symbolic_sizes import BOUNDED
-from prunekit.errors import RunError, UsageError, reason_of, reraise_shortage
+from prunekit.errors import RunError, raised_as
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
 from prunekit.utils.tensors import gather, map_tensors
@@ -35,8 +35,7 @@ class Pt2(ProgramBackend):
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a program that takes the model's own arguments; its examples are zeros, and no data of the user."""
-        if source.options.half:
-            raise UsageError("half: a pt2 program stores weights in the dtype of its model; use onnx or openvino")
+        self.require_writable(source, "a pt2 program stores weights")
         program = program_of(source, flat=False)
         exported = program.exported
         for graph in (part for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)):
@@ -44,15 +43,9 @@ class Pt2(ProgramBackend):
                 node.meta.pop("stack_trace", None)  # paths of this machine
         positional, named = exported.example_inputs
         exported.example_inputs = map_tensors((positional, named), lambda one: one.new_zeros(()).expand(one.shape))
-        with tracing(), archive_file(path) as stream:
-            try:
-                torch.export.save(exported, stream, extra_files={EXTRA: json.dumps(program.interface.as_dict())})
-            except Exception as error:  # of the serializer
-                reraise_shortage(error)
-                raise RunError(
-                    f"{type(source.model).__name__} cannot be saved as a pt2 program: {reason_of(error)}; use another "
-                    "format, such as onnx"
-                ) from error
+        failed = f"{type(source.model).__name__} cannot be saved as a pt2 program: "
+        with tracing(), archive_file(path) as stream, raised_as(RunError, failed, "; use another format, such as onnx"):
+            torch.export.save(exported, stream, extra_files={EXTRA: json.dumps(program.interface.as_dict())})
         return program.notes
 
     def code_in(self, path: Path) -> str:
@@ -62,13 +55,9 @@ class Pt2(ProgramBackend):
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a program."""
         archive = Archive(path)
-        with tracing():
-            try:
-                program = torch.export.load(path)
-                module = program.module()
-            except Exception as error:  # of the deserializer
-                reraise_shortage(error)
-                raise archive.damaged(reason_of(error)) from error
+        with tracing(), archive.reading():
+            program = torch.export.load(path)
+            module = program.module()
         _bound_numbers(module)
 
         interface, (by_position, by_name) = self.interface(path), program.call_spec.in_spec.children()
@@ -76,12 +65,8 @@ class Pt2(ProgramBackend):
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
             positional, named = arguments(as_exported(example, interface, by_position.num_children, names))
-            with threads_of(threads), torch.no_grad():
-                try:
-                    return [one.clone() for one in gather(module(*positional, **named))]
-                except Exception as error:  # of its operators, or of its checks of sizes
-                    reraise_shortage(error)
-                    raise RunError(f"{path}: the program cannot run: {reason_of(error)}") from error
+            with threads_of(threads), torch.no_grad(), raised_as(RunError, f"{path}: the program cannot run: "):
+                return [one.clone() for one in gather(module(*positional, **named))]
 
         return run
 

@@ -17,7 +17,7 @@ from prunekit.backends.files.onnx_program import OPSET, renamed_values, translat
 from prunekit.backends.files.program import largest_sizes, program_of
 from prunekit.backends.session import Sample, Session, Setting, Source, in_dtype
 from prunekit.compaction.zero_patterns import zero_pattern
-from prunekit.errors import ArtifactError, RunError, UsageError
+from prunekit.errors import ArtifactError, RunError
 from prunekit.models.interface import BATCH, ModelInterface
 from prunekit.utils.display import listed, plural
 from prunekit.utils.tensors import gather
@@ -46,10 +46,7 @@ class TensorRt(ProgramBackend):
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Build an engine: `NAME.engine`, and its interface in `NAME.engine.json`; for this GPU and this TensorRT."""
-        if source.options.half:
-            raise UsageError("half: an engine computes in the dtype of its model; use onnx or openvino")
-        if problem := self.unusable():
-            raise UsageError(f"tensorrt: {problem}")
+        self.require_writable(source, "an engine computes")
         most = largest_sizes(source)
         program = program_of(source, flat=True)
         built = translated(source.model, program.exported, OPSET, program.interface)

@@ -15,7 +15,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.backends.backend import FORMATS
 from prunekit.backends.files.export_source import ExportOptions
-from prunekit.backends.onnx_runtime import module_ends, scopes_of
+from prunekit.backends.files.onnx_program import module_ends, scopes_of
 from prunekit.errors import ArtifactError, RunError, UsageError
 from prunekit.models.cifar import CifarResNet
 

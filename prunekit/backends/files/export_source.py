@@ -8,11 +8,12 @@ devices, pipes, and addresses of memory that ONNX Runtime and OpenVINO take in p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +95,14 @@ def as_exported(
     names = [spec.name for spec in interface.inputs if spec.name not in named]
     found = tuple(tensors[name] for name in names)
     return (*found, Keywords((name, tensors[name]) for name in named)) if named else found
+
+
+def fed_arrays(
+    example: tuple[Any, ...], interface: ModelInterface, taken: Iterable[str]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of an example by name, of those inputs that a file takes: others are read by nothing in it."""
+    tensors, names = fed(example, interface), frozenset(taken)
+    return {name: tensor.contiguous().numpy() for name, tensor in tensors.items() if name in names}
 
 
 def fed(example: tuple[Any, ...], interface: ModelInterface) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.backends.files.program import Program, failure, trace, tracing
-from prunekit.errors import RunError, reraise_shortage
+from prunekit.backends.files.program import Program, exporting, trace, tracing
+from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import ModelInterface, input_specs_of
 from prunekit.utils.context import set_mode
@@ -59,15 +59,9 @@ def translated(
         names["input_names"] = [spec.name for spec in interface.inputs]
         if interface.outputs:
             names["output_names"] = [spec.name for spec in interface.outputs]
-    with tracing(), onnx_operators_read_once():
-        try:
-            program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)
-        except Exception as error:
-            reraise_shortage(error)
-            raise RunError(
-                f"{type(model).__name__} cannot be exported to ONNX: {failure(error, model)}; compute it there with "
-                "operators that ONNX has, or use another format, such as pt2"
-            ) from error
+    advice = "compute it there with operators that ONNX has, or use another format, such as pt2"
+    with tracing(), onnx_operators_read_once(), exporting(model, "exported to ONNX", advice):
+        program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)
     assert program is not None
     return program
 
@@ -82,6 +76,28 @@ def renamed_values(model: Any, program: Program) -> None:
             sizes = [size if isinstance(size, int) else program.renamed(str(size.value)) for size in value.shape]
             value.shape = onnx_ir.Shape(sizes)
     NameFixPass()(model)
+
+
+def read_onnx(file: Path) -> Any:
+    """Return the model in an ONNX file, without weights that lie in other files."""
+    import onnx
+
+    with raised_as(ArtifactError, f"{file}: expected an ONNX file, but "):
+        model = onnx.load(file, load_external_data=False)
+        if not model.graph.output:
+            raise ValueError("it has no graph with outputs")
+    return model
+
+
+def known_metadata(part: Any) -> dict[str, str]:
+    """Return the metadata of a model or of a node."""
+    return {entry.key: entry.value for entry in part.metadata_props}
+
+
+def graph_inputs(model: Any) -> list[Any]:
+    """Return the inputs of a graph that are no weights, which older files have among them."""
+    weights = {one.name for one in model.graph.initializer}
+    return [entry for entry in model.graph.input if entry.name not in weights]
 
 
 def _graph_values(graph: Any) -> Iterator[Any]:
@@ -158,10 +174,31 @@ class NodeModules:
 
 
 def _module_of(node: Any) -> str | None:
-    known = {entry.key: entry.value for entry in node.metadata_props}
-    if NORM_FUSED in known.get(RULES, ""):
+    if NORM_FUSED in known_metadata(node).get(RULES, ""):
         return str(node.input[1]).rpartition(".")[0]
+    modules = scopes_of(node)
+    return modules if modules is None else (["", *modules])[-1]
+
+
+def scopes_of(node: Any) -> list[str] | None:
+    """Return the paths of the modules around a node of an ONNX file of torch's exporter; None if it has none."""
+    known = known_metadata(node)
     if SCOPES not in known:
         return None
     *modules, _ = ast.literal_eval(known[SCOPES])
-    return str(modules[-1]) if modules else ""
+    return [str(path) for path in modules]
+
+
+def module_ends(graph: Any) -> dict[str, list[str]]:
+    """Return the results of each module that are read outside of it, by its path."""
+    readers: dict[str, list[frozenset[str]]] = {entry.name: [frozenset()] for entry in graph.output}
+    scopes = [frozenset(scopes_of(node) or ()) for node in graph.node]
+    for node, around in zip(graph.node, scopes, strict=True):
+        for name in node.input:
+            readers.setdefault(name, []).append(around)
+    found: dict[str, list[str]] = {}
+    for node, around in zip(graph.node, scopes, strict=True):
+        for path in around:
+            outside = [name for name in node.output if any(path not in reader for reader in readers.get(name, ()))]
+            found.setdefault(path, []).extend(outside)
+    return found

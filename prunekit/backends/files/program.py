@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from prunekit.backends.files.export_source import ExportOptions, ExportSource, arguments
-from prunekit.errors import RunError, UsageError, nearest, reraise_shortage
+from prunekit.errors import RunError, UsageError, nearest, raised_as, reraise_shortage
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
@@ -45,6 +45,13 @@ def failure(error: BaseException, model: nn.Module) -> str:
     """Return why an exporter failed, and where in the model: `ValueError: ... at layer1.0 (net.py:12: x.item())`."""
     where = place_of_error(error, model)
     return reason(error) + (f" at {where}" if where else "")
+
+
+def exporting(model: nn.Module, done: str, advice: str) -> AbstractContextManager[None]:
+    """Raise what an exporter raises inside as an error that names the place in the model, with advice."""
+    return raised_as(
+        RunError, f"{type(model).__name__} cannot be {done}: ", f"; {advice}", lambda error: failure(error, model)
+    )
 
 
 def reason(error: BaseException) -> str:

@@ -15,7 +15,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ import torch
 
 from prunekit.backends.files.symbolic_sizes import is_arithmetic
 from prunekit.backends.files.tensor_operators import why_refused
-from prunekit.errors import ArtifactError, reason_of, reraise_shortage
+from prunekit.errors import ArtifactError, raised_as, reason_of, reraise_shortage
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.utils.private_torch import archive_reader
 
@@ -80,14 +80,11 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with self.reading():  # torch's reader says such things as "stoull" of its version
             with zipfile.ZipFile(path) as file:
                 entries = file.infolist()
             self._reader = archive_reader(path)
             records = set(self._reader.get_all_records())
-        except Exception as error:  # of zip files, and of torch's reader, such as "stoull" of its version
-            reraise_shortage(error)
-            raise self.damaged(reason_of(error)) from error
         names = [entry.filename for entry in entries]
         tops = {name.partition("/")[0] for name in names}
         if len(tops) != 1 or not all("/" in name for name in names) or max(Counter(names).values()) > 1:
@@ -100,17 +97,22 @@ class Archive:
 
     def damaged(self, problem: str) -> ArtifactError:
         """Return the error about a file that cannot be used."""
-        return ArtifactError(f"{self.path}: expected a .pt2 file of torch.export.save, but {problem}")
+        return ArtifactError(f"{self._expected}{problem}")
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Raise what goes wrong inside as an error about the file."""
+        return raised_as(ArtifactError, self._expected)
+
+    @property
+    def _expected(self) -> str:
+        return f"{self.path}: expected a .pt2 file of torch.export.save, but "
 
     def data(self, name: str) -> bytes | None:
         """Return the bytes of a file in the archive; None if there is none of this name."""
         if name not in self.names:
             return None
-        try:
+        with self.reading():
             found: bytes = self._reader.get_record(name)  # as torch itself will read it
-        except RuntimeError as error:
-            reraise_shortage(error)
-            raise self.damaged(reason_of(error)) from error
         return found
 
     def text(self, name: str) -> str | None:

@@ -12,18 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.backends.files.onnx_program import NodeModules
+from prunekit.backends.files.onnx_program import NodeModules, graph_inputs, known_metadata, read_onnx
 from prunekit.backends.int8.quantizer import (
+    SENSITIVITY_SAMPLES,
     Array,
     Batch,
+    InputKinds,
     LayerError,
     Quantizer,
     calibration_batches,
-    sensitivity_batches,
+    returned_layers,
+    with_samples,
 )
-from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
+from prunekit.errors import RunError, raised_as, reason_of
 from prunekit.utils.availability import int8_instructions, int8_note
-from prunekit.utils.display import share
 
 WEIGHTED = ("Conv", "Gemm", "MatMul")
 """Operators with weights that have int8 kernels."""
@@ -43,23 +45,16 @@ WAYS = ("MinMax", "Percentile")
 
 
 class OnnxQuantizer(Quantizer):
-    """Quantizes an ONNX file.
-
-    Args:
-        file: in float.
-        folder: for files, which are left there.
-        batches: calibration data.
-        images: number of samples to take of them.
-    """
+    """Quantizes an ONNX file, in a folder for files, which are left there."""
 
     ways = WAYS
     kinds = WEIGHTED
 
     def __init__(self, file: Path, folder: Path, batches: Iterable[Batch], images: int) -> None:
         self.file, self._folder, self._number = file, folder, 0
-        model = _opened(file)
+        model = read_onnx(file)
         self.notes = [int8_note()]
-        self._metadata = {entry.key: entry.value for entry in model.metadata_props}
+        self._metadata = known_metadata(model)
         self._large = any(weight.data_location for weight in model.graph.initializer)
         self._nodes = _nodes_by_layer(file, model)
         self.layers = tuple(self._nodes)
@@ -86,8 +81,7 @@ class OnnxQuantizer(Quantizer):
             self._nodes = _nodes_by_layer(None, staged)
             self.layers = tuple(self._nodes)
         _name_nodes(staged)
-        known = {entry.key for entry in staged.metadata_props}
-        if "onnx.quant.pre_process" not in known:
+        if "onnx.quant.pre_process" not in known_metadata(staged):
             staged.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
         onnx.save(staged, path, save_as_external_data=self._large, location="float.data")
         return path
@@ -118,29 +112,24 @@ class OnnxQuantizer(Quantizer):
         }
         if way != "MinMax":
             extra["CalibStridedMinMax"] = 1  # one batch after the other: histograms would keep all activations
-        with redirect_stdout(io.StringIO()):
-            try:
-                quantize_static(
-                    self._staged,
-                    path,
-                    CalibrationReader(self.batches),
-                    quant_format=QuantFormat.QDQ,
-                    op_types_to_quantize=list(self._kinds),
-                    per_channel=True,
-                    reduce_range=self._narrow,
-                    activation_type=QuantType.QUInt8,
-                    weight_type=QuantType.QInt8,
-                    nodes_to_exclude=excluded,
-                    use_external_data_format=self._large,
-                    calibrate_method=CalibrationMethod[way],
-                    extra_options=extra,
-                    calibration_cache_path=self._folder / f"{way}.json",
-                )
-            except Exception as error:  # operators that ONNX Runtime's quantization does not expect
-                reraise_shortage(error)
-                raise RunError(
-                    f"{self.file.name}: ONNX Runtime cannot quantize it: {reason_of(error)}; stay in float"
-                ) from error
+        failed = f"{self.file.name}: ONNX Runtime cannot quantize it: "
+        with redirect_stdout(io.StringIO()), raised_as(RunError, failed, "; stay in float"):
+            quantize_static(
+                self._staged,
+                path,
+                CalibrationReader(self.batches),
+                quant_format=QuantFormat.QDQ,
+                op_types_to_quantize=list(self._kinds),
+                per_channel=True,
+                reduce_range=self._narrow,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=excluded,
+                use_external_data_format=self._large,
+                calibrate_method=CalibrationMethod[way],
+                extra_options=extra,
+                calibration_cache_path=self._folder / f"{way}.json",
+            )
         return path
 
     def outputs(self, file: Path) -> list[Array]:
@@ -150,21 +139,21 @@ class OnnxQuantizer(Quantizer):
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        found = [session.run(None, batch) for batch in sensitivity_batches(self.batches)]
-        return [np.asarray(one) for batch in found for one in batch]
+        batches = with_samples(self.batches, SENSITIVITY_SAMPLES)
+        return [np.asarray(one) for batch in batches for one in session.run(None, batch)]
 
     def described(self, file: Path, restored: Sequence[LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the layers of a file that compute in int8, and those in float with the reason."""
         import onnx
 
-        model = onnx.load(file, load_external_data=False)
-        dequantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-        modules, errors = NodeModules(self.file).of_nodes, {one.layer: one.error for one in restored}
+        nodes = onnx.load(file, load_external_data=False).graph.node
+        dequantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
+        modules, returned = NodeModules(self.file).of_nodes, returned_layers(restored)
         done, floats = set[str](), dict[str, str]()
-        for node in model.graph.node:
+        for node in nodes:
             layer = modules.get(node.name, node.name)
-            if layer in errors:
-                floats[layer] = f"returned to float: alone in int8 it changes the output by {share(errors[layer])}"
+            if layer in returned:
+                floats[layer] = returned[layer]
             elif node.op_type in WEIGHTED and set(node.input[:2]) <= dequantized:
                 done.add(layer)
             elif node.op_type in COMPUTING:
@@ -195,33 +184,17 @@ def _reason(kind: str) -> str:
     return f"{kind} is computed in float"
 
 
-def _opened(file: Path) -> Any:
+def _inputs(model: Any) -> InputKinds:
     import onnx
 
-    try:
-        return onnx.load(file, load_external_data=False)
-    except Exception as error:  # protobuf's errors, and those of the system
-        reraise_shortage(error)
-        raise ArtifactError(f"{file}: expected an ONNX file, but {reason_of(error)}") from error
-
-
-def _inputs(model: Any) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
-    """Return the NumPy dtype and the shape of each input, None for an axis of any size."""
-    import onnx
-
-    weights = {one.name for one in model.graph.initializer}
-    found: dict[str, tuple[Any, tuple[int | None, ...]]] = {}
-    for entry in model.graph.input:
-        if entry.name not in weights:
-            kind = entry.type.tensor_type
-            shape = tuple(axis.dim_value if axis.HasField("dim_value") else None for axis in kind.shape.dim)
-            found[entry.name] = (onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type), shape)
-    return found
-
-
-def input_names(file: Path) -> list[str]:
-    """Return the names of a file's inputs, in order."""
-    return list(_inputs(_opened(file)))
+    kinds = {entry.name: entry.type.tensor_type for entry in graph_inputs(model)}
+    return {
+        name: (
+            onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type),
+            tuple(axis.dim_value if axis.HasField("dim_value") else None for axis in kind.shape.dim),
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def _precise(model: Any) -> bool:
@@ -248,11 +221,7 @@ def _nodes_by_layer(file: Path | None, model: Any) -> dict[str, list[str]]:
 
 
 class CalibrationReader:
-    """Calibration data in the form that ONNX Runtime reads.
-
-    Args:
-        batches: arrays by the name of the input.
-    """
+    """Calibration data in the form that ONNX Runtime reads, which takes them in parts."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches

@@ -18,16 +18,18 @@ import numpy as np
 from prunekit.backends.files.onnx_program import ModuleNames, NodeModules
 from prunekit.backends.files.openvino_core import MODULES, openvino_core
 from prunekit.backends.int8.quantizer import (
+    SENSITIVITY_SAMPLES,
     Array,
     Batch,
+    InputKinds,
     LayerError,
     Quantizer,
     calibration_batches,
-    sensitivity_batches,
+    returned_layers,
+    with_samples,
 )
-from prunekit.errors import ArtifactError, RunError, reason_of, reraise_shortage
+from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.utils.availability import int8_note
-from prunekit.utils.display import share
 
 WEIGHTED = ("Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MatMul")
 """Operators with weights that have int8 kernels."""
@@ -60,15 +62,9 @@ def _module_names(file: Path, model: Any) -> NodeModules | ModuleNames | None:
 
 
 class OpenvinoQuantizer(Quantizer):
-    """Quantizes a model in OpenVINO's format.
+    """Quantizes a model in OpenVINO's format, in a folder for files, which are left there.
 
-    Args:
-        file: in float.
-        folder: for files, which are left there.
-        batches: calibration data.
-        images: number of samples to take of them.
-        modules: names of layers; None: those in the file.
-        correct_biases: whether biases are corrected, which changes no time.
+    Layers have the names of `modules`, or those in the file; correcting biases changes no time.
     """
 
     def __init__(
@@ -101,11 +97,8 @@ class OpenvinoQuantizer(Quantizer):
         self.batches = calibration_batches(batches, _inputs(model), images, file.name)
 
     def _read(self, file: Path) -> Any:
-        try:
+        with raised_as(ArtifactError, f"{file}: expected a model that OpenVINO reads, but "):
             return openvino_core().read_model(file)
-        except Exception as error:  # OpenVINO's own
-            reraise_shortage(error)
-            raise ArtifactError(f"{file}: expected a model that OpenVINO reads, but {reason_of(error)}") from error
 
     def _layer(self, node: Any) -> str:
         name = str(node.get_friendly_name())
@@ -135,7 +128,7 @@ class OpenvinoQuantizer(Quantizer):
             smoothing = nncf.AdvancedSmoothQuantParameters()
             if not way.endswith(SMOOTHED):
                 smoothing.matmul = smoothing.convolution = -1.0  # off
-            try:
+            with raised_as(RunError, f"{self.file.name}: NNCF cannot quantize it: ", "; stay in float"):
                 quantized = nncf.quantize(
                     self._read(self.file),
                     nncf.Dataset(self.batches),
@@ -147,11 +140,6 @@ class OpenvinoQuantizer(Quantizer):
                         disable_bias_correction=not self._correct, smooth_quant_alphas=smoothing
                     ),
                 )
-            except Exception as error:  # operators that NNCF does not expect
-                reraise_shortage(error)
-                raise RunError(
-                    f"{self.file.name}: NNCF cannot quantize it: {reason_of(error)}; stay in float"
-                ) from error
             openvino.save_model(quantized, path, compress_to_fp16=False)
         return path
 
@@ -159,18 +147,12 @@ class OpenvinoQuantizer(Quantizer):
         """Return what a file computes from the first calibration data."""
         hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
         compiled = openvino_core().compile_model(self._read(file), "CPU", hints)
-        return [
-            np.array(found) for batch in sensitivity_batches(self.batches) for found in compiled(dict(batch)).to_tuple()
-        ]
+        batches = with_samples(self.batches, SENSITIVITY_SAMPLES)
+        return [np.array(found) for batch in batches for found in compiled(dict(batch)).to_tuple()]
 
     def described(self, file: Path, restored: Sequence[LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the layers of a file that compute in int8, and those in float with the reason."""
-        errors = {one.layer: one.error for one in restored}
-        done = dict[str, None]()
-        floats = {
-            layer: f"returned to float: alone in int8 it changes the output by {share(error)}"
-            for layer, error in errors.items()
-        }
+        done, floats = dict[str, None](), returned_layers(restored)
         for node in self._read(file).get_ordered_ops():
             layer, kind = self._layer(node), node.get_type_name()
             if _has_weights(node) and _in_bytes(node):
@@ -204,8 +186,7 @@ def _weights(node: Any) -> list[Any]:
     return found
 
 
-def _inputs(model: Any) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
-    """Return the NumPy dtype and the shape of each input, None for an axis of any size."""
+def _inputs(model: Any) -> InputKinds:
     return {
         entry.get_any_name(): (
             entry.get_element_type().to_dtype(),

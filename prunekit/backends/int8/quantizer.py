@@ -13,7 +13,7 @@ taken: 1, 2, 4, ... layers until it is kept, then bisection between the last two
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,8 @@ from prunekit.utils.display import Displayed, Table, listed, plural, share
 Array = np.ndarray[Any, Any]
 Batch = Mapping[str, Array]
 """A batch of calibration data: an array for each input of the file, by its name."""
+InputKinds = Mapping[str, tuple[Any, tuple[int | None, ...]]]
+"""NumPy dtype and shape of each input of a file, by its name; None for an axis of any size."""
 Score = Callable[[Path], float]
 """From a file to its main score on validation data, in percent."""
 Log = Callable[[str], object]
@@ -310,18 +312,10 @@ def relative_error(expected: Sequence[Array], found: Sequence[Array]) -> float:
     return 0.0 if difference == 0 else difference / norm if norm > 0 else 1.0
 
 
-def calibration_batches(
-    batches: Iterable[Batch], inputs: Mapping[str, tuple[Any, tuple[int | None, ...]]], images: int, where: str
-) -> list[dict[str, Array]]:
-    """Return batches of calibration data with at least so many samples, checked against the inputs of a file.
-
-    Args:
-        inputs: NumPy dtype and shape of each input of the file, None for an axis of any size.
-    """
-    found, taken = list[dict[str, Array]](), 0
-    for number, batch in enumerate(batches):
-        if taken >= images:
-            break
+def calibration_batches(batches: Iterable[Batch], inputs: InputKinds, images: int, where: str) -> list[Batch]:
+    """Return batches of calibration data with at least so many samples, checked against the inputs of a file."""
+    found = list[Batch]()
+    for number, batch in enumerate(with_samples(batches, images)):
         if set(batch) != set(inputs):
             raise DataError(
                 f"calibration batch {number} for {where}: expected arrays named {', '.join(inputs)}, got "
@@ -331,7 +325,6 @@ def calibration_batches(
         for name, array in arrays.items():
             _require_fitting(array, inputs[name][1], f"calibration batch {number} for {where}: {name}")
         found.append(arrays)
-        taken += max((len(array) for array in arrays.values() if array.ndim), default=1)
     if not found:
         raise DataError(f"calibration data for {where}: expected at least one batch, got none")
     return found
@@ -348,12 +341,18 @@ def _require_fitting(array: Array, shape: tuple[int | None, ...], where: str) ->
         raise DataError(f"{where}: expected finite numbers, got NaN or Inf")
 
 
-def sensitivity_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the first batches, which output errors are measured on."""
-    found, taken = list[Batch](), 0
+def with_samples(batches: Iterable[Batch], least: int) -> Iterator[Batch]:
+    """Yield the first batches that have so many samples together."""
+    taken = 0
     for batch in batches:
-        if found and taken >= SENSITIVITY_SAMPLES:
-            break
-        found.append(batch)
-        taken += max((len(array) for array in batch.values() if array.ndim), default=1)
-    return found
+        if taken >= least:
+            return
+        yield batch
+        taken += max((len(array) for array in batch.values() if np.ndim(array)), default=1)
+
+
+def returned_layers(restored: Iterable[LayerError]) -> dict[str, str]:
+    """Return the layers that were returned to float, each with the reason."""
+    return {
+        one.layer: f"returned to float: alone in int8 it changes the output by {share(one.error)}" for one in restored
+    }
