@@ -31,10 +31,12 @@ from prunekit.backends.folders.model_file import (
     stored,
     text_of_file,
 )
+from prunekit.channels.float64 import largest_gap, largest_value
 from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.channels.tracing.execution import first_outputs
 from prunekit.channels.tracing.storages import is_plain, parts_of
 from prunekit.compaction.model_folder import read_manifest
-from prunekit.errors import ArtifactError, RunError, UsageError, reason_of, reraise_shortage
+from prunekit.errors import ArtifactError, RunError, UsageError, raised_as, reason_of
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.interface import ModelInterface
@@ -49,6 +51,7 @@ from prunekit.utils.tensors import gather, lies_channels_last
 FORMAT = 1
 BUILD, DENSE = "build", "dense"
 """Names of facts: how the dense model is built (name, zoo, arguments), and that model, or a function that builds it."""
+BUILDER = "the code that builds the dense model as --model file.py:factory"
 
 
 @register_backend(
@@ -106,11 +109,8 @@ class Standalone(FileBackend):
                     "load(dense); or export it again with --model file.py:factory"
                 )
             given = (copied(given_dense) if isinstance(given_dense, nn.Module) else given_dense,)
-        try:
+        with raised_as(ArtifactError, f"{path / CODE}: cannot be loaded: "):
             model: nn.Module = imported(path / CODE).load(*given)
-        except Exception as error:
-            reraise_shortage(error)
-            raise ArtifactError(f"{path / CODE}: cannot be loaded: {reason_of(error)}") from error
         return model
 
 
@@ -168,7 +168,8 @@ def _built(source: ExportSource) -> tuple[Builder | None, nn.Module, bool, Diffe
             break
     if found:
         changes, builder, dense, empty = min(found, key=lambda item: item[0].count)
-        notes = [f"{CODE} imports {_own_module(builder)}, which must be importable"] if builder.own else []
+        imports = ", ".join(f"{name} from {module}.py" for name, module in (builder.names or {}).items())
+        notes = [f"{CODE} imports {imports}, which must be importable"] if builder.own else []
         return builder, dense, empty, changes, notes
     if known is not None:
         raise RunError(
@@ -179,25 +180,18 @@ def _built(source: ExportSource) -> tuple[Builder | None, nn.Module, bool, Diffe
     dense, changes = source.model, explicit_sizes(source.model)
     if given is not None:
         dense = given if isinstance(given, nn.Module) else given()
-        changes = _changes(dense, source.model)
+        try:
+            changes = differences(dense, source.model)
+        except DiffersError as error:
+            raise RunError(
+                f"{type(source.model).__name__}: it is not made from the dense model that was given: {error}"
+            ) from None
     said = f" ({reasons[0]})" if reasons else ""
     note = (
         f"nobody said how the dense model is built{said}: `load(dense)` of {CODE} takes it, or the function that "
         "builds it; --model file.py:factory names that"
     )
     return None, dense, False, changes, [note]
-
-
-def _changes(dense: nn.Module, model: nn.Module) -> Differences:
-    """Return the differences from a dense model that a user gave."""
-    try:
-        return differences(dense, model)
-    except DiffersError as error:
-        raise RunError(f"{type(model).__name__}: it is not made from the dense model that was given: {error}") from None
-
-
-def _own_module(builder: Builder) -> str:
-    return ", ".join(f"{name} from {module}.py" for name, module in (builder.names or {}).items())
 
 
 def build_of(source: ExportSource) -> Mapping[str, Any] | None:
@@ -285,30 +279,22 @@ def runs(model: nn.Module, threads: int) -> Run:
 
 def require_same(source: ExportSource, loaded: nn.Module, file: str) -> None:
     """Raise unless a model that was rebuilt from a file has the same tensors, and computes the same, bit for bit."""
-    own, new = source.model.state_dict(), loaded.state_dict()
+    own, new, name = source.model.state_dict(), loaded.state_dict(), type(source.model).__name__
     wrong = sorted(own.keys() ^ new.keys())
-    wrong += [name for name in own if name in new and not _same(own[name], new[name])]
+    wrong += [key for key in own if key in new and not _same(own[key], new[key])]
     if wrong:
         raise RunError(
-            f"{wrong[0]}: this tensor of the {type(source.model).__name__} is another one in the model that {file} "
-            f"rebuilds; give the code that builds the dense model as --model file.py:factory"
+            f"{wrong[0]}: this tensor of the {name} is another one in the model that {file} rebuilds; give {BUILDER}"
         )
     expected = gather(without_gradients(lambda: call(source.model, source.example)))
-    try:
+    with raised_as(RunError, f"{name}: the model that {file} rebuilds does not run: ", f"; give {BUILDER}"):
         found = gather(without_gradients(lambda: call(loaded, source.example)))
-    except Exception as error:  # of the model's own code
-        reraise_shortage(error)
-        raise RunError(
-            f"{type(source.model).__name__}: the model that {file} rebuilds does not run: {reason_of(error)}; give the "
-            "code that builds the dense model as --model file.py:factory"
-        ) from error
     if len(expected) != len(found) or not all(map(_same, expected, found)):
-        outputs = _outputs(source.model, source.example)
+        outputs = first_outputs(source.model, source.example)
         where = first_difference(loaded, source.example, outputs, 0.0) or "its output"
         raise RunError(
-            f"{where}: the model that {file} rebuilds computes something else than the "
-            f"{type(source.model).__name__}; its constructor leaves something in it that no tensor or number holds. "
-            "Give the code that builds the dense model as --model file.py:factory"
+            f"{where}: the model that {file} rebuilds computes something else than the {name}; its constructor leaves "
+            f"something in it that no tensor or number holds. Give {BUILDER}"
         )
 
 
@@ -323,40 +309,20 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a, b)) or (a.is_floating_point() and bool(torch.equal(a.nan_to_num(), b.nan_to_num())))
 
 
-def _outputs(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return the first tensor of the output of each module, by path, in the order of the run."""
-    found: dict[str, Tensor] = {}
-
-    def note(path: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensors = gather(output)
-            if tensors and path not in found:
-                found[path] = tensors[0].detach().clone()
-
-        return hook
-
-    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
-    try:
-        without_gradients(lambda: call(model, example))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
 def first_difference(
     model: nn.Module, example: tuple[Any, ...], expected: Mapping[str, Tensor], tolerance: float
 ) -> str:
     """Return the path of the first module whose output differs by more than a share of its largest value."""
-    found = _outputs(model, example)
+    found = first_outputs(model, example)
     for path, tensor in expected.items():
         there = found.get(path)
         if there is None or there.shape != tensor.shape:
             return path
-        if tensor.is_floating_point():
-            distance = (there.double() - tensor.double()).abs().max() if tensor.numel() else torch.tensor(0.0)
-            if not bool(distance <= tolerance * max(float(tensor.abs().max()) if tensor.numel() else 0.0, 1e-30)):
+        if not tensor.is_floating_point():
+            if not torch.equal(there, tensor):
                 return path
-        elif not torch.equal(there, tensor):
-            return path
+        elif tensor.numel():
+            distance = largest_gap(there.double(), tensor.double())
+            if not distance <= tolerance * max(largest_value(tensor), 1e-30):
+                return path
     return ""

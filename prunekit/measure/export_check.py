@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from prunekit.backends.backend import FileBackend
 from prunekit.backends.files.export_source import Run
-from prunekit.errors import RunError, reason_of, reraise_shortage
+from prunekit.channels.tracing.execution import first_outputs
+from prunekit.errors import RunError, raised_as
 from prunekit.measure.verification import largest_difference
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import call, described, sample_count
@@ -45,17 +46,12 @@ def _parity(
 ) -> Parity:
     with torch.inference_mode():
         expected = gather(call(model, example))
-    try:
+    with raised_as(RunError, f"{kind.format}: the exported model does not run on {described(example)}: "):
         found = run(example)
-    except Exception as error:  # a runtime's own errors
-        reraise_shortage(error)
-        raise RunError(
-            f"{kind.format}: the exported model does not run on {described(example)}: {reason_of(error)}"
-        ) from error
     worst, reason = largest_difference(expected, found)
     if not worst <= kind.tolerance:
         named = "; ".join(_parted(expected, found, interface, kind.tolerance)) or reason
-        where = kind.parts(path, example, _by_module(model, example))
+        where = kind.parts(path, example, first_outputs(model, example))
         raise RunError(
             f"{kind.format}: the exported model computes something else than {type(model).__name__} on "
             f"{described(example)}: {named}{f'; it first differs at {where}' if where else ''}; the file was removed"
@@ -74,26 +70,3 @@ def _parted(
         difference, reason = largest_difference([want], [got])
         if not difference <= tolerance:
             yield f"{names[index] if index < len(names) else f'output {index}'}: {reason}"
-
-
-def _by_module(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return the first tensor that each module returned in its first call, by path, in the order of the run."""
-    found: dict[str, Tensor] = {}
-
-    def keep(path: str, result: Any) -> None:
-        tensors = gather(result)
-        if tensors and path not in found:
-            found[path] = tensors[0].detach().clone()
-
-    handles = [
-        module.register_forward_hook(lambda _, __, result, path=path: keep(path, result))
-        for path, module in model.named_modules()
-        if path
-    ]
-    try:
-        with torch.inference_mode():
-            call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

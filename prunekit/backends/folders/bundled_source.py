@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,7 @@ class Bundle:
 
     def take_name(self, wanted: str) -> str:
         """Return a name that nothing else in the file has, and take it."""
-        name, number = wanted, 1
-        while name in self._taken or name in self.imports or name in self.definitions:
-            number += 1
-            name = f"{wanted}_{number}"
+        name = _numbered(wanted, lambda name: name in self._taken or name in self.imports or name in self.definitions)
         self._taken.add(name)
         return name
 
@@ -166,10 +164,7 @@ class Bundle:
 
     def bind(self, name: str, statement: Callable[[str], str]) -> str:
         """Add an import, and return the name that it binds: another one if the name means something else already."""
-        plain, number = name, 1
-        while self._taken_otherwise(name, statement(name)):
-            number += 1
-            name = f"{plain}_{number}"
+        name = _numbered(name, lambda name: self._taken_otherwise(name, statement(name)))
         self.imports[name] = statement(name)
         return name
 
@@ -228,6 +223,12 @@ class Bundle:
         library = [line for line in statements if re.split(r"[ .]", line)[1] in sys.stdlib_module_names]
         others = [line for line in statements if line not in library]
         return "\n".join([*library, "", *others]) + "\n\n\n" + "\n\n".join(self.definitions.values())
+
+
+def _numbered(wanted: str, is_taken: Callable[[str], bool]) -> str:
+    """Return a name, with the first number from 2 on behind it that makes it free if it is taken."""
+    names = chain([wanted], (f"{wanted}_{number}" for number in count(2)))
+    return next(name for name in names if not is_taken(name))
 
 
 def importable_module(thing: Any) -> str:

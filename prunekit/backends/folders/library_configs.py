@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from prunekit.backends.folders.builders import Builder, builders
+from prunekit.channels.float64 import largest_gap, largest_value
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import first_line
 from prunekit.models.hugging_face import ConfigSearch, quiet_library, shapes_of, whole_numbers
@@ -87,19 +88,6 @@ def _sizes(dense: nn.Module, model: nn.Module) -> dict[int, set[int]]:
     return found
 
 
-def _choices(options: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield combinations of values by name, a limited number."""
-    for values in islice(product(*options.values()), _CANDIDATES):
-        yield dict(zip(options, values, strict=True))
-
-
-def _fitting(make: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Return whether a constructor makes tensors of the shapes of a model."""
-    with suppress(Exception):  # sizes that the constructor refuses
-        return shapes_of(Builder(make, "").skeleton()[0]) == shapes_of(model)
-    return False
-
-
 def _transformers(
     model: Any,
     builder: Builder,
@@ -150,26 +138,27 @@ def _timm(
     classes = model.num_classes
     for chosen in _timm_arguments(dense, model):
         own = {**arguments, **chosen}
-        if not _fitting(lambda own=own: timm.create_model(name, num_classes=classes, **own), model):  # type: ignore[misc]
-            continue
-        entries = {
-            "architecture": name,
-            "num_classes": classes,
-            "num_features": model.num_features,
-            **({"label_names": list(interface.classes)} if interface.classes else {}),
-            **({"model_args": own} if own else {}),
-            "pretrained_cfg": _timm_input(dict(given or {}), interface.preprocessing, classes),
-        }
-
-        def load(folder: str) -> Any:
-            return timm.create_model(f"local-dir:{folder}", pretrained=True)
-
-        reason = _differs(model, example, entries, weights, load)
-        if not reason:
-            code = 'import timm\n\nmodel = timm.create_model(f"local-dir:{FOLDER}", pretrained=True).eval()'
-            return LibraryLoading("timm", entries, code)
+        made = Builder(partial(timm.create_model, name, num_classes=classes, **own), "")
+        with suppress(Exception):  # sizes that the constructor refuses
+            if shapes_of(made.skeleton()[0]) == shapes_of(model):
+                break
+    else:
+        return LibraryLoading("timm", None, reason=_first_misfit(dense, model))
+    entries = {
+        "architecture": name,
+        "num_classes": classes,
+        "num_features": model.num_features,
+        **({"label_names": list(interface.classes)} if interface.classes else {}),
+        **({"model_args": own} if own else {}),
+        "pretrained_cfg": _timm_input(dict(given or {}), interface.preprocessing, classes),
+    }
+    reason = _differs(
+        model, example, entries, weights, lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True)
+    )
+    if reason:
         return LibraryLoading("timm", None, reason=reason)
-    return LibraryLoading("timm", None, reason=_first_misfit(dense, model))
+    code = 'import timm\n\nmodel = timm.create_model(f"local-dir:{FOLDER}", pretrained=True).eval()'
+    return LibraryLoading("timm", entries, code)
 
 
 def _timm_arguments(dense: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -187,7 +176,8 @@ def _timm_arguments(dense: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
     if len(ratios) == 1:
         options["mlp_ratio"] = sorted(ratios)
     yield {}
-    for chosen in _choices(options):
+    for values in islice(product(*options.values()), _CANDIDATES):
+        chosen = dict(zip(options, values, strict=True))
         yield {key: value for key, value in chosen.items() if not (key == "embed_dim" and value == width)}
 
 
@@ -249,8 +239,8 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest difference of two tensors, as a share of the largest value."""
     if not a.numel() or torch.equal(a, b):
         return 0.0
-    largest = float(a.double().abs().max())
-    return float((a.double() - b.double()).abs().max()) / largest if largest else math.inf
+    largest = largest_value(a.double())
+    return largest_gap(a.double(), b.double()) / largest if largest else math.inf
 
 
 def processor_config(preprocessing: Preprocessing) -> dict[str, Any] | None:

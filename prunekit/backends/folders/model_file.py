@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,16 @@ from torch import nn
 
 from prunekit.backends.folders import included_parts
 from prunekit.backends.folders.builders import Builder
-from prunekit.backends.folders.bundled_source import Bundle, is_name, lines_of, module_at, text_of, without, wrapped
+from prunekit.backends.folders.bundled_source import (
+    Bundle,
+    importable_module,
+    is_name,
+    lines_of,
+    module_at,
+    text_of,
+    without,
+    wrapped,
+)
 from prunekit.backends.folders.differences import Differences
 from prunekit.channels.rewrite.source_rewriter import ORDERED, SizedMethod, original_of, sized_methods
 from prunekit.channels.tracing.substitutes import SizedAttention
@@ -66,9 +76,7 @@ def text_of_file(contents: FileContents) -> str:
     bundle = Bundle()
     for name in ("load", "build", "change", "preprocess", "main", "model", "HERE", "TIES", "FROZEN"):
         bundle.take_name(name)
-    bundle.include(_PARTS, "Path")
-    bundle.include(_PARTS, "nn")
-    for name in ("read_tensors", "set_tensors"):
+    for name in ("Path", "nn", "read_tensors", "set_tensors"):
         bundle.include(_PARTS, name)
     if contents.channels_last:
         bundle.include("prunekit.utils.tensors", "with_channels_last")
@@ -240,10 +248,9 @@ def _all_paths(model: nn.Module, paths: list[str]) -> list[str]:
 
 def _place(model: nn.Module, path: str) -> str:
     """Return what a module at a path is assigned to."""
-    return module_at(model, path) if ".get_submodule(" not in module_at(model, path) else _by_table(model, path)
-
-
-def _by_table(model: nn.Module, path: str) -> str:
+    place = module_at(model, path)
+    if ".get_submodule(" not in place:
+        return place
     parent, _, name = path.rpartition(".")
     return f"{module_at(model, parent)}._modules[{name!r}]"
 
@@ -300,12 +307,11 @@ def _method(method: SizedMethod, bundle: Bundle) -> str:
         raise LookupError(f"{method.function.__qualname__} reads {listed(method.enclosing(), 3)} of a function around")
     base = bundle.class_in_library(method.base)
     other: dict[str, str] = {}
-    home = method.base.__module__
     for name, value in method.globals().items():
         if isinstance(value, ModuleType):
             bound = bundle.bind(name, lambda alias, v=value.__name__: _import_module(v, alias))  # type: ignore[misc]
         else:
-            module = _home_of(name, value, home, method.base)
+            module = _home_of(name, value, method.base)
             bound = bundle.bind(name, lambda alias, m=module, n=name: _import(m, n, alias))  # type: ignore[misc]
         if bound != name:
             other[name] = bound
@@ -316,16 +322,11 @@ def _method(method: SizedMethod, bundle: Bundle) -> str:
     return text
 
 
-def _home_of(name: str, value: Any, home: str, base: type) -> str:
+def _home_of(name: str, value: Any, base: type) -> str:
     """Return the module that a global is imported from: the one that defines it, or the one that reads it."""
-    from prunekit.backends.folders.bundled_source import importable_module
-
-    try:
-        defined = importable_module(value)
-    except (AttributeError, ImportError, LookupError, TypeError):
-        defined = ""
-    if defined and value.__qualname__ == name:
-        return defined
+    with suppress(AttributeError, ImportError, LookupError, TypeError):
+        if value.__qualname__ == name:
+            return importable_module(value)
     return importable_module(base)
 
 

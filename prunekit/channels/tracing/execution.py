@@ -22,7 +22,9 @@ from prunekit.channels.labels.constraints import around
 from prunekit.channels.labels.label_union import Labels, LabelUnion
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
-from prunekit.utils.context import same_draws
+from prunekit.utils.context import same_draws, without_gradients
+from prunekit.utils.inputs import call
+from prunekit.utils.tensors import gather
 
 
 class ModuleStack(HookOwner):
@@ -99,6 +101,20 @@ class ModuleStack(HookOwner):
                     self._run_alternative(self.model.get_submodule(other), args, named, output)
 
         return hook
+
+
+def first_outputs(model: nn.Module, example: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """Return the first tensor that each module returns in its first call, by path, in the order of the run."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(path: str, module: nn.Module, given: Any, result: Any) -> None:
+        tensors = gather(result)
+        if tensors and path not in found:
+            found[path] = tensors[0].detach().clone()
+
+    with ModuleStack(model, on_exit=keep):
+        without_gradients(lambda: call(model, example))
+    return found
 
 
 def channel_axis(module: nn.Module, ndim: int) -> int:
