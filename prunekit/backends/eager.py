@@ -84,17 +84,14 @@ def _layer_clock(module: nn.Module, inputs: Sample) -> LayerClock:
     device = gather(inputs)[0].device
     timer = OperatorTimer(module, inputs, device, measure_floor(device).clock_ms)
 
-    def passes(count: int) -> list[dict[str | None, float]]:
-        return [_by_module(times) for times in timer.passes[-count:]]
+    def passes(count: int) -> list[Mapping[str | None, float]]:
+        found: list[dict[str | None, float]] = [defaultdict(float) for _ in timer.passes[-count:]]
+        for by_module, times in zip(found, timer.passes[-count:], strict=True):
+            for (path, _), ms in times.items():
+                by_module[path] += ms
+        return [*found]
 
     return LayerClock(timer, passes)
-
-
-def _by_module(times: Mapping[tuple[str, str], float]) -> dict[str | None, float]:
-    found: dict[str | None, float] = defaultdict(float)
-    for (path, _), ms in times.items():
-        found[path] += ms
-    return dict(found)
 
 
 MOST_MODELS = 64

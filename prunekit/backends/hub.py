@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from prunekit.backends.backend import FileBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run
+from prunekit.backends.backend import register_backend
+from prunekit.backends.files.export_source import ExportSource
 from prunekit.backends.folders.library_configs import CONFIG, LibraryLoading, library_loading, processor_config
 from prunekit.backends.folders.model_card import RUN, CardFacts, Loading, card
 from prunekit.backends.folders.model_file import CODE
 from prunekit.backends.standalone import (
     DENSE,
+    FolderBackend,
     Standalone,
     build_of,
-    first_difference,
     require_same,
-    runs,
     save_tensors,
     write_files,
 )
@@ -46,7 +45,7 @@ _FOLDER = "OWNER/NAME"
 
 
 @register_backend(format="hub", about="a Hugging Face repository with a model card, which prunekit loads again")
-class Hub(FileBackend):
+class Hub(FolderBackend):
     """A folder for a repository of the Hugging Face Hub.
 
     `prunekit.load` reads `model.safetensors` and `prunekit.json`; `model.py` rebuilds the model without prunekit;
@@ -88,20 +87,13 @@ class Hub(FileBackend):
             notes.append(f"{known.library} cannot load it by itself: {known.reason}")
         return notes
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Load a folder by `prunekit.load`, or by its `model.py` where the user's code builds it."""
-        return runs(self._load(path), threads)
-
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface in `prunekit.json`."""
         manifest = read_manifest(path)
         return ModelInterface.from_dict(manifest.get("interface"), str(path / MANIFEST))
 
-    def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
-        """Return the first module whose output differs from the model's; empty if none does."""
-        return first_difference(self._load(path), example, expected, self.tolerance)
-
-    def _load(self, path: Path) -> nn.Module:
+    def load(self, path: Path) -> nn.Module:
+        """Load a folder by `prunekit.load`, or by its `model.py` where the user's code builds the dense model."""
         if read_manifest(path).get("build"):
             return load(path)
         if not (path / CODE).is_file():

@@ -30,11 +30,9 @@ from prunekit.backends.files.onnx_program import (
     graph_inputs,
     known_metadata,
     module_ends,
+    onnx_program_of,
     read_onnx,
-    renamed_values,
-    translated,
 )
-from prunekit.backends.files.program import program_of
 from prunekit.backends.int8.onnx_quantizer import OnnxQuantizer
 from prunekit.backends.int8.quantizer import Batch
 from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting
@@ -44,7 +42,7 @@ from prunekit.models.interface import ModelInterface, TensorSpec
 OLDEST = 18
 """The oldest opset that torch's exporter knows."""
 STACKS = "pkg.torch.onnx.stack_trace"
-"""Metadata of torch's exporter: the files and lines of a node."""
+"""Metadata of torch's exporter: the files and lines that a node comes from, which are of this machine."""
 LARGEST_HALF = 65504.0
 """The largest number in float16."""
 
@@ -72,8 +70,7 @@ class OnnxRuntime(FileBackend):
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a model; weights beyond two gigabytes are in a file beside it, `NAME.onnx.data`."""
         opset = opset_of(source.options)
-        program = program_of(source, flat=True)
-        built = translated(source.model, program.exported, opset, program.interface)
+        program, built = onnx_program_of(source, opset)
         found = built.model.opset_imports.get("")
         if found != opset:
             raise RunError(
@@ -82,8 +79,8 @@ class OnnxRuntime(FileBackend):
             )
         if source.options.half:
             _store_half(built.model)
-        renamed_values(built.model, program)
-        _forget_places(built.model)
+        for node in built.model.graph:
+            node.metadata_props.pop(STACKS, None)
         built.model.metadata_props.update(metadata_of(program.interface))
         built.save(path)
         return program.notes
@@ -181,12 +178,6 @@ def _spec(entry: Any) -> TensorSpec:
         for axis, one in enumerate(kind.shape.dim)
     )
     return TensorSpec(entry.name, {"float": "float32", "double": "float64"}.get(dtype, dtype), shape)
-
-
-def _forget_places(model: Any) -> None:
-    """Remove the paths and lines of the code that nodes come from, which are of this machine."""
-    for node in model.graph:
-        node.metadata_props.pop(STACKS, None)
 
 
 def _store_half(model: Any) -> None:

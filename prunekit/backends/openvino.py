@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from prunekit.backends.files.export_source import (
     metadata_of,
     require_own_file,
 )
-from prunekit.backends.files.onnx_program import OPSET, NodeModules, renamed_values, translated
+from prunekit.backends.files.onnx_program import NodeModules, onnx_program_of
 from prunekit.backends.files.openvino_core import MODULES, openvino_core, sparse_options
-from prunekit.backends.files.program import program_of
 from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
 from prunekit.backends.int8.quantizer import Array, Batch
 from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting, Source
@@ -67,17 +67,11 @@ class OpenVino(FileBackend):
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a model: `NAME.xml`, and its weights in `NAME.bin` beside it."""
-        program = program_of(source, flat=True)
-        built = translated(source.model, program.exported, OPSET, program.interface)
-        renamed_values(built.model, program)
-        carrier = path.with_name(f"{path.stem}.onnx")
-        data = path.with_name(f"{path.stem}.onnx.data")
-        try:
+        program, built = onnx_program_of(source)
+        with TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+            carrier = Path(folder, f"{path.stem}.onnx")
             built.save(carrier)
             _convert(carrier, path, program.interface, source)
-        finally:
-            carrier.unlink(missing_ok=True)
-            data.unlink(missing_ok=True)
         return program.notes
 
     def open(self, path: Path, *, threads: int = 1) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256 as sha256_of
@@ -54,10 +55,32 @@ BUILD, DENSE = "build", "dense"
 BUILDER = "the code that builds the dense model as --model file.py:factory"
 
 
+class FolderBackend(FileBackend):
+    """A backend that writes folders with weights and what rebuilds the model, which then runs in torch."""
+
+    @abstractmethod
+    def load(self, path: Path) -> nn.Module:
+        """Return the model of a folder, in eval mode; the folder's own Python may run."""
+
+    def open(self, path: Path, *, threads: int = 1) -> Run:
+        """Load the model of a folder, and return a function that runs it."""
+        model = self.load(path)
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            with with_threads(threads):
+                return [tensor.detach() for tensor in gather(without_gradients(lambda: call(model, example)))]
+
+        return run
+
+    def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
+        """Return the first module whose output differs from the model's; empty if none does."""
+        return first_difference(self.load(path), example, expected, self.tolerance)
+
+
 @register_backend(
     format="standalone", about="a folder with safetensors and a Python file that needs torch, not prunekit"
 )
-class Standalone(FileBackend):
+class Standalone(FolderBackend):
     """A folder with `model.safetensors`, `manifest.json` and `model.py`, which rebuilds the model with torch alone.
 
     Besides torch, the file imports the package that the dense model is from: torchvision, timm, transformers,
@@ -75,17 +98,9 @@ class Standalone(FileBackend):
         require_same(source, self.load(path, source.facts.get(DENSE) or source.model), CODE)
         return notes
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
-        """Import `model.py` of a folder, and return a function that runs its model: open only what you trust."""
-        return runs(self.load(path), threads)
-
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface in `manifest.json`."""
         return ModelInterface.from_dict(manifest_of(path)["interface"], str(path / MANIFEST))
-
-    def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
-        """Return the first module whose output differs from the model's; empty if none does."""
-        return first_difference(self.load(path), example, expected, self.tolerance)
 
     def dense(self, source: ExportSource) -> nn.Module | None:
         """Return the dense model that a model is from, without its values; None if nobody knows how it is built."""
@@ -265,16 +280,6 @@ def imported(path: Path) -> ModuleType:
 
 def _digest(text: str) -> str:
     return sha256_of(text.encode()).hexdigest()
-
-
-def runs(model: nn.Module, threads: int) -> Run:
-    """Return a function that runs a model with a number of threads."""
-
-    def run(example: tuple[Any, ...]) -> list[Tensor]:
-        with with_threads(threads):
-            return [tensor.detach() for tensor in gather(without_gradients(lambda: call(model, example)))]
-
-    return run
 
 
 def require_same(source: ExportSource, loaded: nn.Module, file: str) -> None:

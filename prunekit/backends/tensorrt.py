@@ -13,8 +13,8 @@ from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
 from prunekit.backends.files.export_source import ExportSource, Run, fed, interface_of_json
-from prunekit.backends.files.onnx_program import OPSET, renamed_values, translated
-from prunekit.backends.files.program import largest_sizes, program_of
+from prunekit.backends.files.onnx_program import onnx_program_of
+from prunekit.backends.files.program import largest_sizes
 from prunekit.backends.session import Sample, Session, Setting, Source, in_dtype
 from prunekit.compaction.zero_patterns import zero_pattern
 from prunekit.errors import ArtifactError, RunError
@@ -48,9 +48,7 @@ class TensorRt(ProgramBackend):
         """Build an engine: `NAME.engine`, and its interface in `NAME.engine.json`; for this GPU and this TensorRT."""
         self.require_writable(source, "an engine computes")
         most = largest_sizes(source)
-        program = program_of(source, flat=True)
-        built = translated(source.model, program.exported, OPSET, program.interface)
-        renamed_values(built.model, program)
+        program, built = onnx_program_of(source)
         shapes = _shapes(program.interface, program.example, most)
         with TemporaryDirectory() as folder:
             file = Path(folder, "model.onnx")

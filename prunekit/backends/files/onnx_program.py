@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.backends.files.program import Program, exporting, trace, tracing
+from prunekit.backends.files.export_source import ExportSource
+from prunekit.backends.files.program import Program, exporting, program_of, trace, tracing
 from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import ModelInterface, input_specs_of
@@ -66,7 +67,15 @@ def translated(
     return program
 
 
-def renamed_values(model: Any, program: Program) -> None:
+def onnx_program_of(source: ExportSource, opset: int = OPSET) -> tuple[Program, Any]:
+    """Return the program of a model with axes of any size, and its ONNX program, whose values have their names."""
+    program = program_of(source, flat=True)
+    built = translated(source.model, program.exported, opset, program.interface)
+    _rename_values(built.model, program)
+    return program, built
+
+
+def _rename_values(model: Any, program: Program) -> None:
     """Give axes of any size their names in a graph, and its results other names than its inputs and outputs."""
     import onnx_ir
     from onnx_ir.passes.common import NameFixPass
@@ -119,6 +128,13 @@ CASTS = ("QuantizeLinear", "DequantizeLinear")
 """Operators of quantized files, which belong to what made their input."""
 
 
+def _name_of_node(operator: str) -> str:
+    """Return the name of the node, or of its result, that a runtime made an operator of this name from."""
+    match = RENAMED.fullmatch(operator)
+    assert match is not None
+    return match["name"]
+
+
 class ModuleNames:
     """The modules that operators were made from, by the names of nodes and of what they return.
 
@@ -131,9 +147,7 @@ class ModuleNames:
 
     def of(self, name: str) -> str | None:
         """Return the module of an operator by its name in a runtime; None for one that the runtime has added."""
-        match = RENAMED.fullmatch(name)
-        assert match is not None
-        return self.of_names.get(match["name"])
+        return self.of_names.get(_name_of_node(name))
 
 
 class NodeModules:
@@ -162,9 +176,8 @@ class NodeModules:
 
     def of(self, name: str, *, convolution: bool = False) -> str | None:
         """Return the module of an operator by its name in a runtime; None for one that the runtime has added."""
-        match = RENAMED.fullmatch(name)
-        assert match is not None
-        node = self._nodes.get(match["name"]) or self._made_by.get(match["name"])
+        given = _name_of_node(name)
+        node = self._nodes.get(given) or self._made_by.get(given)
         while node is not None and node.op_type in CASTS:
             node = self._made_by.get(node.input[0])
         if convolution and node is not None and node.op_type != "Conv" and node.input:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stderr, 
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -68,24 +69,21 @@ def place_of_error(error: BaseException, model: nn.Module) -> str:
     paths = {id(module): path for path, module in model.named_modules()}
     chain = list(_chain(error))
     for one in chain:
-        for frame, _ in reversed(list(_frames(one))):
+        for frame, _ in reversed(list(walk_tb(one.__traceback__))):
             node = frame.f_locals.get("node", frame.f_locals.get("n"))
             if isinstance(node, torch.fx.Node) and (found := place_of_node(node)):
                 return found
-    return next(filter(None, (_innermost(_frames(one), paths) for one in chain)), "")
+    return next(filter(None, (_innermost(walk_tb(one.__traceback__), paths) for one in chain)), "")
 
 
 def place_of_caller(model: nn.Module) -> str:
     """Return the innermost place in a model's code that runs now, further out in the stack; empty if none does."""
-    frames: list[tuple[FrameType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
+    frames = list(walk_stack(sys._getframe(1)))
     return _innermost(reversed(frames), {id(module): path for path, module in model.named_modules()})
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]], paths: Mapping[int, str]) -> str:
+    """Return the last place in a model's code that frames are at, from the outermost frame on."""
     path, place = None, ""
     for frame, line in frames:
         arguments = frame.f_code.co_varnames[:1]  # self, whatever it is called
@@ -129,14 +127,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found.append(current)
         current = current.__cause__ or current.__context__
     return reversed(found)
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames that an error passed through, the outermost first, each with its line."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def is_of_torch(file: str) -> bool:
@@ -200,7 +190,10 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
             f"found {len(values)}; its output must be the same nesting of tensors at each call"
         )
     outputs = tuple(
-        replace(spec, shape=tuple(_size(size, symbols) for size in value.shape))
+        replace(
+            spec,
+            shape=tuple(one if isinstance(one, int) else _renamed(str(one.node.expr), symbols) for one in value.shape),
+        )
         for spec, value in zip(interface.outputs, values, strict=True)
     )
     return Program(exported, replace(interface, outputs=outputs), example, symbols, notes)
@@ -426,22 +419,15 @@ def _symbols_of(
             expression = str(size if isinstance(size, int) else size.node.expr)
             if not expression.isidentifier():  # a number, or a multiple of another symbol
                 place = _place_of_fixing(source, example, spec, axis)
-                raise RunError(_fixed(called, spec, axis, expression, place))
+                raise RunError(
+                    f"{called}: the {name} (axis {axis} of {spec.name}) cannot be of any size, because the model's "
+                    f"code fixes it to {expression}{f' at {place}' if place else ''}; export it with a fixed {name}, "
+                    "or take the size from the tensor's shape there"
+                )
             if symbols.setdefault(expression, name) != name:
                 notes.append(f"{name} must be the same as {symbols[expression]}: the model's code makes them equal")
     notes += _conditions(exported, symbols, called)
     return symbols, list(dict.fromkeys(notes))
-
-
-def _fixed(called: str, spec: TensorSpec, axis: int, size: str, place: str) -> str:
-    name = spec.shape[axis]
-    return (
-        f"{called}: the {name} (axis {axis} of {spec.name}) cannot be of any size, because the model's code fixes it "
-        f"to {size}"
-        + (f" at {place}" if place else "")
-        + f"; export it with a fixed {name}, or take the size from the "
-        "tensor's shape there"
-    )
 
 
 def _shape_env(exported: torch.export.ExportedProgram) -> Any:
@@ -497,10 +483,6 @@ def _conditions(exported: torch.export.ExportedProgram, symbols: Mapping[str, st
             f"holds where {shown}; for other sizes the model's code takes another way, which is not in the file"
         )
     return notes
-
-
-def _size(size: Any, symbols: Mapping[str, str]) -> int | str:
-    return size if isinstance(size, int) else _renamed(str(size.node.expr), symbols)
 
 
 def _renamed(expression: str, symbols: Mapping[str, str]) -> str:

@@ -44,14 +44,10 @@ class Builder:
             with suppress(Exception):
                 with without_values():
                     model = self.make()
-                if not any(_made_empty(value) for module in model.modules() for value in vars(module).values()):
+                attributes = (value for module in model.modules() for value in vars(module).values())
+                if not any(getattr(value, "is_meta", False) for value in attributes):  # computed without values
                     return model, True
             return self.make(), False
-
-
-def _made_empty(value: Any) -> bool:
-    """Return whether an attribute is a tensor that was computed from parameters without values."""
-    return bool(getattr(value, "is_meta", False))
 
 
 def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = None) -> Iterator[Builder]:
@@ -68,7 +64,8 @@ def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = Non
     for settings in zoo_candidates(model):
         yield from _of_zoo(as_build(settings))
     cls = original_of(type(model))
-    if _is_of(cls, "transformers", "PreTrainedModel"):
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # not imported for this
+    if isinstance(base, type) and issubclass(cls, base):
         yield from _transformers(model, cls)
     elif cls.__module__.startswith("ultralytics.nn.tasks"):
         yield from _ultralytics(model, cls)
@@ -173,16 +170,10 @@ def _without_arguments(function: Any) -> Iterator[Builder]:
         inspect.signature(function).bind()
         module, name = importable_module(function), function.__name__
         if name.isidentifier() and function.__qualname__ == name:
-            yield Builder(lambda: _model_of(function()), f"{name}()", names={name: module}, own=True)
 
+            def make() -> nn.Module:
+                built = function()
+                model: nn.Module = built[0] if isinstance(built, tuple) else built  # a factory may return an example
+                return model
 
-def _model_of(built: Any) -> nn.Module:
-    """Return the model that a user's factory built, which may return it with an example."""
-    model: nn.Module = built[0] if isinstance(built, tuple) else built
-    return model
-
-
-def _is_of(cls: type, package: str, name: str) -> bool:
-    """Return whether a class is a subclass of one of a package, which is not imported for that."""
-    base = getattr(sys.modules.get(package), name, None) if package in sys.modules else None
-    return isinstance(base, type) and issubclass(cls, base)
+            yield Builder(make, f"{name}()", names={name: module}, own=True)
