@@ -48,13 +48,7 @@ class StoredSizes(Displayed):
 
     def figures(self) -> dict[str, Any]:
         """Return what `metrics.json` and `results.csv` hold of a model."""
-        return {
-            "plain_bytes": self.plain_bytes,
-            "bitmask_bytes": self.bitmask_bytes,
-            "plain_compressed_bytes": self.plain_compressed_bytes,
-            "bitmask_compressed_bytes": self.bitmask_compressed_bytes,
-            "compressor": self.compressor,
-        }
+        return {name: value for name, value in vars(self).items() if name != "zeros"}
 
     def _headline(self) -> str:
         return f"{size(self.plain_bytes)} plain, {size(self.bitmask_bytes)} as bitmask, {share(self.zeros)} zeros"

@@ -37,7 +37,7 @@ from prunekit.channels.tracing.kept_state import (
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
-from prunekit.errors import ModelError, UsageError, VerificationError, reason_of, reraise_shortage
+from prunekit.errors import ModelError, UsageError, VerificationError, raised_as, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, has_gradients, named_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.modes.public_call import public_call
@@ -212,13 +212,8 @@ def compare_outputs(
     expected = _expected(_ModelCopies(model), example)
     way = expected.way
     other = changed if narrow is None or way.dtype is not None else narrow
-    try:
+    with raised_as(VerificationError, f"{type(model).__name__} runs, and its changed copy does not: "):
         got = _run(_ModelCopies(other)[way], way.inputs(example, noise=False), way)
-    except Exception as error:  # whatever the model's own code makes of the change
-        reraise_shortage(error)
-        raise VerificationError(
-            f"{type(model).__name__} runs, and its changed copy does not: {reason_of(error)}"
-        ) from error
     difference, reason = largest_difference(expected.output, got)
     if not difference <= max(tolerance, expected.rounding):
         raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,14 +118,6 @@ def _convolution(args: Sequence[Any]) -> IsolatedLayer | None:
     return IsolatedLayer((inputs.shape[1], weight.shape[0]), depthwise, build)
 
 
-def _with_bias(args: Sequence[Any]) -> IsolatedLayer | None:
-    return _product(args[1], args[2], biased=True)
-
-
-def _without_bias(args: Sequence[Any]) -> IsolatedLayer | None:
-    return _product(args[0], args[1], biased=False)
-
-
 def _product(inputs: Tensor, matrix: Tensor, *, biased: bool) -> IsolatedLayer | None:
     """Return a product of (N, in) and (in, out), the transpose of a contiguous weight as in a linear layer."""
     rows, like = inputs.shape[0], _like(inputs)
@@ -140,8 +133,8 @@ def _product(inputs: Tensor, matrix: Tensor, *, biased: bool) -> IsolatedLayer |
 
 _RULES: dict[Any, Callable[[Sequence[Any]], IsolatedLayer | None]] = {
     aten.convolution: _convolution,
-    aten.addmm: _with_bias,
-    aten.mm: _without_bias,
+    aten.addmm: lambda args: _product(args[1], args[2], biased=True),
+    aten.mm: lambda args: _product(args[0], args[1], biased=False),
 }
 
 
@@ -227,7 +220,7 @@ def break_down(
     floor = measure_floor(device)
     clocks = [OperatorTimer(model, inputs, device, floor.clock_ms) for model in (dense, pruned)]
     with torch.no_grad():
-        forwards = [_forward(model, inputs) for model in (dense, pruned)]
+        forwards = [partial(call, model, inputs) for model in (dense, pruned)]
         plain = [Timer(forward, device) for forward in forwards]
         runs: list[Callable[[], float]] = [*plain, *clocks]
         for run in runs:
@@ -258,10 +251,6 @@ def break_down(
         pruned_calls=calls[1],
         contention=load.contention(torch.get_num_threads()) if device.type == "cpu" else None,
     )
-
-
-def _forward(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    return lambda: call(model, inputs)
 
 
 def _outside(plain: np.ndarray[Any, Any], operators: np.ndarray[Any, Any]) -> float:

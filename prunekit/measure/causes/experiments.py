@@ -51,7 +51,7 @@ def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.
     images = images_channels_last(inputs)
     if difference_in_format(model, inputs, other, images):
         return None
-    return time_paired(lambda: call(model, inputs), lambda: call(other, images), device)
+    return time_paired(partial(call, model, inputs), partial(call, other, images), device)
 
 
 SUBNORMAL = 1e-40
@@ -67,7 +67,7 @@ def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> PairedTiming | N
     with _flushing_restored() as possible, with_threads(1):
         if not possible:
             return None
-        return time_paired(lambda: run(False), lambda: run(True), torch.device("cpu"))
+        return time_paired(partial(run, False), partial(run, True), torch.device("cpu"))
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.devic
         for table in (getattr(module, name) for name in HOOK_TABLES):
             for key in [key for key, hook in table.items() if is_ours(hook)]:
                 del table[key]
-    return time_paired(lambda: call(model, inputs), lambda: call(bare, inputs), device)
+    return time_paired(partial(call, model, inputs), partial(call, bare, inputs), device)
 
 
 def zero_channels(model: nn.Module, layers: Mapping[str, IsolatedLayer]) -> dict[str, tuple[int, int]]:
@@ -145,7 +145,7 @@ def with_filled_zeros(model: nn.Module, inputs: tuple[Any, ...], device: torch.d
     The numbers are as large as the others of the weight, so that activations stay of a size.
     """
     filled = filled_zeros(model)
-    return time_paired(lambda: call(filled, inputs), lambda: call(model, inputs), device)
+    return time_paired(partial(call, filled, inputs), partial(call, model, inputs), device)
 
 
 @torch.no_grad()

@@ -172,26 +172,19 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
     for combination in product(settings.runtimes, devices, settings.dtypes, settings.memory_formats):
         runtime, device, dtype, memory_format = combination
         setting = Setting(runtime, str(device), 1, 1, DTYPES[dtype], memory_format)
-        reason = _refusal(setting, device.type)
+        backend = RUNTIMES.get(runtime)
+        able = device.type in backend.devices
+        reason = backend.refusal(setting) if able else f"it runs on {' and '.join(backend.devices)} here"
         if reason:
             left_out.append(
                 (combination, f"{runtime} on {device}, {setting.dtype}, {memory_format}: not timed: {reason}")
             )
         else:
-            found += [(combination, each) for each in _sizes(setting, settings, device)]
+            threads = settings.threads if device.type == "cpu" else settings.threads[:1]
+            sizes = product(threads, settings.batches)
+            found += [(combination, replace(setting, batch=batch, threads=count)) for count, batch in sizes]
     _require_all_used([combination for combination, _ in found], left_out)
     return [setting for _, setting in found], [text for _, text in left_out]
-
-
-def _refusal(setting: Setting, kind: str) -> str:
-    runtime = RUNTIMES.get(setting.runtime)
-    return runtime.refusal(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
-
-
-def _sizes(setting: Setting, settings: LatencySettings, device: torch.device) -> Iterator[Setting]:
-    threads = settings.threads if device.type == "cpu" else settings.threads[:1]
-    for count, batch in product(threads, settings.batches):
-        yield Setting(setting.runtime, setting.device, batch, count, setting.dtype, setting.memory_format)
 
 
 def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
@@ -301,21 +294,16 @@ def _cuda_note(devices: Sequence[torch.device]) -> list[str]:
 def devices(names: str, settings: LatencySettings) -> list[torch.device]:
     """Return the devices of a text with commas, on which everything in the settings can be timed.
 
-    Args:
-        names: `auto` is the CPU, and CUDA if there is one, as far as the runtimes run there.
-        settings: what is timed.
+    `auto` is the CPU, and CUDA if there is one, as far as the runtimes run there.
 
     Raises:
         UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
     """
-    found = _named(names, settings)
+    if names != "auto":
+        found = list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
+    else:
+        here = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+        kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
+        found = [device for device in here if device.type in kinds] or here[:1]
     choose_settings(settings, found)
     return found
-
-
-def _named(names: str, settings: LatencySettings) -> list[torch.device]:
-    if names != "auto":
-        return list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
-    found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
-    kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
-    return [device for device in found if device.type in kinds] or found[:1]

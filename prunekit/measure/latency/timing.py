@@ -33,9 +33,7 @@ def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
     They are once the median of five calls is within 5 % of the five before; 3 seconds and the calls that the effort
     allows are the limit.
 
-    Args:
-        run: returns the milliseconds of a call.
-        kind: the type of the device, as in `torch.device.type`. A GPU first gets work until its clock is steady.
+    A GPU (`kind` is the type of the device) first gets work until its clock is steady.
     """
     over, calls = time.perf_counter() + STEADY_S.get(kind, 0.0), 0
     while time.perf_counter() < over:
@@ -60,13 +58,8 @@ def alternate(
 ) -> Times:
     """Return the milliseconds (runs, rounds) of runs that take turns, in reversed order every other round.
 
-    The garbage collector is off meanwhile.
-
-    Args:
-        runs: each returns the milliseconds of a call.
-        rounds: how often each is called.
-        moves: called in order before every other round: they move the weights of models, and warm the models up again.
-        limit_s: seconds after which no round begins, but for the first `FEWER_ROUNDS`.
+    The garbage collector is off meanwhile. `moves` are called in order before every other round: they move the weights
+    of models, and warm the models up again. After `limit_s` seconds no round begins, but for the first `FEWER_ROUNDS`.
     """
     times, over = np.empty((len(runs), rounds)), time.perf_counter() + limit_s
     with paused_garbage_collection():
@@ -158,12 +151,7 @@ def median_interval(values: Times) -> Estimate:
 
 
 def paired_ratio(reference: Times, other: Times) -> Estimate:
-    """Return the median of `reference / other` over pairs, with its interval.
-
-    Args:
-        reference: (N,) times.
-        other: (N,) times, each taken right after or before the one in `reference`.
-    """
+    """Return the median of `reference / other` over pairs of times, both (N,), taken one right after the other."""
     return median_interval(reference / other)
 
 

@@ -30,7 +30,7 @@ from prunekit.backends.backend import RUNTIMES, Backend
 from prunekit.backends.session import INT8, MODULE, Inputs, Session, Setting, Source, Timer, inputs_of
 from prunekit.channels.tracing.call_sites import weak_cache
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.errors import ArtifactError, RunError, UsageError, reraise_shortage
+from prunekit.errors import ArtifactError, RunError, UsageError, raised_as
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load, cpu_name
@@ -81,12 +81,7 @@ def read_times(file: Path) -> LayerTimes | None:
 
 
 class TimesCache:
-    """The cache of a profile: where it cannot be written, that is said once, and costs a later profile the time.
-
-    Args:
-        folder: of the files, `latency` in the user's cache; None for no cache.
-        log: gets a line if the folder cannot be written.
-    """
+    """The files of a profile's times: where they cannot be written, that is said once, and nothing is kept."""
 
     def __init__(self, folder: Path | None, log: Callable[[str], object]) -> None:
         self._folder, self._log, self._written = folder, log, folder is not None
@@ -313,19 +308,20 @@ class _ProfileProcess(ExitStack):
         self.dense, self.inputs, self.setting, self.log = dense, inputs, setting, log
         self.repeats, self.limit_s = repeats, limit_s
         self.runtime = RUNTIMES.get(setting.runtime)
-        self.ask: Callable[[PreparedNetwork], LayerTimes | SettingFailure] | None = None
+        self.timer: NetworkTimer | None = None
+        self.process: WorkerProcess | None = None
+        self.apart = current_effort().own_process
 
     def measure(self, name: str, network: nn.Module) -> LayerTimes:
-        if self.ask is None:
+        if self.timer is None:
             self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
             dense = self._prepared("dense", self.dense, "dense")
             least_ms = current_effort().network_ms
             self.timer = NetworkTimer(
                 self.runtime, dense, self.inputs, self.setting, self.repeats, least_ms, self.limit_s
             )
-            self.ask = self._start() if current_effort().own_process else self.timer
         try:
-            found = self._answer(self._prepared(name, network, "network"))
+            found = self._answer(self.timer, self._prepared(name, network, "network"))
         except WorkerDied as error:
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {error}") from error
         shutil.rmtree(self.folder / "network", ignore_errors=True)
@@ -333,32 +329,23 @@ class _ProfileProcess(ExitStack):
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {found.reason}")
         return found
 
-    def _start(self) -> Callable[[PreparedNetwork], LayerTimes | SettingFailure]:
-        try:
-            return self.enter_context(WorkerProcess(self.timer, self.folder)).ask
-        except UnpicklableError as error:
-            return self._here(error)
-
-    def _answer(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
-        assert self.ask is not None
-        try:
-            return self.ask(network)
-        except UnpicklableError as error:
-            self.ask = self._here(error)
-            return self.ask(network)
-
-    def _here(self, error: UnpicklableError) -> NetworkTimer:
-        self.log(f"{self.setting.runtime}: timed in this process, not in one of its own: {error}")
-        return self.timer
+    def _answer(self, timer: NetworkTimer, network: PreparedNetwork) -> LayerTimes | SettingFailure:
+        if self.apart:
+            try:
+                if self.process is None:
+                    self.process = self.enter_context(WorkerProcess(timer, self.folder))
+                found: LayerTimes | SettingFailure = self.process.ask(network)
+                return found
+            except UnpicklableError as error:
+                self.apart = False
+                self.log(f"{self.setting.runtime}: timed in this process, not in one of its own: {error}")
+        return timer(network)
 
     def _prepared(self, name: str, model: nn.Module, folder: str) -> PreparedNetwork:
         plain = set_mode(copied(model, "cpu", torch.float32), False)
-        try:
-            with torch.inference_mode():
-                expected = output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
-        except Exception as error:  # the model's own code, at a batch or widths at which it was not tried
-            reraise_shortage(error)
-            raise RunError(f"{name}: does not run in eager: {error_line(error)}") from error
+        # the model's own code may not take a batch or widths at which it was not tried
+        with torch.inference_mode(), raised_as(RunError, f"{name}: does not run in eager: ", reason=error_line):
+            expected = output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
         if self.runtime.carrier == MODULE:
             return PreparedNetwork(name, Source(plain), expected)
         keys = [self.runtime.file_key(self.setting)]

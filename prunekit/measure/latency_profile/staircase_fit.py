@@ -218,23 +218,13 @@ _Steps = tuple[int, int, int]
 
 
 class _WidthColumns:
-    """Products of widths in all networks, each computed once for each of its steps.
-
-    Args:
-        kept: the labels that each network keeps, in the numbering of the trace.
-        channel_map: of the dense model.
-    """
+    """Products of widths in all networks, each computed once for each of its steps."""
 
     def __init__(self, kept: Sequence[Keep], channel_map: ChannelMap) -> None:
-        self.kept = kept
-        self.channel_map = channel_map
+        self.kept = kept  # labels of each network, in the numbering of the trace
+        self.channel_map = channel_map  # of the dense model
         self.widths: dict[bytes, Numbers] = {}
         self.columns: dict[tuple[WidthProduct, tuple[int, ...]], Numbers] = {}
-
-    def presence(self, module: str) -> Labels | None:
-        """Return labels of which one is kept as long as a module is there, in the numbering of the trace."""
-        labels = self.channel_map.present_with(module)
-        return None if labels is None else np.flatnonzero(np.isin(self.channel_map.traced.final, labels))
 
     def width(self, factor: Any) -> Numbers:
         key = factor.tobytes()
@@ -249,8 +239,11 @@ class _WidthColumns:
 
     def present(self, module: str) -> Numbers:
         """Return (networks,) 1 where a module is there, else 0."""
-        labels = self.presence(module)
-        return np.ones(len(self.kept)) if labels is None else (self.width(labels) > 0).astype(np.float64)
+        labels = self.channel_map.present_with(module)  # of which one is kept as long as the module is there
+        if labels is None:
+            return np.ones(len(self.kept))
+        traced = np.flatnonzero(np.isin(self.channel_map.traced.final, labels))  # in the numbering of the trace
+        return (self.width(traced) > 0).astype(np.float64)
 
     def column(self, product: WidthProduct, steps: _Steps) -> Numbers:
         """Return (networks,) values of a product."""
@@ -278,7 +271,7 @@ def _best_steps(
     """Return the steps with which all modules of a kind fit best; steps of 1 if they are not clearly better."""
 
     def residual(steps: _Steps) -> float:
-        return sum(_solved(group, steps, columns, took, weights)[1] for group in groups)
+        return sum(_squared(*_stacked(group, steps, columns, took, weights)) for group in groups)
 
     plain: _Steps = (1, 1, 1)
     several = any(len(product.factors[0]) > 1 for group in groups for product in group[0].products)
@@ -287,15 +280,6 @@ def _best_steps(
     best = min(found, key=lambda steps: found[steps])
     rounding = EPSILON * sum(float(((took[one.module] * weights) ** 2).sum()) for group in groups for one in group)
     return best if found[best] < (1 - STEP_GAIN) * found[plain] - rounding else plain
-
-
-def _solved(
-    group: list[ModuleFeatures], steps: _Steps, columns: _WidthColumns, took: Mapping[str, Numbers], weights: Numbers
-) -> tuple[Numbers, float]:
-    """Return the shared coefficients of modules that do the same, and the squared error."""
-    design, wanted = _stacked(group, steps, columns, took, weights)
-    found = non_negative_fit(design, wanted)
-    return found, float(((design @ found - wanted) ** 2).sum())
 
 
 def _stacked(
@@ -429,6 +413,7 @@ def _subsampled(values: Labels) -> Labels:
 
 
 def _squared(design: Numbers, wanted: Numbers) -> float:
+    """Return the squared error of the best fit."""
     return float(((design @ non_negative_fit(design, wanted) - wanted) ** 2).sum())
 
 
