@@ -80,7 +80,7 @@ class Backend(ABC):
 
     @property
     def name(self) -> str:
-        """The name that times of it have: of the runtime, or of the format if it has no other."""
+        """The name that its times are listed under: of the runtime, or of the format where it has no runtime."""
         return self.runtime or self.format
 
     def file_key(self, setting: Setting) -> FileKey:
@@ -118,12 +118,14 @@ class FileBackend(Backend):
         most_samples: largest batch that every file takes; None if there is no limit.
         reads_folder: whether a pruned model is written from its model folder.
         runs_for_interface: whether files are loaded to read their interface, too.
+        loader: what loads its files, for messages.
     """
 
     tolerance: ClassVar[float] = 1e-4
     most_samples: ClassVar[int | None] = None
     reads_folder: ClassVar[bool] = False
     runs_for_interface: ClassVar[bool] = False
+    loader: ClassVar[str] = ""
 
     @abstractmethod
     def write(self, source: ExportSource, path: Path) -> list[str]:
@@ -152,6 +154,11 @@ class FileBackend(Backend):
 
     def require_no_code(self, path: Path) -> None:
         """Raise if a file could do more than compute when it is loaded and run."""
+        if code := self.code_in(path):
+            raise ArtifactError(
+                f"{path}: loading it could run code that is in the file: {code}; if you trust it, add --allow-code "
+                f"(from Python: allow_code=True), and it is loaded by {self.loader}"
+            )
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
         """Return the first module whose output differs from the model's; empty if the format cannot tell."""
@@ -246,8 +253,6 @@ class FileBackend(Backend):
 class ProgramBackend(FileBackend):
     """A backend whose files may hold code, which runs when they are loaded: `open` refuses those that do."""
 
-    loader: ClassVar[str]  # what loads its files
-
     @abstractmethod
     def code_in(self, path: Path) -> str:
         """Return what in a file could do more than compute, and where; empty if there is nothing."""
@@ -267,14 +272,6 @@ class ProgramBackend(FileBackend):
         """Load a file that has no code in it, and return a function that runs it."""
         self.require_no_code(path)
         return self.open_trusted(path, threads=threads)
-
-    def require_no_code(self, path: Path) -> None:
-        """Raise if a file could do more than compute when it is loaded and run."""
-        if code := self.code_in(path):
-            raise ArtifactError(
-                f"{path}: loading it could run code that is in the file: {code}; if you trust it, add --allow-code "
-                f"(from Python: allow_code=True), and it is loaded by {self.loader}"
-            )
 
 
 class FunctionBackend(Backend):

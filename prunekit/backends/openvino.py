@@ -83,7 +83,11 @@ class OpenVino(FileBackend):
                 "file is damaged"
             )
         request, taken = _compiled(model, threads, "f32").create_infer_request(), _input_names(model)
-        ports = [_port(model, spec.name, index) for index, spec in enumerate(interface.outputs)]
+        known = [entry.get_names() for entry in model.outputs]
+        ports = [
+            next((at for at, names in enumerate(known) if spec.name in names), index)
+            for index, spec in enumerate(interface.outputs)
+        ]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
             arrays = fed_arrays(example, interface, taken)
@@ -116,12 +120,11 @@ class OpenVino(FileBackend):
         file, arrays = source.files[key], [one.numpy() for one in gather(sample)]
         exported = source.files[setting.batch, "float32"]
         compiled = compiled_file(file, setting)
-
-        def layers() -> LayerClock:
-            counters = _LayerCounters(compiled_file(file, setting, PERF_COUNT=True), NodeModules(exported), arrays)
-            return LayerClock(counters.run, counters.passes)
-
-        return Session(_run_of(compiled, arrays), lambda found: _tensors(found, compiled.outputs), layers)
+        return Session(
+            _run_of(compiled, arrays),
+            lambda found: _tensors(found, compiled.outputs),
+            lambda: _layer_clock(file, NodeModules(exported), setting, arrays),
+        )
 
     def file_session(
         self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
@@ -184,11 +187,6 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else reason_of(error)
 
 
-def _port(model: Any, name: str, index: int) -> int:
-    """Return the number of the output of a name."""
-    return next((at for at, entry in enumerate(model.outputs) if name in entry.get_names()), index)
-
-
 def _spec(entry: Any, name: str) -> TensorSpec:
     called = entry.get_any_name() if entry.get_names() else name
     kind = entry.get_element_type().get_type_name()
@@ -219,25 +217,24 @@ def compiled_file(file: Path, setting: Setting, **others: Any) -> Any:
     return compiled
 
 
-class _LayerCounters:
-    """The counters of OpenVINO's operators: means over all forwards so far, in whole microseconds."""
+def _layer_clock(file: Path, modules: NodeModules, setting: Setting, arrays: list[Any]) -> LayerClock:
+    """Return a clock by OpenVINO's counters: means over all forwards so far, in whole microseconds."""
+    compiled = compiled_file(file, setting, PERF_COUNT=True)
+    request, module_of = compiled.create_infer_request(), _modules_of(compiled.get_runtime_model(), modules)
+    means_us: list[list[float]] = []
 
-    def __init__(self, compiled: Any, modules: NodeModules, arrays: list[Any]) -> None:
-        self.request, self.arrays = compiled.create_infer_request(), arrays
-        self.module_of = _modules_of(compiled.get_runtime_model(), modules)
-        self.means_us: list[list[float]] = []
+    def run() -> None:
+        request.infer(arrays, share_inputs=True, share_outputs=True)
+        means_us.append([node.real_time.total_seconds() * 1e6 for node in request.profiling_info])
 
-    def run(self) -> None:
-        self.request.infer(self.arrays, share_inputs=True, share_outputs=True)
-        self.means_us.append([node.real_time.total_seconds() * 1e6 for node in self.request.profiling_info])
-
-    def passes(self, count: int) -> list[dict[str | None, float]]:
-        last_us = undisturbed_means(np.array(self.means_us), count)
+    def passes(count: int) -> list[dict[str | None, float]]:
         times: dict[str | None, float] = defaultdict(float)
-        for node, us in zip(self.request.profiling_info, last_us, strict=True):
+        for node, us in zip(request.profiling_info, undisturbed_means(np.array(means_us), count), strict=True):
             if node.status == node.Status.EXECUTED:
-                times[self.module_of.get(node.node_name)] += float(us) / 1000
+                times[module_of.get(node.node_name)] += float(us) / 1000
         return [dict(times)]
+
+    return LayerClock(run, passes)
 
 
 def undisturbed_means(means: Array, count: int) -> Array:

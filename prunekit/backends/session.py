@@ -288,7 +288,7 @@ class Floor:
 
 
 def measure_floor(device: torch.device) -> Floor:
-    """Measure both on a chain of additions: the least of several runs, as other processes only make it longer."""
+    """Measure both times on a chain of additions; the least of several runs counts, as other processes only add."""
     chain, one = _Chain(), torch.ones(1, device=device)
     clock = OperatorTimer(chain, (one,), device)
     with torch.no_grad():

@@ -231,7 +231,7 @@ def largest_difference(want: Any, got: Any) -> tuple[float, str]:
 
 
 def _tensor_difference(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
-    """Return the same for two tensors, of the same dtype."""
+    """Return the relative difference of two tensors of one dtype, infinite if they cannot be compared, in words too."""
     if want.shape != got.shape:
         return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     if want.is_complex() and got.is_complex():

@@ -58,6 +58,22 @@ class CardFacts:
     loading: Sequence[Loading] = ()  # ways to load it
     notes: Sequence[str] = ()  # sentences, in plain text
 
+    @property
+    def figures(self) -> Mapping[str, Mapping[str, Any]]:
+        """The figures of each model of the run."""
+        return self.run.get("figures") or {}
+
+    @property
+    def own_figures(self) -> Mapping[str, Any]:
+        """The figures of the model itself."""
+        return self.figures.get(str(self.run.get("model")), {})
+
+    @property
+    def scores(self) -> list[tuple[str, str, str]]:
+        """Name, label and unit of each score of the task, the main one first."""
+        known = (self.run.get("task") or {}).get("scores") or ({"name": "top1", "label": "top-1"},)
+        return [(str(one["name"]), str(one["label"]), str(one.get("unit", "%"))) for one in known]
+
 
 def plain(text: Any) -> str:
     r"""Return any text as Markdown of one line that shows it as it is.
@@ -118,47 +134,26 @@ def _front_matter(facts: CardFacts) -> str:
 
 
 def _results(facts: CardFacts, pipeline: str) -> list[dict[str, Any]]:
-    own = _figures(facts).get(str(facts.run.get("model")), {})
-    scores = [(name, label) for name, label in _scores(facts) if is_number(own.get(name))]
-    data = facts.run.get("data") or {}
-    if not scores:
-        return []
-    units = {name: "percent" if unit == "%" else _one_line(unit) for name, unit in _units(facts).items()}
+    own = facts.own_figures
     metrics = [
         {
             "type": "accuracy" if name == "top1" else _one_line(name),
-            "name": f"{_one_line(label)}, {units.get(name, 'percent')}",
+            "name": f"{_one_line(label)}, {'percent' if unit == '%' else _one_line(unit)}",
+            "value": round(float(own[name]), 4),
         }
-        | {"value": round(float(own[name]), 4)}
-        for name, label in scores
+        for name, label, unit in facts.scores
+        if is_number(own.get(name))
     ]
-    named = _one_line(data.get("name") or "test images")
-    return [{"task": {"type": pipeline}, "dataset": {"type": _slug(named), "name": named}, "metrics": metrics}]
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-") or "data"
-
-
-def _figures(facts: CardFacts) -> Mapping[str, Mapping[str, Any]]:
-    figures: Mapping[str, Mapping[str, Any]] = facts.run.get("figures") or {}
-    return figures
-
-
-def _scores(facts: CardFacts) -> list[tuple[str, str]]:
-    """Return the names and labels of a task's scores, the main one first."""
-    task = facts.run.get("task") or {}
-    return [(str(one["name"]), str(one["label"])) for one in task.get("scores") or ()] or [("top1", "top-1")]
-
-
-def _units(facts: CardFacts) -> Mapping[str, str]:
-    task = facts.run.get("task") or {}
-    return {str(one["name"]): str(one.get("unit", "%")) for one in task.get("scores") or ()}
+    if not metrics:
+        return []
+    named = _one_line((facts.run.get("data") or {}).get("name") or "test images")
+    kind = re.sub(r"[^A-Za-z0-9_.-]+", "-", named).strip("-") or "data"
+    return [{"task": {"type": pipeline}, "dataset": {"type": kind, "name": named}, "metrics": metrics}]
 
 
 def _body(facts: CardFacts) -> Iterator[str]:
     yield _summary(facts)
-    if _figures(facts):
+    if facts.figures:
         yield "## Figures"
         yield _figures_table(facts)
         yield from _remarks(facts)
@@ -195,11 +190,10 @@ def _summary(facts: CardFacts) -> str:
 
 
 def _figures_table(facts: CardFacts) -> str:
-    scores, units = _scores(facts), _units(facts)
-    headings = ["model", *(plain(label) for _, label in scores), "MACs", "parameters", "size"]
+    headings = ["model", *(plain(label) for _, label, _ in facts.scores), "MACs", "parameters", "size"]
     rows = []
-    for name, row in _figures(facts).items():
-        cells = [_score(row, key, units.get(key, "%"), index == 0) for index, (key, _) in enumerate(scores)]
+    for name, row in facts.figures.items():
+        cells = [_score(row, key, unit, index == 0) for index, (key, _, unit) in enumerate(facts.scores)]
         shown = f"**{name}**" if name == facts.run.get("model") else name
         rows.append([shown, *cells, count(row.get("macs")), count(row.get("params")), size(row.get("size_bytes"))])
     return markdown_table(headings, rows)
@@ -214,12 +208,11 @@ def _score(row: Mapping[str, Any], name: str, unit: str, main: bool) -> str:
 
 
 def _remarks(facts: CardFacts) -> Iterator[str]:
-    own = _figures(facts).get(str(facts.run.get("model")), {})
-    said = []
+    own, said = facts.own_figures, []
     if is_number(own.get("n_test")):
         samples = (facts.run.get("task") or {}).get("samples", "samples")
         said.append(f"Scores of {own['n_test']} test {plain(samples)}, with 95 % intervals.")
-    if "control" in _figures(facts):
+    if "control" in facts.figures:
         said.append("The control is the dense model after as much training as the pruned one had.")
     said += [f"Shortfall: {plain(text)}." for text in facts.run.get("shortfalls") or ()]
     yield "\n".join(said)
@@ -243,7 +236,7 @@ def _latency(facts: CardFacts) -> str:
     if not rows:
         return ""
     environment = facts.run.get("environment") or {}
-    on = " ".join(plain(environment[k]) for k in ("cpu",) if environment.get(k))
+    on = plain(environment.get("cpu") or "")
     headings = ["model", "device", "batch", "runtime", "threads", "dtype", "median", "speedup"]
     measured = f"Latency, measured on {on} with torch {plain(environment.get('torch', '–'))}:" if on else "Latency:"
     return f"{measured}\n\n{markdown_table(headings, rows)}"
@@ -267,10 +260,10 @@ def _interface(interface: ModelInterface) -> Iterator[str]:
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
-    """Return what is known of the run that a model is from; nothing if there is no run.
+    """Return under `run` what is known of the run that a model is from; nothing if there is no run.
 
-    Returns:
-        Under `run`: `figures` of each model (scores in percent with their interval, MACs, parameters, bytes), `model`,
+    That is `figures` of each model (scores in percent with their interval, MACs, parameters, bytes), `model`, which of
+    these it is, `budgets`, `environment`, names of the dense model and the data, and entries of `metrics.json`.
     """
     home = next((place for place in (folder, folder.absolute().parent) if (place / "metrics.json").is_file()), None)
     if home is None:

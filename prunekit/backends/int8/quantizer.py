@@ -65,8 +65,8 @@ class Quantized(Displayed):
     error: float = 0.0
     # what each layer costs in int8, the worst first; empty where no limit made it worth measuring
     sensitivity: tuple[LayerError, ...] = ()
-    float_score: float | None = None  # of the file that was quantized, by the function that was given; None without one
-    score: float | None = None  # of the quantized file, likewise
+    float_score: float | None = None  # score of the file in float; None without a function of the score
+    score: float | None = None  # score of the quantized file; None likewise
     notes: tuple[str, ...] = ()  # for the user
     lower_is_better: bool = False  # whether less of the score is better, as for a perplexity
 
@@ -178,7 +178,7 @@ class Chosen:
     error: float  # relative error of its output
     restored: tuple[LayerError, ...] = ()  # layers that were returned to float, with their errors, the worst first
     sensitivity: tuple[LayerError, ...] = ()  # errors of all layers, the worst first; empty if they were not measured
-    # float_score, score: before and after; None without a function of the score
+    # float_score, score: scores of the file in float and of this one; None without a function of the score
     float_score: float | None = None
     score: float | None = None
 

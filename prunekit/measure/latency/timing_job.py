@@ -152,7 +152,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 Kernels of one dtype differ in the order of their sums, TF32 on CUDA included; bfloat16 keeps 8 bits, float16 11.
 """
 FLOAT_FILE_TOLERANCE = 1e-4
-"""The same for the file in float32 that a quantized one is made from."""
+"""Largest such difference of the file in float32 that a quantized one is made from."""
 INT8_ERROR = 0.7
 """Largest relative error of a quantized file's output: the norm of the difference over the norm of what is expected.
 
