@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from prunekit.errors import ModelError
-from prunekit.utils.private_torch import has_compiled, in_backward
+from prunekit.utils.private_torch import ACCELERATE_HOOK, has_compiled, in_backward
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -170,6 +171,15 @@ def refuse_nested(tensor: Tensor, where: str) -> None:
             f"{where}: expected a plain tensor, got the nested one that attention's fast path makes of padded "
             "sequences; turn that off with torch.backends.mha.set_fastpath_enabled(False)"
         )
+
+
+def offloading(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the modules whose weights Accelerate offloads, by their paths, with its hook that moves them."""
+    for path, module in model.named_modules() if "accelerate" in sys.modules else ():
+        hook = getattr(module, ACCELERATE_HOOK, None)
+        for one in (hook, *getattr(hook, "hooks", ())):
+            if getattr(one, "offload", False):
+                yield path, module, one
 
 
 def is_ours(hook: object) -> bool:

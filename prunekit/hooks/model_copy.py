@@ -8,7 +8,6 @@ stored thus reads that of its own encoder, while an observer's list is filled by
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError, reraise_shortage
-from prunekit.hooks.hook import HOOK_TABLES, is_ours, stays_in_copies
+from prunekit.hooks.hook import HOOK_TABLES, is_ours, offloading, stays_in_copies
 from prunekit.utils.private_torch import ACCELERATE_HOOK, ACCELERATE_PREPARED, CustomOpDef, OpOverload, OpOverloadPacket
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
@@ -451,7 +450,7 @@ def with_weights(model: nn.Module) -> nn.Module:
 
     Weights on the disk are mapped into memory where Accelerate's files allow it, so that only those in use take any.
     """
-    found = dict(_offloaded(model)) if "accelerate" in sys.modules else {}
+    found = dict(_offloaded(model))
     if not found:
         return model
     clone = with_tensors(model, found)
@@ -462,19 +461,11 @@ def with_weights(model: nn.Module) -> nn.Module:
 
 
 def _offloaded(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        hook = getattr(module, ACCELERATE_HOOK, None)
-        for one in (hook, *getattr(hook, "hooks", ())):
-            if getattr(one, "offload", False):
-                yield from _weights_of(path, module, one)
-
-
-def _weights_of(path: str, module: nn.Module, hook: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    inside = bool(hook.place_submodules)
-    named = [*module.named_parameters(recurse=inside), *module.named_buffers(recurse=inside)]
-    for name, tensor in named:
-        if tensor.is_meta:
-            yield f"{path}.{name}" if path else name, hook.weights_map[name]
+    for path, module, hook in offloading(model):
+        inside = bool(hook.place_submodules)
+        for name, tensor in (*module.named_parameters(recurse=inside), *module.named_buffers(recurse=inside)):
+            if tensor.is_meta:
+                yield f"{path}.{name}" if path else name, hook.weights_map[name]
 
 
 def _tie(clone: nn.Module, found: dict[str, torch.Tensor]) -> None:

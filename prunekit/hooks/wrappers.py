@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks.hook import compiled_code, is_compiled
-from prunekit.utils.private_torch import ACCELERATE_HOOK
+from prunekit.hooks.hook import compiled_code, is_compiled, offloading
 
 WRAPPERS: dict[type[nn.Module], str] = {
     DataParallel: "module",
@@ -40,8 +39,11 @@ def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> 
         if is_lazy(tensor):
             raise ModelError(f"{name}: {path} is not initialized yet; run the model once on an example first: model(x)")
     _refuse_flattened(found)
-    if not offloaded and "accelerate" in sys.modules:
-        _refuse_offloaded(found)
+    for path, _, _ in () if offloaded else offloading(found):
+        raise ModelError(
+            f"Accelerate offloads the weights of {path or 'the model'}; bring them back first: "
+            "accelerate.hooks.remove_hook_from_submodules(model), or load the model without device_map"
+        )
     return found
 
 
@@ -130,14 +132,4 @@ def _refuse_flattened(model: nn.Module) -> None:
             raise ModelError(
                 f"{path or 'the model'} is wrapped in FullyShardedDataParallel, which flattens its parameters; give "
                 "the model as it was before that, and wrap what comes out"
-            )
-
-
-def _refuse_offloaded(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        hook = getattr(module, ACCELERATE_HOOK, None)  # where Accelerate keeps what moves weights
-        if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
-            raise ModelError(
-                f"Accelerate offloads the weights of {path or 'the model'}; bring them back first: "
-                "accelerate.hooks.remove_hook_from_submodules(model), or load the model without device_map"
             )

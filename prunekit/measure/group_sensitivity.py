@@ -98,7 +98,12 @@ class _SensitivityPass:
     def passes(self, batch: LabeledBatch) -> Iterator[None]:
         """Run the dense model and all masked ones on a batch; yield after each."""
         inputs = to_device(batch.inputs, next(self._model.parameters()).device)
-        runs = self._runs = self._runs or self._runs_for(inputs)
+        if self._runs is None and self._quality.selects:
+            self._runs = _WholeRuns(self._model, inputs)
+        elif self._runs is None:
+            of_groups = {name: each for (name, _), each in self._masks.items()}
+            self._runs = PartialRuns(self._model, self._quality, self._tensors, of_groups, inputs)
+        runs = self._runs
         with same_draws(self._model):
             wanted = runs.dense(inputs)
         self._variance.add(wanted)
@@ -112,12 +117,6 @@ class _SensitivityPass:
             require_same_shapes(wanted, found, where)
             self._sums[name, kept].add(found, wanted, self._model, inputs, batch)
             yield
-
-    def _runs_for(self, inputs: tuple[Any, ...]) -> PartialRuns | _WholeRuns:
-        if self._quality.selects:
-            return _WholeRuns(self._model, inputs)
-        masks = {name: each for (name, _), each in self._masks.items()}
-        return PartialRuns(self._model, self._quality, self._tensors, masks, inputs)
 
     def curves(self) -> dict[str, tuple[MeasuredPoint, ...]]:
         """Return the points of each group, the dense model first."""

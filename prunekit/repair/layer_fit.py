@@ -75,22 +75,24 @@ class LayerFitter(LayerWeights):
         assert sample.outputs is not None
         rows = self._index(layer, 0)
         bias = self._tensors[self._plan.constants[layer.weight]]
-        gain = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
-        gain = gain if layer.gain is None else layer.gain[rows]
+        gain = (
+            torch.ones(len(rows), dtype=torch.float64, device=rows.device) if layer.gain is None else layer.gain[rows]
+        )
         scale, offset = self._affine(self._dense_modules, layer, rows)
         wanted = scale * sample.outputs[:, rows].double() + offset
         now = (gain * bias.detach()[rows].double()).expand_as(wanted)
         if running.others is not None and sample.others is not None:
             now, wanted = now + running.others[:, rows].double(), wanted + sample.others[:, rows].double()
         problem = FitProblem(now[:, :0], now, wanted, gain, sample.fitted, layer.rectified, True)
-        change, how = least_squares(problem, self._settings.ridge, self._settings.rectified_steps), "bias"
+        change = least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
         chosen, before, after = best_of(problem, change)
         spread = _variance(wanted)
         if chosen is not None:
             with torch.no_grad():
                 bias[rows] += chosen.bias.to(bias.dtype)
         note = "its block is gone, and this is the constant in its place"
-        return LayerRepair(layer.weight, how if chosen is not None else "", before / spread, after / spread, note=note)
+        applied = "" if chosen is None else "bias"
+        return LayerRepair(layer.weight, applied, before / spread, after / spread, note=note)
 
     def _fit_with_source(
         self, layer: LayerCall, dense: LayerSample, running: LayerSample, report: LayerRepair
@@ -134,9 +136,10 @@ class LayerFitter(LayerWeights):
         outputs = inputs @ weight.view(*rows.shape, width).transpose(1, 2)
         if layer.bias is not None:
             outputs = outputs + self._tensors[layer.bias].detach()[rows].double()[:, None]
-        scale, offset = (value.reshape(rows.shape) for value in self._affine(self._modules, layer, rows.flatten()))
-        dense = (value.reshape(rows.shape) for value in self._affine(self._dense_modules, layer, rows.flatten()))
-        dense_scale, dense_offset = dense
+        (scale, offset), (dense_scale, dense_offset) = (
+            [value.reshape(rows.shape) for value in self._affine(modules, layer, rows.flatten())]
+            for modules in (self._modules, self._dense_modules)
+        )
         now = scale[:, None] * outputs + offset[:, None]
         wanted = dense_scale[:, None] * by_group(sample.outputs) + dense_offset[:, None]
         if running.others is not None and sample.others is not None:

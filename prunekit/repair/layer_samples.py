@@ -286,25 +286,24 @@ class LayerPass(ResumableRun):
                 self._sample_inputs(sample, self.real(operands.inputs))
         if call.number == layer.ready and sample.other is not None and sample.rows is not None:
             other = self.real(sample.other)
-            self._sample_output(
-                "others", other if sample.places is None else self._in_output_layout(sample, other), sample
-            )
+            if sample.places is not None:  # in the layout of the layer's output; 0 where none of the output is left
+                landed = other.new_zeros(sample.shape.numel())
+                landed[sample.places.flatten()] = other.flatten()
+                other = landed.view(sample.shape)
+            self._sample_output("others", other, sample)
 
     def _sample_inputs(self, sample: _CallSample, inputs: Tensor) -> None:
         request, reading = sample.request, sample.layer.geometry
         spatial = reading.spatial(inputs)
         sample.total = reading.rows_of(inputs)
-        sample.rows = rows = self._row_indices(sample, inputs).to(inputs.device)
+        assert self._batch is not None
+        count = max(1, round(request.rows * self._batch.share * sample.share))
+        among = reading.counted(reading.positions_of(inputs), self._batch.counted)
+        sample.rows = rows = sample_rows(sample.total, count, self._seed(sample), among).to(inputs.device)
         if request.channels is not None:
             sample.taken["inputs"] = reading.patches(reading.channels(inputs, request.channels), rows, spatial)
         if request.centers:
             sample.taken["centers"] = reading.centers(inputs, rows, spatial)
-
-    def _row_indices(self, sample: _CallSample, inputs: Tensor) -> Tensor:
-        assert self._batch is not None
-        reading, count = sample.layer.geometry, max(1, round(sample.request.rows * self._batch.share * sample.share))
-        among = reading.counted(reading.positions_of(inputs), self._batch.counted)
-        return sample_rows(sample.total, count, self._seed(sample), among)
 
     def _seed(self, sample: _CallSample) -> int:
         """Return the seed of a call, by its number and its batch, so that both models sample the same positions."""
@@ -328,13 +327,6 @@ class LayerPass(ResumableRun):
         sample.taken[name] = sample.layer.geometry.outputs(values, sample.rows)
         if sample.windows is not None:
             sample.taken[f"window_{name}"] = sample.layer.geometry.outputs(values, sample.windows)
-
-    def _in_output_layout(self, sample: _CallSample, other: Tensor) -> Tensor:
-        """Return the other summand in the layout of the layer's output; 0 where none of the output is left."""
-        assert sample.places is not None
-        landed = other.new_zeros(sample.shape.numel())
-        landed[sample.places.flatten()] = other.flatten()
-        return landed.view(sample.shape)
 
     def after(self, call: FunctionCall, result: Any) -> None:
         """Sample the layer's output, and hold the other summand."""

@@ -17,7 +17,7 @@ from prunekit.criteria.criterion import Scores
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
-from prunekit.repair.held_out_images import Batch, Inputs, batches_of, difference, require_images
+from prunekit.repair.held_out_images import Inputs, batches_of, difference, require_images
 from prunekit.statistics.gram_matrices import PatchStats, too_few
 from prunekit.statistics.layer_errors import shifted, without_channels
 from prunekit.statistics.layer_graph import find_layers
@@ -123,20 +123,16 @@ class ShareCheck:
         dense = substituted_copy(self.model, own=lambda name: False).to(device)
         masked = substituted_copy(self.model, own=lambda name: True).to(device)
         with training_mode(dense, False), training_mode(masked, False), torch.no_grad():
-            batches, judge = self._judging(dense, plan)
+            batches, fitted = batches_of(self.inputs, self.held_out, AT_A_TIME, counted_positions(dense, self.inputs))
+            judge = OutputComparison.of(dense, select_samples(self.inputs, slice(3)), plan.channel_map.read)
+            axes = {layer.weight: layer.axes[0] for layer in find_layers(dense, select_samples(self.inputs, slice(2)))}
+            judge = judge.within({name: torch.from_numpy(plan.kept(name, axes[name])) for name in judge.weights})
             plan.zero(masked)
             fit_plainly(masked, dense, plan, patches)
             with NarrowNorms(masked, plan.channel_map, plan.keep):
-                found = difference(dense, masked, batches, judge)
+                found = difference(dense, masked, batches[fitted:], judge)
         release_memory(self.model, collect=False)
         return found
-
-    def _judging(self, dense: nn.Module, plan: Plan) -> tuple[list[Batch], OutputComparison]:
-        batches, fitted = batches_of(self.inputs, self.held_out, AT_A_TIME, counted_positions(dense, self.inputs))
-        judge = OutputComparison.of(dense, select_samples(self.inputs, slice(3)), plan.channel_map.read)
-        axes = {layer.weight: layer.axes[0] for layer in find_layers(dense, select_samples(self.inputs, slice(2)))}
-        kept = {name: torch.from_numpy(plan.kept(name, axes[name])) for name in judge.weights}
-        return batches[fitted:], judge.within(kept)
 
 
 def fit_plainly(masked: nn.Module, dense: nn.Module, plan: Plan, patches: PatchStats) -> None:

@@ -172,7 +172,9 @@ class StatsCollector(ConsumerHooks):
         self._every = modules is None
         self._called: set[str] = set()
         self._sides = {"input": inputs, "output": outputs}
-        self._axes = _checked_axes(axes or {}, self._targets)
+        self._axes = dict(axes or {})
+        for path in self._axes.keys() - self._targets.keys():
+            raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, self._targets)}")
         self._reducer = Reducer(fused)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
 
@@ -288,13 +290,6 @@ def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Mo
         if path not in found:
             raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")
     return {path: found[path] for path in modules}
-
-
-def _checked_axes(axes: Mapping[str, int], targets: Mapping[str, nn.Module]) -> dict[str, int]:
-    for path in axes:
-        if path not in targets:
-            raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, targets)}")
-    return dict(axes)
 
 
 def _checked_axis(tensor: Tensor, axis: int, key: StatsKey) -> int:

@@ -185,7 +185,8 @@ class _Collector(LayerFinder):
             parts = self._sampled_parts(layer, mark.layer, operands)
             self._rows[mark.layer] = torch.cat(parts) if parts else self._sampled(layer, mark.layer, result)
             self._taps.setdefault(layer.use, self._columns[layer.use] // width)
-            key = self._reading_key(layer, mark.layer, width)
+            read, known = self.chains[mark.layer].layer.read, _way_of_reading(layer, width)
+            key = None if read is None or known is None else (read, known, self._columns[layer.use])
             if key is not None and self._reading is not None and self._reading.key == key:
                 self._reading.readers.add(layer.use)
             else:
@@ -241,11 +242,6 @@ class _Collector(LayerFinder):
         of = torch.split(rows[int((numbers < 0).sum()) :], made.tolist())
         seed = layer.call + 100_003 * self.batch + 1_000_003 * place
         return [sample_rows(len(among), count, seed, among).to(device) for among in of]
-
-    def _reading_key(self, layer: LayerCall, place: int, width: int) -> Hashable:
-        """Return a key that is the same for layers that read the same positions of one tensor; None without one."""
-        read, known = self.chains[place].layer.read, _way_of_reading(layer, width)
-        return None if read is None or known is None else (read, known, self._columns[layer.use])
 
     def _patches(
         self, layer: LayerCall, place: int, operands: Operands, width: int, output: Tensor, parts: Sequence[Tensor]
@@ -432,15 +428,11 @@ def collect_patches(
     found = collector.finished()
     for moments in found:
         if not all(map(is_finite, moments.grams)):
-            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{_blamed(model)}")
+            name = first_not_finite(named_tensors(model))
+            blamed = "" if name is None else f": {name!r} of the model is not finite"
+            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{blamed}")
         collector.memory.release()
     return PatchStats(found, memory=collector.memory)
-
-
-def _blamed(model: nn.Module) -> str:
-    """Return a clause on the first tensor of a model that is not finite; empty if all are finite."""
-    name = first_not_finite(named_tensors(model))
-    return "" if name is None else f": {name!r} of the model is not finite"
 
 
 def too_few(moments: LayerMoments) -> bool:

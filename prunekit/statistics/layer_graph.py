@@ -391,11 +391,8 @@ def _alike(calls: list[LayerCall]) -> tuple[LayerCall, ...]:
 
 
 def _same_gain(calls: list[LayerCall]) -> bool:
-    gains = [call.gain for call in calls]
-    return all(
-        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
-        for one, other in pairwise(gains)
-    )
+    gains = [call.gain for call in calls if call.gain is not None]
+    return len(gains) in (0, len(calls)) and all(torch.equal(one, other) for one, other in pairwise(gains))
 
 
 def _unsummed(layer: LayerCall, *, rectified: bool = False) -> LayerCall:

@@ -59,8 +59,7 @@ class OutputComparison:
                 made |= origin.origins
         alone = {chain.layer.weight for chain in finder.chains if chain.layer.selected}
         weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
-        compared = tuple(weight for weight in weights if weight not in alone)
-        return cls(tuple(outputs), compared, read, selected=selected)
+        return cls(tuple(outputs), tuple(one for one in weights if one not in alone), read, selected=selected)
 
     def within(self, kept: Mapping[str, Tensor]) -> OutputComparison:
         """Return the comparison of models that keep some output channels of layers: removed ones are zero or gone.
@@ -79,18 +78,12 @@ class OutputComparison:
         time that there are inputs of these shapes.
         """
         most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
-        return self._run(model, inputs, counted, most)[1]
+        return self.run(model, inputs, counted, most)[1]
 
     def run(
-        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None, most: int = 0
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
-        """Return what the model returned, and its compared tensors, see `values`."""
-        return self._run(model, inputs, counted, 0)
-
-    def _run(
-        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None, most: int
-    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
-        """Return the output, or None behind a number of calls of the layers, and the compared tensors."""
+        """Return the model's output, None if the pass ends after `most` calls of layers, and the compared tensors."""
         layers, output = _LayerOutputs(model, self, counted, most), None
         with same_attributes(model), layers.intercepting():
             output = call(model, inputs)

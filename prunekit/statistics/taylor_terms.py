@@ -159,9 +159,17 @@ def _require_targets(pair: InputsAndTargets, number: int) -> None:
 
 
 def _add(rows: dict[Axis, list[FloatArray]], names: Iterable[str], factors: Factors, batch: int) -> None:
+    """Add weight times gradient, summed over all axes but one, for each axis of each parameter."""
     for name, (weight, gradient) in zip(names, factors, strict=True):
-        for axis, sums in enumerate(_sums(weight, gradient)):
-            _require_finite(sums, name, batch)
+        wide = accumulation_dtype(weight.device)
+        parts = map(torch.zeros, weight.shape) if gradient is None else axis_sums(weight, gradient, wide)
+        for axis, values in enumerate(parts):
+            sums = values.cpu().double().numpy()
+            if not np.isfinite(sums).all():
+                raise NonFiniteError(
+                    f"the gradient of parameter {name!r} times its weight is NaN or Inf in batch {batch}; check the "
+                    "images, the weights and the loss"
+                )
             rows.setdefault((name, axis), []).append(sums)
 
 
@@ -172,29 +180,12 @@ def _checked(loss: Tensor) -> Tensor:
     raise UsageError(f"loss: expected one number that depends on the model's parameters, got {found}")
 
 
-def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
-    """Yield weight times gradient summed over all axes but one, (size,), for each axis."""
-    if gradient is None:
-        yield from (np.zeros(size) for size in weight.shape)
-    else:
-        sums = axis_sums(weight, gradient, accumulation_dtype(weight.device))
-        yield from (each.cpu().double().numpy() for each in sums)
-
-
 def axis_sums(weight: Tensor, gradient: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
     """Yield weight times gradient summed in a type over all axes but one, (size,), for each axis."""
     rest = as_real(weight.detach()) * as_real(gradient.detach())
     for _ in weight.shape:
         yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide)
         rest = rest.sum(0, dtype=wide)  # little is left for the axes behind
-
-
-def _require_finite(sums: FloatArray, name: str, batch: int) -> None:
-    if not np.isfinite(sums).all():
-        raise NonFiniteError(
-            f"the gradient of parameter {name!r} times its weight is NaN or Inf in batch {batch}; check the images, "
-            "the weights and the loss"
-        )
 
 
 def curvature_factors(

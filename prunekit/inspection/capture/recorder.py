@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -221,18 +222,15 @@ class Capture(Displayed, LayerHooks):
                 made = values
             self._whole += values.numel() * values.element_size()
             self._channels += values.shape[axis] if values.dim() else 1
-            kept = self._store.keep(made, values, lambda: f"{key.path}_{key.what}", self._full(key))
+            kept = self._store.keep(made, values, f"{key.path}_{key.what}", partial(self._full, key))
         self._entries.append(Captured(*key, tuple(values.shape), kept))
 
-    def _full(self, key: TensorKey) -> Any:
-        def error(needed: int) -> Exception:
-            passes = max(self._begun, 1)
-            so_far = CaptureSize(len(self._entries) + 1, self._whole, self._channels)
-            kept = f"{plural(len(self._entries), 'tensor')} of {plural(passes, 'forward pass', 'es')}"
-            text = f"{key} takes {mib(needed)} more, after {kept} that take {mib(self._store.bytes)}"
-            return self._too_much(text, so_far)
-
-        return error
+    def _full(self, key: TensorKey, needed: int) -> Exception:
+        so_far = CaptureSize(len(self._entries) + 1, self._whole, self._channels)
+        kept = f"{plural(len(self._entries), 'tensor')} of {plural(max(self._begun, 1), 'forward pass', 'es')}"
+        return self._too_much(
+            f"{key} takes {mib(needed)} more, after {kept} that take {mib(self._store.bytes)}", so_far
+        )
 
     def _too_much(self, what: str, size: CaptureSize) -> UsageError:
         least = 4 * size.channels
@@ -348,7 +346,7 @@ class TensorStore:
             return int(torch.cuda.mem_get_info(device)[0])
         return int(psutil.virtual_memory().available)
 
-    def keep(self, value: Any, source: Tensor, name: Callable[[], str], too_much: Callable[[int], Exception]) -> Any:
+    def keep(self, value: Any, source: Tensor, name: str, too_much: Callable[[int], Exception]) -> Any:
         """Copy the tensors of a reducer's result, so that writing to `source` does not change them."""
         needed = sum(tensor.numel() * tensor.element_size() for tensor in gather(value))
         if self.bytes + needed > self.limit:
@@ -358,7 +356,7 @@ class TensorStore:
             return map_tensors(value, lambda tensor: self._copied(tensor, source))
         if not isinstance(value, Tensor):
             return map_tensors(value, lambda tensor: tensor.detach().cpu().clone())
-        path = self.folder / f"{next(self._numbers):06d}_{name()}.safetensors"
+        path = self.folder / f"{next(self._numbers):06d}_{name}.safetensors"
         with atomic_file(path) as temporary:
             save_file({"value": value.detach().cpu().contiguous()}, temporary)
         return TensorFile(path)

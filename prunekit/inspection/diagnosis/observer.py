@@ -146,14 +146,8 @@ class Observer:
         for recorder in (self.execution, self.nonlinearities, self.output_gradients):
             recorder.begin()
         inputs, targets = to_device((batch.inputs, batch.labels), self.device)
-        try:
-            with torch.enable_grad(), self.nonlinearities:
-                output = self.training.forward(self.model, inputs, targets)
-        except PrunekitError:
-            raise
-        except Exception as error:  # a model's own code may raise anything
-            reraise_shortage(error)
-            raise _PassFailed(failure_of(error, self.execution)) from error
+        with self._ending_at_errors("the forward pass"), torch.enable_grad(), self.nonlinearities:
+            output = self.training.forward(self.model, inputs, targets)
         self.images += len(batch.images)
         if batch.labels is None:
             self.missing["gradients"] = "the batches have no targets, which the loss needs"
@@ -164,25 +158,18 @@ class Observer:
         if self.training.classifies and data.classes is None:
             data.classes = _classes(output)
         try:
-            value = self.training.loss(*self._in_range(output, labels, data.classes))
+            with self._ending_at_errors("the loss"):
+                value = self.training.loss(*self._in_range(output, labels, data.classes))
         except ModelError as error:
             self.missing["gradients"] = f"{error}; or give the loss"
             return
-        except PrunekitError:
-            raise
-        except Exception as error:
-            reraise_shortage(error)
-            raise _PassFailed(failure_of(error, self.execution, "the loss")) from error
         if not value.requires_grad:
             self.missing["gradients"] = "the loss depends on no trainable parameter"
             return
         self.losses.append(float(value.detach()))
         names = list(self.names)
-        try:
+        with self._ending_at_errors("the backward pass"):
             found = gradients_of(value, list(self.names.values()))
-        except Exception as error:
-            reraise_shortage(error)
-            raise _PassFailed(failure_of(error, self.execution, "the backward pass")) from error
         for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
                 self.parameters[name] = _larger(self.parameters[name], float(gradient.detach().float().norm()))
@@ -200,14 +187,20 @@ class Observer:
         collector = StatsCollector(self.model, fused=False)
         with training_mode(self.model, False), torch.no_grad(), collector, self.execution:
             self.execution.begin()
-            try:
+            with self._ending_at_errors("the forward pass in eval mode"):
                 call(self.model, to_device(batches[0].inputs, self.device))
-            except PrunekitError:
-                raise
-            except Exception as error:
-                reraise_shortage(error)
-                raise _PassFailed(failure_of(error, self.execution, "the forward pass in eval mode")) from error
             return collector.stats()
+
+    @contextmanager
+    def _ending_at_errors(self, stage: str) -> Iterator[None]:
+        """End the observation where a model's own code raises, which may raise anything."""
+        try:
+            yield
+        except PrunekitError:
+            raise
+        except Exception as error:
+            reraise_shortage(error)
+            raise _PassFailed(failure_of(error, self.execution, stage)) from error
 
     def gradients(self) -> GradientNorms | None:
         """Return the norms of all gradients; None if there was no loss."""

@@ -226,7 +226,7 @@ class GradientRecorder(HookOwner):
         return {path: math.sqrt(square) for path, square in self.squares.items() if square >= 0}
 
 
-def failure_of(error: Exception, execution: ExecutionRecorder, stage: str = "the forward pass") -> Failure:
+def failure_of(error: Exception, execution: ExecutionRecorder, stage: str) -> Failure:
     """Return a failure, from an exception and the modules that were running."""
     text = str(error).strip().splitlines()
     line, operands = _own_line(error)
