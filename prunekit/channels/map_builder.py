@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,8 +104,8 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
     solutions = [heads]
     for removal, kinds in _LEADING.items():
         differs = any(isinstance(constraint, kinds) for constraint in constraints)
-        of_kind = partial(solve, trace.flow, axes, constraints, source.extra, unused, removal=removal)
-        solutions.append(of_kind()[0] if differs else heads)
+        given = trace.flow, axes, constraints, source.extra, unused
+        solutions.append(solve(*given, removal=removal)[0] if differs else heads)
     numbers = numbered(solutions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
@@ -127,8 +126,8 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
             if not is_inside(term.module, trace.fused_away)
         ),
         source=replace(source, final=final, stated=bool(sizes)),
-        norms=renumbered_norms(trace.norms.norms, final),
-        blocks=renumbered_norms(trace.norms.blocks, final),
+        norms=renumbered_norms(trace.norms.norms, final) if trace.norms.norms else {},
+        blocks=renumbered_norms(trace.norms.blocks, final) if trace.norms.blocks else {},
         sizes=tuple(
             one.renumbered(final)
             for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)

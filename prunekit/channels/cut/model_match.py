@@ -24,10 +24,7 @@ def require_model(
 
     Parameters and buffers are compared by name and shape; a tied one may have any of its names. Buffers of the model's
     own classes, which forward may make again, count only if the map has free channels in them. It reads no values and
-    takes about a millisecond.
-
-    Args:
-        narrow: shapes of the tensors in the compact model of a plan, to recognize that one.
+    takes about a millisecond. `narrow` are the shapes in the compact model of a plan, to recognize that one.
     """
     shapes = channel_map.shapes
     problem = _misfit(channel_map, model, shapes, what)
@@ -83,8 +80,9 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
         if name != own and not _lose_the_same(channel_map, name, own):
             return f"{name!r} and {own!r} are one tensor in the model, and two that lose different channels in {what}"
     for name, shape in shapes.items():
-        owner = modules.get(name.rpartition(".")[0])
-        may_lack = owner is not None and not _is_torchs(owner) and _is_fixed_buffer(channel_map, name)
+        owner, stored = modules.get(name.rpartition(".")[0]), channel_map.stored.get(name)
+        fixed = stored is not None and not stored.parameter and not _is_free(channel_map, name)
+        may_lack = owner is not None and not _is_torchs(owner) and fixed
         if name not in found and not may_lack:
             return f"{what} knows {name!r} of shape {shape}, which this model does not have; {nearest(name, found)}"
     gone = [branch for branch in channel_map.branches.found if not any(map(branch.loses, shapes))]
@@ -108,11 +106,6 @@ def _is_torchs(module: nn.Module) -> bool:
 def _is_free(channel_map: ChannelMap, name: str) -> bool:
     """Return whether a plan may remove entries of a tensor."""
     return any(labels is not None and bool(labels.any()) for labels in channel_map.labels.get(name, ()))
-
-
-def _is_fixed_buffer(channel_map: ChannelMap, name: str) -> bool:
-    stored = channel_map.stored.get(name)
-    return stored is not None and not stored.parameter and not _is_free(channel_map, name)
 
 
 def _lose_the_same(channel_map: ChannelMap, name: str, other: str) -> bool:

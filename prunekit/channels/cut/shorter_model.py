@@ -26,8 +26,7 @@ FUNCTIONS = frozenset(
 class AbsentModule(nn.Module):
     """Stands in place of a module that is gone: returns its first argument, which nothing reads.
 
-    Args:
-        place: where a tensor is in the tuple that the module returned, and its size; None if it returned a tensor.
+    `place` is where a tensor is in the tuple that the module returned, and its size; None if it returned a tensor.
     """
 
     def __init__(self, place: tuple[int, int] | None = None) -> None:
@@ -43,14 +42,10 @@ class AbsentModule(nn.Module):
 class ConstantModule(nn.Module):
     """Stands in place of a branch that is gone: returns a constant, one number for each channel.
 
-    In train mode it is as large as what it stands for, where that has the shape of the first argument: what comes
-    behind it may draw a random number for every entry.
-
-    Args:
-        shape: of the constant, which broadcasts to the result of the branch.
-        source: the path, from here, of the parameter that is the constant; None for zeros.
-        place: as for `AbsentModule`.
-        as_input: whether what it stands for has the shape of the first argument.
+    The constant has a `shape` that broadcasts to the result of the branch; `source` is the path of the parameter that
+    holds it, None for zeros, and `place` is as for `AbsentModule`. In train mode it is as large as what it stands for
+    where that has the shape of the first argument (`as_input`): what comes behind it may draw a random number for every
+    entry.
     """
 
     def __init__(
@@ -91,8 +86,7 @@ class ConstantModule(nn.Module):
 class EmptyModule(nn.Module):
     """Stands in place of a part of a concatenation that is gone: returns a tensor without channels.
 
-    Args:
-        axis: of the channels; along the others the result is as large as the first tensor that the module is given.
+    They lie on `axis`; along the others it is as large as the first tensor that the module is given.
     """
 
     def __init__(self, axis: int) -> None:
@@ -101,8 +95,7 @@ class EmptyModule(nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Return a tensor without entries."""
-        first = gather((args, named))[0]
-        return first.narrow(self.axis, 0, 0)
+        return gather((args, named))[0].narrow(self.axis, 0, 0)
 
     def extra_repr(self) -> str:
         """Return the axis."""
@@ -112,12 +105,8 @@ class EmptyModule(nn.Module):
 class ShorterModule(nn.Module):
     """Stands in place of a module that lost branches of its own: runs what is left of its code, step by step.
 
-    Its children, and the parameters that it reads itself, keep their names.
-
-    Args:
-        steps: see `prunekit.channels.labels.branch.Step`.
-        result: the number of the value that it returns.
-        original: name of the class that it replaces.
+    Its children, and the parameters that it reads itself, keep their names. It returns the value with the number
+    `result` of those that its steps make (see `Step`); `original` is the name of the class that it replaces.
     """
 
     def __init__(self, steps: Sequence[Step], result: int, original: str) -> None:

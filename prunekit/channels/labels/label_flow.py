@@ -24,7 +24,7 @@ of what comes out; on the way it merges and locks labels, leaves constraints, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -62,7 +62,7 @@ class LabelFlow:
     Fields, and what waits for a reader of a tensor, are kept on the tensors themselves, as long as these live.
     """
 
-    kept_as = "_prunekit"  # where tensors keep them: attributes that begin so
+    kept_as = "_prunekit_fields"  # the attribute in which tensors keep fields; others begin with its name
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model  # with the sizes that its modules remember
@@ -100,18 +100,12 @@ class LabelFlow:
 
     def fields(self, tensor: Any) -> tuple[Field, ...]:
         """Return the fields of a tensor that this trace set; none for anything but a tensor."""
-        return self._kept_on(tensor, "fields")
+        owner, found = getattr(tensor, self.kept_as, (None, ()))
+        return found if owner is self.owner else ()
 
     def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
         """Set the fields of a tensor, without those that lie on no axis."""
-        self._keep_on(tensor, "fields", tuple([field for field in fields if field.labels.size > 1]))
-
-    def _kept_on(self, tensor: Any, what: str) -> tuple[Any, ...]:
-        owner, found = getattr(tensor, f"{self.kept_as}_{what}", (None, ()))
-        return found if owner is self.owner else ()
-
-    def _keep_on(self, tensor: torch.Tensor, what: str, values: tuple[Any, ...]) -> None:
-        setattr(tensor, f"{self.kept_as}_{what}", (self.owner, values))
+        setattr(tensor, self.kept_as, (self.owner, tuple([field for field in fields if field.labels.size > 1])))
 
     def forget_zeros(self, tensors: Iterable[torch.Tensor], written: Sequence[Labels]) -> None:
         """Take back the promise of zeros on tensors that share their memory with one where some labels lost theirs."""
@@ -218,21 +212,23 @@ class LabelFlow:
         """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
         if self._interchangeable_here(labels):
             return
-        self._keep_on(tensor, "unread", (self.record(labels, reason),))
+        setattr(tensor, f"{self.kept_as}_unread", self.record(labels, reason))
 
     def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
         """Leave constraints once an operator reads a tensor, unless its rule drops the axes that became one."""
-        self._keep_on(tensor, "crossed", tuple(crossed))
+        setattr(tensor, f"{self.kept_as}_crossed", (self.owner, crossed))
 
     def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
         """Return the constraints on a tensor's axes that were made of several labeled ones."""
-        return self._kept_on(tensor, "crossed")
+        owner, crossed = getattr(tensor, f"{self.kept_as}_crossed", (None, ()))
+        return crossed if owner is self.owner else ()
 
     def read(self, tensor: torch.Tensor, *, drops_axes: bool = False) -> None:
         """Take note that an operator or the model's output reads a tensor."""
         if not drops_axes:
             self.constraints.extend(self.crossed(tensor))
-        for record in self._kept_on(tensor, "unread"):
+        record = getattr(tensor, f"{self.kept_as}_unread", None)
+        if record is not None:
             self.union.lock(record.labels)
             self.locks.append(record)
 
@@ -255,21 +251,16 @@ class LabelFlow:
         if labels is not None:
             self.union.lock(labels)
 
-    def on_axis(
-        self, tensor: Any, axis: int, reason: str, *, except_spans: Container[Shape] = ()
-    ) -> tuple[Labels | None, bool]:
+    def on_axis(self, tensor: Any, axis: int, reason: str) -> tuple[Labels | None, bool]:
         """Return the labels along one axis as a vector, with their zero flag; lock fields that mix it with others."""
-        return self.vector(self.fields(tensor), axis, reason, except_spans=except_spans)
+        return self.vector(self.fields(tensor), axis, reason)
 
-    def vector(
-        self, fields: Iterable[Field], axis: int, reason: str, *, except_spans: Container[Shape] = ()
-    ) -> tuple[Labels | None, bool]:
+    def vector(self, fields: Iterable[Field], axis: int, reason: str) -> tuple[Labels | None, bool]:
         """Return the labels along one axis of some fields, as `on_axis` does of those of a tensor."""
-        found = []
-        for field in fields:
-            if field.span == (axis,):
-                found.append(field)
-            elif axis in field.span and field.span not in except_spans:
+        on_axis = [field for field in fields if axis in field.span]
+        found = [field for field in on_axis if field.span == (axis,)]
+        for field in on_axis:
+            if field not in found:
                 self.lock([field], reason)
         if len(found) < 2:
             return (found[0].labels.reshape(-1), found[0].zero) if found else (None, False)

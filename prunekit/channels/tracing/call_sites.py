@@ -225,7 +225,7 @@ def span_of(node: ast.expr | ast.stmt) -> Span:
 
 
 def shape_arguments(
-    node: ast.expr, axes: int, function: ast.FunctionDef | None = None
+    node: ast.expr, axes: int, function: ast.FunctionDef | None
 ) -> Iterator[tuple[int, ast.expr, int | None]]:
     """Yield for each of the new `axes` in a view or an expansion the expression of its size.
 
@@ -266,13 +266,11 @@ def _sizes_of_axes(
             yield from ((at + position, argument.value, position) for position in range(more))
 
 
-def made_sizes(
-    node: ast.expr, axes: int, function: ast.FunctionDef | None = None
-) -> Iterator[tuple[int, ast.expr, int | None]]:
+def made_sizes(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
     """Yield the same for the sizes of a new tensor, as in `torch.zeros(n, width)` or `x.new_zeros((n, width))`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKING:
         given = [*node.args, *(item.value for item in node.keywords if item.arg == "size")]
-        yield from _sizes_of_axes(given[:1] if "full" in node.func.attr else given, axes, function)
+        yield from _sizes_of_axes(given[:1] if "full" in node.func.attr else given, axes, None)
 
 
 def _tuple_in(node: ast.expr, function: ast.FunctionDef) -> ast.expr:

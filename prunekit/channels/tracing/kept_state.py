@@ -53,10 +53,9 @@ class KeptState:
 
     def renumbered(self, final: Labels) -> KeptState:
         """Return the same with a map's labels in place of a trace's, given the map's label of each of these."""
-        numbered = {
-            place: tuple(None if one is None else final[one] for one in axes) for place, axes in self.labels.items()
-        }
-        return KeptState({place: axes for place, axes in numbered.items() if _any_free(axes)}, self.remade)
+        axes_of = {place: [None if one is None else final[one] for one in axes] for place, axes in self.labels.items()}
+        free = {place for place, axes in axes_of.items() if any(one is not None and one.any() for one in axes)}
+        return KeptState({place: tuple(axes_of[place]) for place in axes_of if place in free}, self.remade)
 
     def in_words(self, model: nn.Module) -> str:
         """Return a sentence on what a model holds that a compact one has narrow, or not at all; empty if nothing."""
@@ -71,10 +70,6 @@ class KeptState:
 NO_STATE = KeptState()
 FEW = 4
 """How many attributes a sentence names."""
-
-
-def _any_free(axes: tuple[Labels | None, ...]) -> bool:
-    return any(one is not None and bool(one.any()) for one in axes)
 
 
 def kept_tensors(model: nn.Module, *, numbers: bool = False) -> dict[Place, Tensor]:
@@ -244,10 +239,8 @@ def _moved(model: nn.Module, run: Callable[[nn.Module], object], meta: bool, *, 
     if not _runs(twin, run, meta, training=training):
         return None
     after = kept_tensors(twin)
-    return {
-        place for place, (tensor, version) in before.items()
-        if after.get(place) is not tensor or tensor._version != version
-    }  # fmt: skip
+    same = {place for place, (one, version) in before.items() if after.get(place) is one and one._version == version}
+    return before.keys() - same
 
 
 def _made_again(

@@ -39,12 +39,7 @@ from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, Lab
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of
 from prunekit.channels.tracing.call_sites import RunningExpression, Site, caller_here, site_here
-from prunekit.channels.tracing.execution import (
-    PRUNE_FIRST,
-    ModuleStack,
-    is_quantizing,
-    quantized_parts,
-)
+from prunekit.channels.tracing.execution import PRUNE_FIRST, ModuleStack, is_quantizing, quantized_parts
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_on_meta, without_randomness
 from prunekit.channels.tracing.storages import Storages, inner_of
 from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator, TracedRun, is_counted, signature
@@ -107,7 +102,7 @@ class LabelMode(OperatorMode):
         self._note(name, tensors, {}, out, counted=False)
 
     def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: Any, *, counted: bool) -> None:
-        """Let labels flow through an operator that ran, and record it, in the steps at the head of this file."""
+        """Let labels flow through an operator that ran, and record it, in the three steps at the head of this file."""
         flow, number = self.flow, len(self.run.operators)
         flow.module, flow.call, flow.operator = self.stack.current, self.stack.call, name
         call, outs = OperatorCall(name, args, kwargs, out), tuple(gather(out))
@@ -115,11 +110,13 @@ class LabelMode(OperatorMode):
         inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
         aside = number in self.run.aside
 
+        # 1. read
         self._read(inputs, outs)
         for tensor in () if aside else inputs:
             flow.read(tensor, drops_axes=name in Trait.DROPS_AXES)
         before = () if aside else tuple([field for tensor in inputs for field in flow.fields(tensor)])
 
+        # 2. flow
         flow.expression = self._expression(name, inputs) if before else None
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
         arguments, earlier = signature(args, kwargs, outs), len(flow.constraints)
@@ -132,7 +129,7 @@ class LabelMode(OperatorMode):
                 self._flow(call, target, inputs, before)
             self._make_axes(call, inputs, before)
 
-        # attention multiplies by a scale that is made of a size
+        # 3. record; what is multiplied by a float may be the scores of attention, whose scale is made of a size
         sized = name in Trait.SIZED or (name == "aten.mul" and isinstance(args[1], float))
         operator = TracedOperator(
             name,

@@ -26,18 +26,12 @@ Heads = dict[str, tuple[str, int]]
 
 
 class SizedAttention(nn.Module):
-    """The base class of all substitutes; each is also a subclass of the class that it replaces.
+    """The base class of all substitutes; each is also a subclass of the class that it replaces."""
 
-    Attributes:
-        heads: name of the attribute that holds the number of heads.
-        projection: name of the linear layer behind the heads, which reads one head after the other.
-        scale: the factor of attention scores, always that of the dense model.
-    """
-
-    heads = "num_heads"
-    projection = "proj"
+    heads = "num_heads"  # the attribute that holds the number of heads
+    projection = "proj"  # the linear layer behind the heads, which reads one head after the other
     if TYPE_CHECKING:  # TorchScript does not understand annotations that are text
-        scale: float
+        scale: float  # of attention scores, always that of the dense model
 
     def dense_scale(self) -> float:
         """Return the scale that the original class computes from its dense sizes."""
@@ -98,12 +92,8 @@ def substituted_copy(model: nn.Module, own: Callable[[str], bool]) -> nn.Module:
 
 def heads_of(model: nn.Module) -> Heads:
     """Return the number of heads of every attention module that has a substitute or is one."""
-    found = {}
-    for path, module in model.named_modules():
-        ours = _substitute_of(module)
-        if ours is not None:
-            found[path] = (_original_of(ours).__name__, int(getattr(module, ours.heads)))
-    return found
+    modules = [(path, module, _substitute_of(module)) for path, module in model.named_modules()]
+    return {path: (_original_of(cls).__name__, int(getattr(module, cls.heads))) for path, module, cls in modules if cls}
 
 
 def heads_left(model: nn.Module, kept: Mapping[str, tuple[Labels | None, ...]]) -> Heads:

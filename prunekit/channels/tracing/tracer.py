@@ -227,23 +227,18 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> 
         elif meta and runs_on(model, run.inputs(examples), meta=False):
             raise ModelError("runs on another number of samples with values alone")
     trace.read = how.read
-    return _again(model, examples, how, trace, clone, stand_ins) or trace
+    return _again(model, examples, how, trace, clone) or trace
 
 
 def _again(
-    model: nn.Module,
-    examples: list[tuple[Any, ...]],
-    how: _Attempt,
-    trace: Trace,
-    clone: nn.Module,
-    stand_ins: Mapping[str, torch.Tensor],
+    model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt, trace: Trace, clone: nn.Module
 ) -> Trace | None:
     """Trace a model once more with what its trace shows of it; return None if that is all known by now."""
     if how.aside is None and any(run.aside for run in trace.runs):
         inputs = [map_tensors(example, how.stand_in) for example in examples]
         if unread := results_aside(trace.runs, clone, inputs):
             return _trace(model, examples, replace(how, aside=unread))
-    divisors = _divisors(trace, stand_ins) if trace.flow.divisors else frozenset()
+    divisors = _divisors(trace, clone) if trace.flow.divisors else frozenset()
     if not divisors <= how.divided:  # they keep their values under masks, so that what is added to them is not zero
         return _trace(model, examples, replace(how, divided=how.divided | divisors))
     if how.alternatives is None and (found := alternatives_of(clone, trace.ran, trace.activations, trace.flow.union)):
@@ -252,8 +247,9 @@ def _again(
     return None
 
 
-def _divisors(trace: Trace, tensors: Mapping[str, torch.Tensor]) -> frozenset[TensorAxis]:
+def _divisors(trace: Trace, clone: nn.Module) -> frozenset[TensorAxis]:
     """Return the axes of parameters and buffers that are divided by, whole and entry by entry."""
+    tensors = dict(named_tensors(clone))
     return frozenset(
         (name, axis)
         for labels, size in trace.flow.divisors

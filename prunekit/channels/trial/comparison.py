@@ -280,7 +280,7 @@ def record_reference(
     keep: Keep,
     example: tuple[Any, ...],
     run: TracedRun,
-    precision: Precision = OWN,
+    precision: Precision,
 ) -> Reference:
     """Return the results of the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 

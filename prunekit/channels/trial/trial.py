@@ -86,13 +86,12 @@ def run_trial(
 ) -> TrialResult:
     """Plan, compare, lock what differs, and plan again until masked and compact model agree everywhere.
 
-    Args:
-        plain: whether all modules keep their classes: channels that would need explicit sizes in a class's Python, or
-            another class, are locked.
+    `plain` keeps the classes of all modules: channels that would need explicit sizes in a class's Python, or another
+    class, are locked.
     """
+    trial = _Trial(model, choose, examples, plain, channel_map.traced.trace)
     while True:
-        settle = _with_blocks if channel_map.blocks else _settled
-        settled = settle(model, channel_map, choose, examples, plain)
+        settled = (_with_blocks if channel_map.blocks else _settled)(trial, channel_map)
         channel_map, keep = settled.channel_map, settled.keep
         failure = _comparison(model, channel_map, keep, examples).failure_as_it_is(settled.compact)
         if failure is None:
@@ -103,41 +102,29 @@ def run_trial(
         channel_map = with_extra(channel_map, locks)
 
 
-def _with_blocks(
-    model: nn.Module,
-    channel_map: ChannelMap,
-    choose: Callable[[ChannelMap], Keep],
-    examples: list[tuple[Any, ...]],
-    plain: bool,
-) -> TrialResult:
+def _with_blocks(trial: _Trial, channel_map: ChannelMap) -> TrialResult:
     """Return a plan that passed its trial with all positions of blocks, and then without those that it removes.
 
     A block that loses some runs narrow in the masked model too, so that the first trial alone compares what is inside.
     """
     while channel_map.blocks:
-        whole = _settled(model, channel_map, partial(_with_positions, choose), examples, plain)
-        settled = _settled(model, whole.channel_map, choose, examples, plain)
+        whole = _settled(replace(trial, choose=partial(_with_positions, trial.choose)), channel_map)
+        settled = _settled(trial, whole.channel_map)
         if _known(settled.channel_map) == _known(whole.channel_map):
             return replace(settled, difference=max(whole.difference, settled.difference))
         channel_map = settled.channel_map
-    return _settled(model, channel_map, choose, examples, plain)
+    return _settled(trial, channel_map)
 
 
-def _settled(
-    model: nn.Module,
-    channel_map: ChannelMap,
-    choose: Callable[[ChannelMap], Keep],
-    examples: list[tuple[Any, ...]],
-    plain: bool,
-) -> TrialResult:
-    """Take turns until a plan passes."""
-    trial = _Trial(model, choose, examples, plain, channel_map.traced.trace)
-    if plain:
+def _settled(trial: _Trial, channel_map: ChannelMap) -> TrialResult:
+    """Take turns until a plan passes; failures are counted anew."""
+    trial = replace(trial)
+    if trial.plain:
         channel_map = without_expressions(channel_map)
     before: tuple[int, ...] = ()
     while (known := _known(channel_map)) != before:
         before = known
-        if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
+        if channel_map.traced.stated and not _same_when_whole(trial.model, channel_map, trial.examples):
             channel_map = with_all_constraints(channel_map)
         turn = _Turn(trial, channel_map)
         answers = (tactic.act(turn) for tactic in TACTICS if tactic.applies(turn))
@@ -168,8 +155,8 @@ class _Trial:
     plain: bool  # whether all modules keep their classes
     trace: Trace  # of the model
     # (class, operator, call) -> paths of the modules that differed or failed there, in all turns so far
-    failed: dict[tuple[Any, ...], list[str]] = field(default_factory=lambda: defaultdict(list))
-    last_locked: Divergence | None = None  # the last difference that nothing but locks explained
+    failed: dict[tuple[Any, ...], list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
+    last_locked: Divergence | None = field(default=None, init=False)  # the last that nothing but locks explained
 
     @cached_property
     def batches(self) -> BatchAxes:
