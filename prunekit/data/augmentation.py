@@ -73,11 +73,7 @@ def _pixels(settings: AugmentSettings, size: int) -> Iterator[v2.Transform]:
 
 
 def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, *which: int) -> Pixels:
-    """Return one image after a random transform; torch's random state is restored.
-
-    Args:
-        image: (C, H, W) or a Pillow image.
-    """
+    """Return one image, (C, H, W) or Pillow's, after a random transform; torch's random state is restored."""
     if transform is None or draw is None:
         return image
     with drawn_from(*draw, *which):
@@ -131,14 +127,9 @@ class Mixing:
     cutmix: float = 0.0  # the share of the area that stays is drawn from Beta(cutmix, cutmix); 0 is off
 
     def __call__(self, images: Tensor, labels: Tensor, draw: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return a batch mixed with itself rolled by one.
+        """Return images (B, C, H, W) float mixed with themselves rolled by one, and the share of each class in them.
 
-        Args:
-            images: (B, C, H, W) float.
-            labels: (B,) int64.
-
-        Returns:
-            Images, and the share of every class in each, (B, classes) float32; rows sum to 1.
+        Labels are (B,) int64, shares (B, classes) float32; their rows sum to 1.
         """
         kinds: list[v2.Transform] = []
         if self.mixup:

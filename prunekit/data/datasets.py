@@ -42,10 +42,9 @@ class SampleDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
-        """Return a batch, inputs and targets with samples on the first axis, without samples that cannot be read.
+        """Return a batch of the samples with these indices (B,) int64, without those that cannot be read.
 
-        Args:
-            indices: (B,) int64, which samples.
+        It is inputs and targets, with samples on the first axis.
         """
 
 
@@ -61,11 +60,7 @@ class ImageDataset(SampleDataset, Protocol):
         """Return one image, (C, H, W) float32 normalized, and its label."""
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """Return a batch, normalized images (B, C, H, W) float32 and labels (B,) int64, without corrupt images.
-
-        Args:
-            indices: (B,) int64, which images.
-        """
+        """Return a batch, normalized images (B, C, H, W) float32 and labels (B,) int64, without corrupt images."""
 
 
 class CorruptImages:

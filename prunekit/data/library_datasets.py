@@ -131,7 +131,7 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Data sets with one label for each image, and the arguments for their training and their test part."""
 
 
-def open_sets(settings: DataSettings) -> tuple[Any, Any]:
+def open_sets(settings: DataSettings) -> dict[str, Any]:
     """Return the training and the test part of a data set; nothing is downloaded unless `settings.download`.
 
     Some, such as CIFAR10, are pickles, which torchvision loads after checking their MD5 sums.
@@ -145,7 +145,7 @@ def open_sets(settings: DataSettings) -> tuple[Any, Any]:
         )
     kind = getattr(torchvision.datasets, name)
     train, test = (_open(kind, settings, **part) for part in SETS[name])
-    return train, test
+    return {"train": train, "test": test}
 
 
 def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
@@ -234,7 +234,18 @@ def open_texts(settings: DataSettings) -> dict[str, list[str]]:
 
 def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:
     """Return the library, the parts of a data set by name, and its name in messages."""
-    library, where = _library(), str(settings.root or settings.name)
+    where = str(settings.root or settings.name)
+    try:
+        import datasets as library
+    except ImportError as error:
+        raise DataError(
+            f"data.source=huggingface needs the package datasets ({error}); pip install prunekit[hf-data]"
+        ) from error
+    if int(library.__version__.partition(".")[0]) < FIRST_WITHOUT_SCRIPTS:
+        raise DataError(
+            f"expected datasets {FIRST_WITHOUT_SCRIPTS}.0 or newer, which runs no code of data sets, got "
+            f"{library.__version__}; pip install -U prunekit[hf-data]"
+        )
     if settings.root is None and not settings.download:
         raise UsageError(f"data.download: expected true, because {where} is on the hub; or save it, and give data.root")
     try:
@@ -247,21 +258,6 @@ def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:
     if "train" not in parts:
         raise DataError(f"{where}: expected a part named train, found {', '.join(parts) or 'none'}")
     return library, {name: parts[name] for name in ("train", *HELD_OUT) if name in parts}, where
-
-
-def _library() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"data.source=huggingface needs the package datasets ({error}); pip install prunekit[hf-data]"
-        ) from error
-    if int(datasets.__version__.partition(".")[0]) < FIRST_WITHOUT_SCRIPTS:
-        raise DataError(
-            f"expected datasets {FIRST_WITHOUT_SCRIPTS}.0 or newer, which runs no code of data sets, got "
-            f"{datasets.__version__}; pip install -U prunekit[hf-data]"
-        )
-    return datasets
 
 
 def _columns(library: Any, features: Mapping[str, Any], settings: DataSettings, where: str) -> tuple[str, str]:

@@ -127,8 +127,7 @@ def _shapes(settings: DataSettings) -> BoxedSource:
 
 
 def _coco(settings: DataSettings) -> BoxedSource:
-    assert settings.root is not None  # see `missing_data`
-    files = coco.annotation_files(settings.root, settings.name, "keypoints" in settings.targets)
+    files = coco.annotation_files(_root(settings), settings.name, "keypoints" in settings.targets)
     found = {part: coco.read_coco(file, settings.targets, settings.category_ids) for part, file in files.items()}
     train = found["train"].classes
     for name, part in found.items():
@@ -144,8 +143,7 @@ def _coco(settings: DataSettings) -> BoxedSource:
 
 
 def _yolo(settings: DataSettings) -> BoxedSource:
-    assert settings.root is not None  # see `missing_data`
-    known = yolo.describe_yolo(settings.root)
+    known = yolo.describe_yolo(_root(settings))
     corrupt = CorruptImages.allowing(settings.max_corrupt, sum(map(len, known.images.values())))
     same = [part for part in known.images if part != "train" and known.images[part] == known.images["train"]]
     parts = [part for part in known.images if part not in same]  # images to train on are no test
@@ -223,7 +221,8 @@ def _npz(settings: DataSettings) -> ImageSource:
 
     test = None if archive.test is None else dataset(archive.test)
     parts = [archive.rest] if archive.test is None else [archive.rest, archive.test]
-    content = tuple(_bytes(tensor) for arrays in parts for tensor in (arrays.pixels, arrays.labels))
+    tensors = [tensor for arrays in parts for tensor in (arrays.pixels, arrays.labels)]
+    content = tuple(tensor.contiguous().numpy().tobytes() for tensor in tensors)
     return ImageSource(str(path), archive.classes, dataset(archive.rest), test, content)
 
 
@@ -246,30 +245,17 @@ def _imagefolder(settings: DataSettings) -> ImageSource:
     return ImageSource(str(root), folder.classes, dataset(folder.rest), test, content)
 
 
-def _torchvision(settings: DataSettings) -> ImageSource:
-    train, test = open_sets(settings)
-    return source_of_parts({"train": train, "test": test}, settings, str(settings.name))
-
-
-def _huggingface(settings: DataSettings) -> ImageSource:
-    return source_of_parts(open_rows(settings), settings, str(settings.root or settings.name))
-
-
 def _root(settings: DataSettings) -> Path:
     assert settings.root is not None  # see `missing_data`
     return settings.root
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()
 
 
 _READERS: dict[str, Callable[[DataSettings], ImageSource]] = {
     "digits": _digits,
     "npz": _npz,
     "imagefolder": _imagefolder,
-    "torchvision": _torchvision,
-    "huggingface": _huggingface,
+    "torchvision": lambda given: source_of_parts(open_sets(given), given, str(given.name)),
+    "huggingface": lambda given: source_of_parts(open_rows(given), given, str(given.root or given.name)),
 }
 _EXPECTED = {
     "npz": "a NumPy archive (.npz)",

@@ -38,9 +38,7 @@ def load_own(
     task: Task = IMAGE_CLASSIFICATION,
     preprocessing: Preprocessing | None = None,
 ) -> Splits:
-    """Run `file.py:factory`, or `python:module:factory`, and return its data, split.
-
-    The file's code is run: name only files you trust.
+    """Run `file.py:factory`, or `python:module:factory`, and return its data, split: name only files you trust.
 
     The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
     or (train, test, validation), or a mapping with these names. Missing validation images are drawn from the training
@@ -48,9 +46,8 @@ def load_own(
     collated, see `sample_splits`.
 
     The fingerprint, by which earlier results are found again, is computed from the file, all labels and a few images;
-    for `Splits` from the file and their own fingerprint.
-
-    With a model's preprocessing, pixels become inputs by that instead of the settings' size, mean and deviation.
+    for `Splits` from the file and their own fingerprint. With a model's preprocessing, pixels become inputs by that
+    instead of the settings' size, mean and deviation.
     """
     made = run_factory(reference, DataError)
     code = source_bytes(reference)

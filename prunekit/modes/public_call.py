@@ -150,11 +150,7 @@ class ModuleState:
     """The state of a model at one moment, to go back to.
 
     Dictionaries, lists and sets that are attributes, and those of parameters, buffers, submodules and hooks, hold
-    afterwards what they held; what was written into a tensor stays.
-
-    Args:
-        model: that the state is of.
-        without: attributes that are left as they are.
+    afterwards what they held; what was written into a tensor stays. Attributes named in `without` are left alone.
     """
 
     def __init__(self, model: nn.Module, without: Container[str] = ()) -> None:

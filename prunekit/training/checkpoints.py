@@ -38,27 +38,20 @@ class Checkpoints:
     If one cannot be written, because the disk is full, those before the last are removed to make room. If that does
     not help, the last is kept, training continues, and `log` is called, or a `CheckpointWarning` given.
 
-    Args:
-        folder: of this run alone.
-        settings: how often, and how many are kept.
-        facts: plain data that must be the same where a run is resumed, besides what `fit` compares itself.
-        log: gets a line when a run is resumed, and when something is wrong with a checkpoint; if None, the latter is a
-            warning.
-
-    Attributes:
-        last: the last checkpoint that was written or resumed from.
     """
 
     def __init__(
         self,
-        folder: StrPath,
-        settings: CheckpointSettings | None = None,
+        folder: StrPath,  # of this run alone
+        settings: CheckpointSettings | None = None,  # how often, and how many are kept
         *,
+        # plain data that must be the same where a run is resumed, besides what `fit` compares itself
         facts: Mapping[str, Any] | None = None,
+        # gets a line when a run is resumed, and when something is wrong with a checkpoint; without it that is a warning
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.settings, self.facts = Path(folder), settings or CheckpointSettings(), dict(facts or {})
-        self.last: Path | None = None
+        self.last: Path | None = None  # the last checkpoint that was written or resumed from
         self.step = 0  # of the last checkpoint; 0 if there is none
         self._log = log
         self._begun, self._pause = time.monotonic(), 0.0

@@ -89,13 +89,7 @@ def unusable(facts: Mapping[str, Any]) -> str:
 
 
 def int8_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...] | None:
-    """Return the instructions for int8 that the CPU has: of VNNI and AMX on x86, of two more on ARM; None if unknown.
-
-    Example:
-        >>> from prunekit.utils.availability import int8_instructions
-        >>> set(int8_instructions() or ()) <= {"VNNI", "AMX", "dot product", "int8 matrix multiplication"}
-        True
-    """
+    """Return the instructions for int8 that the CPU has: VNNI and AMX on x86, two others on ARM; None if unknown."""
     if not cpuinfo.is_file():
         return None
     for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -76,13 +76,6 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Turn off the gradients of all parameters of a model; afterwards each is as it was."""
-    with taking_gradients([parameter for parameter in model.parameters() if parameter.requires_grad], False):
-        yield
-
-
-@contextmanager
 def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
     """Turn the gradients of parameters on or off; afterwards each is as it was."""
     before = [(parameter, parameter.requires_grad) for parameter in parameters]

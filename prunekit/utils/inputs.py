@@ -427,13 +427,11 @@ def _padding_mask(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
 
 
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
-    """Return the positions that count, (N, ..., channels).
+    """Return the positions that count, (N, ..., channels), see `counted_positions`; None: all count.
 
-    Args:
-        values: (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in
-            a cache. Values of another shape, such as class scores (B, classes), are returned as they are.
-        counted: see `counted_positions`; None: all count. Several sequences for each sample may be on one axis of the
-            values or on axes of their own.
+    Values are (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in a
+    cache; those of another shape, such as class scores (B, classes), are returned as they are. Several sequences for
+    each sample may be on one axis of the values or on axes of their own.
     """
     if counted is None:
         return values

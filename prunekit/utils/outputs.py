@@ -21,16 +21,7 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class ReadOutputs:
-    """The parts of a model's output that are read, and so must stay as they are.
-
-    Example:
-        >>> import torch
-        >>> output = {"logits": torch.zeros(1, 2), "features": [torch.zeros(1, 8)]}
-        >>> [name for name, _ in ReadOutputs().tensors(output)]
-        ['logits', 'features']
-        >>> [name for name, _ in ReadOutputs.given("logits").tensors(output)]
-        ['logits']
-    """
+    """The parts of a model's output that are read, and so must stay as they are."""
 
     names: tuple[str, ...] = ()  # paths such as `logits` or `1.boxes`; empty: all of them
     function: Callable[[Any], Any] | None = None  # returns the parts from an output, in place of names

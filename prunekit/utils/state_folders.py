@@ -41,12 +41,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote; tensors are on the CPU.
-
-    Raises:
-        ArtifactError: a file is missing or damaged.
-        ResumeError: it has another format.
-    """
+    """Read what `write_state` wrote; tensors are on the CPU."""
     found = read_json(folder / TEXT)
     body = found.get("body") if isinstance(found, dict) else None
     if not isinstance(body, dict) or _digest(json.dumps(body)) != found.get("sha256"):
@@ -73,12 +68,6 @@ def encode_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Return a state as JSON values, and its tensors by name: contiguous copies on the CPU."""
     tensors: dict[str, Tensor] = {}
     return _encoded(state, "", tensors), tensors
-
-
-def decode_state(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state that `encode_state` encoded."""
-    state: dict[str, Any] = _decoded(plain, tensors)
-    return state
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -130,9 +119,10 @@ def _tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, 
     return {_TAG: "tensor", "name": name, "order": order}
 
 
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that `encode_state` encoded."""
     if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
+        return [decode_state(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(_TAG):
@@ -142,10 +132,10 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case "float":
             return float(value["value"])
         case "tuple":
-            return tuple(_decoded(item, tensors) for item in value["items"])
+            return tuple(decode_state(item, tensors) for item in value["items"])
         case "dict":
-            return {key: _decoded(item, tensors) for key, item in value["items"]}
-    return {key: _decoded(item, tensors) for key, item in value.items()}
+            return {key: decode_state(item, tensors) for key, item in value["items"]}
+    return {key: decode_state(item, tensors) for key, item in value.items()}
 
 
 def differences(there: Any, here: Any, where: str = "") -> Iterator[str]:

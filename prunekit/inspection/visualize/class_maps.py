@@ -15,7 +15,7 @@ from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.inspection.visualize.spatial_outputs import LinearCall, SpatialActivations, SpatialCall
 from prunekit.models.interface import logits
 from prunekit.modes.public_call import public_call
-from prunekit.utils.context import frozen, training_mode
+from prunekit.utils.context import taking_gradients, training_mode
 from prunekit.utils.display import Displayed, Table, plural, share
 from prunekit.utils.inputs import running
 
@@ -217,7 +217,7 @@ def saliency(
 def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Tensor, ClassScores, Tensor]:
     """Return gradients (B, C, H, W), scores and classes (B,)."""
     leaf = images.detach().clone().requires_grad_()
-    with frozen(model):
+    with taking_gradients([parameter for parameter in model.parameters() if parameter.requires_grad], False):
         with running(model, images):
             output = model(leaf.clone())  # a first layer may overwrite its input
         found = class_scores(output)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class SparsityRegularizer(Callback):
                 "use it in `sparsify`, or use 'group_lasso' or 'bn_l1'"
             )
         self._settings, self._map, self._plan = settings, channel_map, plan
-        self._penalty: Penalty | None = None
+        self._penalty: GroupLasso | Growing | None = None
         self._step = 0
 
     @contextmanager
@@ -60,7 +60,7 @@ class SparsityRegularizer(Callback):
         finally:
             handle.remove()
 
-    def _build(self, run: TrainingRun) -> Penalty:
+    def _build(self, run: TrainingRun) -> GroupLasso | Growing:
         require_model(self._map, run.model, "the channel map")
         settings = self._settings
         trained: dict[str, Tensor] = {
@@ -103,36 +103,32 @@ class SparsityRegularizer(Callback):
         return {} if self._penalty is None else {"penalty": f"{self._penalty.value(max(1, self._step)):.3g}"}
 
 
-class Penalty(Protocol):
-    """A term that is added to the loss by its gradient, which is known in closed form."""
-
-    def value(self, step: int) -> float:
-        """Return the value for the present weights."""
-        ...
-
-    def add_gradients_(self, step: int, scale: float) -> None:
-        """Add `scale` times its gradient to the parameters'."""
-        ...
-
-    def final(self, step: int) -> bool:
-        """Return whether the penalty has its final strength, so that epochs may be compared by their accuracy."""
-        ...
-
-
 class GroupLasso:
     """strength * sum over labels of sqrt(n) * |w|, over the n entries w of all slices that carry a label.
 
     Yuan & Lin 2006, on channels as in Wen et al. 2016 ("Structured sparsity learning"), but over everything that is
     removed with a channel: the filters that compute it, their biases and norms, and the columns that read it, across
     shortcuts. Each entry is pulled by strength * w / rms(w), so that a strength means the same in groups of any size.
+    An entry that carries two labels, as the weight of a convolution does, belongs to the slices of both.
 
     Over the scales of norms alone it is network slimming (Liu et al. 2017): strength * |gamma| if one norm carries a
     label; if several do, as behind a shortcut, they shrink together.
     """
 
     def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor], strength: float) -> None:
-        self._norms = LabelNorms(channel_map, parameters)
-        self._weights = strength * self._norms.counts.sqrt()  # (n_labels,)
+        self._n_labels = channel_map.n_labels
+        self._carriers: list[_Carrier] = []
+        for name, parameter in parameters.items():
+            axes = [
+                (axis, torch.from_numpy(deciding).to(parameter.device))
+                for axis, labels in enumerate(channel_map.labels.get(name, ()))
+                if labels is not None and labels.any()
+                for deciding in channel_map.deciding(labels)
+            ]
+            if axes:
+                self._carriers.append(_Carrier(parameter, tuple(axes)))
+        counts = self._sums((each, torch.ones(each.parameter.shape)) for each in self._carriers)
+        self._weights = strength * counts.sqrt()  # (n_labels,)
 
     @property
     def empty(self) -> bool:
@@ -141,13 +137,42 @@ class GroupLasso:
 
     def value(self, step: int) -> float:
         """Return the value for the present weights."""
-        return float((self._weights * self._norms.norms()).sum())
+        return float((self._weights * self._norms()).sum())
+
+    def _norms(self) -> Tensor:
+        """Return |w| of each label, (n_labels,) float64 (float32 if the device has none); 0 for locked labels."""
+        return self._sums((each, each.parameter.detach().square()) for each in self._carriers).sqrt()
+
+    def _sums(self, values: Iterable[tuple[_Carrier, Tensor]]) -> Tensor:
+        total: Tensor | None = None
+        for carrier, entries in values:
+            device = carrier.parameter.device
+            if total is None:
+                total = torch.zeros(self._n_labels, dtype=accumulation_dtype(device), device=device)
+            labeled = {axis for axis, _ in carrier.axes}
+            rest = [axis for axis in range(entries.ndim) if axis not in labeled]
+            small = entries.sum(rest, keepdim=True) if rest else entries  # read once, whatever axes there are
+            for axis, labels in carrier.axes:
+                others = [other for other in range(small.ndim) if other != axis]
+                along = small.sum(others) if others else small
+                total.index_add_(0, labels, along.to(device, total.dtype))
+        total = torch.zeros(self._n_labels) if total is None else total
+        total[0] = 0
+        return total
 
     def add_gradients_(self, step: int, scale: float) -> None:
-        """Add `scale` times the gradient to the parameters'."""
-        norms = self._norms.norms()
+        """Add `scale` times the gradient to the parameters'; a parameter that the loss did not reach gets none."""
+        norms = self._norms()
         # At 0 the penalty has no gradient; 0 is among its subgradients, and leaves pruned channels at 0.
-        self._norms.add_gradients_(torch.where(norms > 0, scale * self._weights / norms, 0.0))
+        factors = torch.where(norms > 0, scale * self._weights / norms, 0.0)
+        for carrier in self._carriers:
+            parameter, added = carrier.parameter, torch.zeros((), device=carrier.parameter.device)
+            if parameter.grad is None:
+                continue
+            for axis, labels in carrier.axes:
+                along = [-1 if position == axis else 1 for position in range(parameter.ndim)]
+                added = added + factors[labels].to(parameter.dtype).view(along)
+            parameter.grad.addcmul_(parameter.detach(), added)
 
     def final(self, step: int) -> bool:
         """Return False: channels shrink until the last epoch, for which training is meant."""
@@ -189,66 +214,8 @@ class Growing:
                 parameter.grad.addcmul_(parameter.detach(), removed, value=factor)
 
     def final(self, step: int) -> bool:
-        """Return whether lambda is at its ceiling."""
+        """Return whether lambda is at its ceiling, so that epochs may be compared by their accuracy."""
         return self.factor(step) == self._ceiling
-
-
-class LabelNorms:
-    """Norms of labels over some parameters, and gradients along these parameters.
-
-    The l2 norm of a label is taken over all slices of the parameters that carry it, in all layers that write or read
-    the channel. An entry that carries two labels, as the weight of a convolution does, belongs to the slices of both.
-    Parameters that carry no free label are ignored.
-    """
-
-    def __init__(self, channel_map: ChannelMap, parameters: Mapping[str, Tensor]) -> None:
-        self._n_labels = channel_map.n_labels
-        self._carriers: list[_Carrier] = []
-        for name, parameter in parameters.items():
-            axes = [
-                (axis, torch.from_numpy(deciding).to(parameter.device))
-                for axis, labels in enumerate(channel_map.labels.get(name, ()))
-                if labels is not None and labels.any()
-                for deciding in channel_map.deciding(labels)
-            ]
-            if axes:
-                self._carriers.append(_Carrier(parameter, tuple(axes)))
-        self.counts = self._sums((c, torch.ones(c.parameter.shape)) for c in self._carriers)  # entries, (n_labels,)
-
-    def norms(self) -> Tensor:
-        """Return the norms, (n_labels,) float64 (float32 if the device has none); 0 for locked labels."""
-        return self._sums((c, c.parameter.detach().square()) for c in self._carriers).sqrt()
-
-    def _sums(self, values: Iterable[tuple[_Carrier, Tensor]]) -> Tensor:
-        total: Tensor | None = None
-        for carrier, entries in values:
-            device = carrier.parameter.device
-            if total is None:
-                total = torch.zeros(self._n_labels, dtype=accumulation_dtype(device), device=device)
-            labeled = {axis for axis, _ in carrier.axes}
-            rest = [axis for axis in range(entries.ndim) if axis not in labeled]
-            small = entries.sum(rest, keepdim=True) if rest else entries  # read once, whatever axes there are
-            for axis, labels in carrier.axes:
-                others = [other for other in range(small.ndim) if other != axis]
-                along = small.sum(others) if others else small
-                total.index_add_(0, labels, along.to(device, total.dtype))
-        total = torch.zeros(self._n_labels) if total is None else total
-        total[0] = 0
-        return total
-
-    def add_gradients_(self, factors: Tensor) -> None:
-        """Add `factors[label] * entry` to each parameter's gradient, for each label that the entry carries.
-
-        A parameter that the loss did not reach has no gradient and gets none.
-        """
-        for carrier in self._carriers:
-            parameter, sums = carrier.parameter, torch.zeros((), device=carrier.parameter.device)
-            if parameter.grad is None:
-                continue
-            for axis, labels in carrier.axes:
-                along = [-1 if position == axis else 1 for position in range(parameter.ndim)]
-                sums = sums + factors[labels].to(parameter.dtype).view(along)
-            parameter.grad.addcmul_(parameter.detach(), sums)
 
 
 @dataclass(frozen=True)

@@ -54,20 +54,24 @@ class TensorBoardLogger(Callback):
     parameter, of its mask and of its gradient in the epoch's first step (under its mask, before it is clamped, without
     the loss scale), the filters of the first convolution as an image, and a figure of the sparsity.
 
-    In several processes the main one writes, events to a folder and scalars to a table (CSV). A file that cannot be
-    written ends the log, not the training. `plan` returns the plan that masks the model, or that made it compact.
+    In several processes the main one writes. A file that cannot be written ends the log, not the training. When a
+    training is resumed, rows after the epoch where it continues are removed from the table, and hidden in TensorBoard
+    by an event.
     """
 
     def __init__(
         self,
         settings: WatchSettings,
-        events: Path,
-        table: Path,
-        plan: CurrentPlan = lambda: None,
-        warn: Callable[[str], None] = lambda message: None,
+        events: Path,  # folder of TensorBoard's events
+        table: Path,  # CSV table of all scalars
+        plan: CurrentPlan = lambda: None,  # returns the plan that masks the model, or that made it compact
+        warn: Callable[[str], None] = lambda message: None,  # called with a message if something cannot be written
     ) -> None:
         self._settings, self._plan, self._warn = settings, plan, warn
-        self._events = EventWriter(events if settings.tensorboard else None, table)
+        self._folder, self._table = events if settings.tensorboard else None, table
+        self._epoch = 0  # the last one that is written
+        self._rows: list[tuple[int, str, float]] | None = None
+        self._writer: SummaryWriter | None = None
         self._clamped: ClampCounts = {}
         self._gradients: dict[str, Histogram] = {}
         self._failed = not is_main()
@@ -105,7 +109,7 @@ class TensorBoardLogger(Callback):
         """Read the weights as they were trained: before an average replaces them, or the next plan masks them."""
         model = self._run.model
         self._sparsity = {} if self._failed and not is_sharded(model) else layer_sparsity(model, self._plan())
-        due = self._due(self._events.epoch + 1)
+        due = self._due(self._epoch + 1)
         self._shapes: dict[str, Histogram] = {}
         if due and self._settings.histograms:
             gradients = {f"gradients/{name}": shape for name, shape in self._gradients.items()}
@@ -120,11 +124,33 @@ class TensorBoardLogger(Callback):
         if self._failed:
             return
         with self._safely():
-            for tag, found in self._shapes.items():
-                self._events.histogram(row.epoch, tag, found)
-            if self._settings.images and self._due(row.epoch):
-                self._draw(row.epoch)
+            writer = self._opened()
+            if writer is not None:
+                for tag, found in self._shapes.items():
+                    writer.add_histogram_raw(tag, num=sum(found.bucket_counts), **asdict(found), global_step=row.epoch)
+                images = self._settings.images and self._due(row.epoch)
+                if images and self._image is not None:
+                    writer.add_image("filters", self._image, row.epoch)
+                if images and self._sparsity:
+                    writer.add_figure("sparsity", sparsity_figure(self._sparsity), row.epoch, close=False)
             self.scalars(row, self._sparsity | shares)
+
+    def _opened(self) -> SummaryWriter | None:
+        """Return TensorBoard's writer, made on first use; None without events."""
+        if self._writer is None and self._folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._epoch:
+                # TensorBoard reads files in the order of their names, which contain the second: wait for a later one.
+                names = [path.name.split(".")[3] for path in self._folder.glob("events.out.tfevents.*")]
+                while any(name >= f"{int(time.time()):010d}" for name in names):
+                    time.sleep(0.05)
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._epoch + 1)
+            else:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._writer = SummaryWriter(str(self._folder))
+                self._writer.add_custom_scalars(CHARTS)
+        return self._writer
 
     def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
         """Write the scalars of an epoch, and finish it."""
@@ -134,21 +160,29 @@ class TensorBoardLogger(Callback):
             tag = f"{kind}/{part}" if part in ("train", "validation") else name  # so that the two share a chart
             if name != "epoch" and value is not None:
                 named[tag] = float(value)
-        self._events.scalars(row.epoch, {**named, **(more or {})})
-        self._events.finish_epoch(row.epoch)
+        writer = self._opened()
+        if self._rows is None:
+            self._rows = []
+            if self._epoch and self._table.exists():
+                with self._table.open(encoding="utf-8", newline="") as file:
+                    rows = [(int(line["epoch"]), line["tag"], float(line["value"])) for line in csv.DictReader(file)]
+                self._rows = [line for line in rows if line[0] <= self._epoch]
+        for tag, number in {**named, **(more or {})}.items():
+            self._rows.append((row.epoch, tag, number))
+            if writer is not None:
+                writer.add_scalar(tag, number, row.epoch)
+        self._table.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self._table) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([COLUMNS, *self._rows])
+        self._epoch = row.epoch
+        if writer is not None:
+            writer.flush()  # so that TensorBoard shows the epoch
 
     def close(self) -> None:
-        """End the file of events."""
-        self._events.close()
-
-    def _draw(self, epoch: int) -> None:
-        writer = self._events.writer
-        if writer is None:
-            return
-        if self._image is not None:
-            writer.add_image("filters", self._image, epoch)
-        if self._sparsity:
-            writer.add_figure("sparsity", sparsity_figure(self._sparsity), epoch, close=False)
+        """Close the file of events; another one is begun if more is written."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
     @contextmanager
     def _safely(self) -> Iterator[None]:
@@ -161,14 +195,15 @@ class TensorBoardLogger(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the last epoch, and the counts and histograms of the epoch that has begun."""
         return {
-            "events": self._events.state_dict(),
+            "epoch": self._epoch,
             "clamped": {clamp: {path: list(both) for path, both in of.items()} for clamp, of in self._clamped.items()},
             "gradients": {name: asdict(shape) for name, shape in self._gradients.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self._events.load_state_dict(state["events"])
+        self.close()
+        self._epoch, self._rows = int(state["epoch"]), None
         self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
         self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
 
@@ -287,78 +322,3 @@ def histogram(values: Tensor) -> Histogram | None:
     counts = torch.histc(flat, BINS, least, most).tolist()
     limits = [least + (most - least) * (bin + 1) / BINS for bin in range(BINS - 1)]
     return Histogram(least, most, total, squares, [*limits, most], counts)
-
-
-class EventWriter:
-    """The files of one training: TensorBoard's events, and a CSV table of all scalars.
-
-    When a training is resumed, rows after the epoch where it continues are removed from the table, and hidden in
-    TensorBoard by an event. Without a folder there are no events.
-    """
-
-    def __init__(self, folder: Path | None, table: Path) -> None:
-        self.folder, self.table = folder, table
-        self.epoch = 0  # the last one that is written
-        self._rows: list[tuple[int, str, float]] | None = None
-        self._writer: SummaryWriter | None = None
-
-    @property
-    def writer(self) -> SummaryWriter | None:
-        """TensorBoard's writer, made on first use; None without events."""
-        if self._writer is None and self.folder is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            if self.epoch:
-                # TensorBoard reads files in the order of their names, which contain the second: wait for a later one.
-                names = [path.name.split(".")[3] for path in self.folder.glob("events.out.tfevents.*")]
-                while any(name >= f"{int(time.time()):010d}" for name in names):
-                    time.sleep(0.05)
-                self._writer = SummaryWriter(str(self.folder), purge_step=self.epoch + 1)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self._writer = SummaryWriter(str(self.folder))
-                self._writer.add_custom_scalars(CHARTS)
-        return self._writer
-
-    def scalars(self, epoch: int, values: Mapping[str, float]) -> None:
-        """Write scalars of an epoch."""
-        writer = self.writer
-        if self._rows is None:
-            self._rows = []
-            if self.epoch and self.table.exists():
-                with self.table.open(encoding="utf-8", newline="") as file:
-                    rows = [(int(row["epoch"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
-                self._rows = [row for row in rows if row[0] <= self.epoch]
-        for tag, value in values.items():
-            self._rows.append((epoch, tag, value))
-            if writer is not None:
-                writer.add_scalar(tag, value, epoch)
-        self.table.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.table) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *self._rows])
-
-    def histogram(self, epoch: int, tag: str, found: Histogram) -> None:
-        """Write a histogram."""
-        if self.writer is not None:
-            self.writer.add_histogram_raw(tag, num=sum(found.bucket_counts), **asdict(found), global_step=epoch)
-
-    def finish_epoch(self, epoch: int) -> None:
-        """Flush what is written of an epoch, so that TensorBoard shows it."""
-        self.epoch = epoch
-        if self._writer is not None:
-            self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file of events; another one is begun if more is written."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last epoch that is written."""
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the epoch of a state."""
-        self.close()
-        self.epoch, self._rows = int(state["epoch"]), None
