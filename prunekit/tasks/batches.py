@@ -144,7 +144,7 @@ def holds_all(model: nn.Module, data: Any) -> bool:
     return isinstance(data, (Tensor, Mapping))
 
 
-def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: str = "calibration") -> tuple[Any, ...]:
+def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Return the inputs of all batches together; shorter ones are padded if the model takes an `attention_mask`.
 
     The mask then leaves the padding out; batches without one get ones. Lists of samples become one list. Images of
@@ -163,8 +163,8 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
     for number, row in enumerate(rows, 1):
         if {name: type(item) for name, item in row.items()} != wanted or len(sample_parts(row)) != count:
             raise DataError(
-                f"{where}, batch {number}: expected the same inputs as in the first one, {described(batches[0])}, got "
-                f"{described(batches[number - 1])}; let every batch hold the same"
+                f"calibration, batch {number}: expected the same inputs as in the first one, {described(batches[0])}, "
+                f"got {described(batches[number - 1])}; let every batch hold the same"
             )
     rows = [{name: row[name] for name in wanted} for row in rows]
     shapes = [tuple(tuple(part.shape[1:]) for part in sample_parts(row) if isinstance(part, Tensor)) for row in rows]
@@ -172,9 +172,9 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
         if shape != shapes[0]:
             first, second = (" with ".join(map(str, each)) for each in (shapes[0], shape))
             raise DataError(
-                f"{where}: expected {sample_noun(rows)} of one size, got batches of {first} and {second}; bring all to "
-                f"one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is padding, "
-                "may be given texts of several"
+                f"calibration: expected {sample_noun(rows)} of one size, got batches of {first} and {second}; bring "
+                f"all to one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is "
+                "padding, may be given texts of several"
             )
     whole = [(name, concatenate([row[name] for row in rows])) for name in wanted]
     positional = len(split(batches[0])[0])

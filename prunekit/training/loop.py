@@ -85,20 +85,25 @@ def fit(
     settings: TrainSettings,
     *,
     device: torch.device,
-    seed: int,
-    batch: int,
-    workers: int | Workers = 0,
+    seed: int,  # of the order of images, of dropout and of everything else that is random
+    batch: int,  # images in a batch, over all processes
+    workers: int | Workers = 0,  # processes that read images ahead: their number, or how they read
+    # features such as masks, and those that the settings ask for (`build_callbacks`), in the order of their entering
     callbacks: Sequence[Callback] = (),
-    own_optimizer: MakeOptimizer | None = None,
-    progress: bool | None = False,
-    label: str = "training",
-    on_epoch: Callable[[EpochRow], None] | None = None,
-    checkpoint: StrPath | None = None,
+    own_optimizer: MakeOptimizer | None = None,  # makes the optimizer if the settings say `own`
+    progress: bool | None = False,  # whether to show a bar on stderr; None: on a terminal and in a notebook
+    label: str = "training",  # the name of this run in the bar
+    on_epoch: Callable[[EpochRow], None] | None = None,  # called after every epoch
+    checkpoint: StrPath | None = None,  # `.safetensors` file for the best weights so far; None for none
     checkpoints: Checkpoints | None = None,
-    until: Callable[[], bool] | None = None,
-    begin: PausedRun | None = None,
+    until: Callable[[], bool] | None = None,  # called between two steps: whether to pause the run there
+    begin: PausedRun | None = None,  # to continue, with as many epochs and the same callbacks; see `transfer_run`
 ) -> History:
     """Train a model in place, for the task of its data, and leave it with the weights of its best validation score.
+
+    `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. A last
+    batch that is not full is left out, and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception
+    take part in the loss. Zero epochs leave the model as it is.
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
@@ -109,41 +114,14 @@ def fit(
     On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
     the modules' train/eval modes are restored; the model stays on `device`.
 
-    Args:
-        model: returns what the task of `splits` knows: a classifier's logits (B, classes) by default, where GoogLeNet's
-            and Inception's auxiliary heads take part in the loss.
-        splits: `train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched.
-        settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
-        device: where to train.
-        seed: of the order of images, of dropout and of everything else that is random.
-        batch: images in a batch, over all processes; a last batch that is not full is left out, and its images come in
-            another epoch.
-        workers: processes that read images ahead: their number, or how they read.
-        callbacks: features such as masks, and those that the settings ask for (`build_callbacks`), in the order in
-            which they are entered.
-        own_optimizer: makes the optimizer if the settings say `own`.
-        progress: whether to show a bar on stderr; None: on a terminal and in a notebook.
-        label: the name of this run in the bar.
-        on_epoch: called after every epoch.
-        checkpoint: `.safetensors` file for the best weights so far; None for none.
-        checkpoints: where the state of the run is written, and resumed from, bit-identical on the CPU with the same
-            threads and processes. A run that is complete there returns its result again. In several processes the main
-            one writes and reads, and either all are given checkpoints or none. None for none.
-        until: called between two steps: whether to pause the run there, with the weights of that moment in the model.
-        begin: a paused run to continue, with as many epochs and the same callbacks; see `transfer_run`.
+    The state of the run is written to `checkpoints`, and resumed from there, bit-identical on the CPU with the same
+    threads and processes. A run that is complete there returns its result again. In several processes the main one
+    writes and reads, and either all are given checkpoints or none.
 
-    Raises:
-        ModelError: every parameter is frozen, or the model does not fit the inputs or the task.
-        UsageError: a gradient clamp's glob matches nothing, a callback or an optimizer that the settings ask for is
-            missing, the task does not support the settings, the model offers no gradient checkpointing, or a batch has
-            too few images for the processes.
-        DataError: an image cannot be read.
-        ResumeError: the checkpoints are of another run; says what differs.
-        NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
-            and the last checkpoint. Gradients that overflow under float16's loss scale are no error: the step is
-            skipped, counted by `EpochRow.skipped` and not by the schedule, and the scale is halved. An epoch in which
-            every step is skipped is an error.
-        MemoryShortageError: a batch does not fit into memory.
+    A `NonFiniteError`, at a loss, a gradient or a weight that is NaN or Inf, names the first module, the epoch, the
+    step and the last checkpoint. Gradients that overflow under float16's loss scale are no error: the step is skipped,
+    counted by `EpochRow.skipped` and not by the schedule, and the scale is halved. An epoch in which every step is
+    skipped is an error.
     """
     require_callbacks(settings, callbacks)
     if sharding := in_shards(settings):

@@ -26,15 +26,15 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def digits(value: Any, significant: int = 3) -> str:
+def digits(value: Any) -> str:
     """Return plain decimal notation with three significant digits, e.g. 0.0123, 4.57, 1240."""
     if not is_number(value):
         return NOTHING
     if value == 0:
         return "0"
     # Rounding comes first, so that 9.996 is 10.0 and not 10.00.
-    rounded = float(f"{value:.{significant - 1}e}")
-    return f"{rounded:.{max(0, significant - 1 - math.floor(math.log10(abs(rounded))))}f}"
+    rounded = float(f"{value:.2e}")
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
 
 
 def count(value: Any) -> str:

@@ -257,14 +257,14 @@ def are_images(model: nn.Module, values: Any) -> bool:
     return isinstance(values, (list, tuple)) and len(values) > 0 and all(is_image(model, value) for value in values)
 
 
-def from_images(model: nn.Module, images: Sequence[Tensor], where: str = "images") -> tuple[Any, ...]:
+def from_images(model: nn.Module, images: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return images (C, H, W) as the example of a model: a list if it takes one, else stacked."""
     if takes_list(model, images[0]):
         return ([*images],)
     sizes = dict.fromkeys(" x ".join(map(str, image.shape)) for image in images)
     if len(sizes) > 1:
         raise DataError(
-            f"{where}: {type(model).__name__} takes images of one size as one tensor, got {described(list(images))}, "
+            f"images: {type(model).__name__} takes images of one size as one tensor, got {described(list(images))}, "
             f"{len(sizes)} sizes; bring all to one size, or pad them; where forward takes images of any size, annotate "
             "its first argument: list[torch.Tensor]"
         )

@@ -195,7 +195,7 @@ class TensorBoardLogger(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the last epoch, and the counts and histograms of the epoch that has begun."""
         return {
-            "epoch": self._epoch,
+            "events": {"epoch": self._epoch},
             "clamped": {clamp: {path: list(both) for path, both in of.items()} for clamp, of in self._clamped.items()},
             "gradients": {name: asdict(shape) for name, shape in self._gradients.items()},
         }
@@ -203,7 +203,7 @@ class TensorBoardLogger(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self.close()
-        self._epoch, self._rows = int(state["epoch"]), None
+        self._epoch, self._rows = int(state["events"]["epoch"]), None
         self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
         self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
 
