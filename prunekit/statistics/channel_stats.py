@@ -21,7 +21,7 @@ from prunekit.reading.text_files import parse_json, require_file
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, MapRanks, StatsKey, combine
 from prunekit.statistics.observers import Consumer
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
-from prunekit.utils.files import StrPath, atomic_file, write_csv
+from prunekit.utils.files import StrPath, atomic_file, write_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -213,9 +213,8 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         file = _stats_file(path)
         with atomic_file(file) as temporary:
             save_file(arrays, temporary, metadata=metadata)
-        columns = self._channel_columns()
-        channels = zip(*(column.tolist() for column in columns.values()), strict=True)
-        write_csv(file.with_suffix(".csv"), [dict(zip(columns, row, strict=True)) for row in channels], tuple(columns))
+        columns = {name: column.tolist() for name, column in self._channel_columns().items()}
+        write_columns(file.with_suffix(".csv"), columns)
         return file
 
     @classmethod

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -294,22 +295,27 @@ def _printable(value: Any) -> Any:
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
     """Write rows as a CSV table, whole or not at all: None, NaN and missing values as empty cells."""
     names = list(dict.fromkeys(name for row in rows for name in row)) or list(columns)
-    cells = [_cells([row.get(name) for row in rows]) for name in names]
+    write_columns(path, {name: [row.get(name) for row in rows] for name in names})
+
+
+def write_columns(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write columns of equal lengths as `write_csv` writes rows."""
+    cells = map(_cells, columns.values())
     with (
         atomic_file(path) as temporary,
         temporary.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file,
     ):
-        csv.writer(file, lineterminator="\n").writerows([names, *zip(*cells, strict=True)])
+        csv.writer(file, lineterminator="\n").writerows([list(columns), *zip(*cells, strict=True)])
 
 
 def _cells(column: Sequence[Any]) -> Sequence[Any]:
     """Return the cells of a column; integers become floats if there are floats or gaps, as in pandas."""
-    found = [None if value is None or value != value else value for value in column]
-    numbers = [value for value in found if value is not None]
-    if all(isinstance(value, Real) and not isinstance(value, bool) for value in numbers) and (
-        len(numbers) < len(found) or not all(isinstance(value, Integral) for value in numbers)
-    ):
-        return [float(value) if isinstance(value, Integral) else value for value in found]
+    found: list[Any] = [None if value is None or value != value else value for value in column]
+    kinds = set(map(type, found))  # few, where a table has a million cells
+    numbers = kinds - {NoneType}
+    whole = {kind for kind in numbers if issubclass(kind, Integral)}
+    if whole and whole != kinds and bool not in kinds and all(issubclass(kind, Real) for kind in numbers):
+        return [float(value) if type(value) in whole else value for value in found]
     return found
 
 

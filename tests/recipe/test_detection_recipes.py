@@ -25,6 +25,8 @@ TINY = [
     "finetune.epochs=1",
     "calibration.images=8",
     "latency.runtimes=[eager]",
+    "latency.repeats=5",
+    "latency.explain=false",
 ]
 ON_SHAPES = ["data.source=shapes", "data.images=16", "data.batch=6", "data.workers=0"]
 
@@ -52,6 +54,7 @@ def check(result: Any, classes: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_ssdlite_on_shapes_and_the_commands_on_its_folder(tmp_path: Path) -> None:
     more = ["model.weights=null", "data.category_ids=false", "baseline.lr=0.002", "repair=null"]
     result, lines = run("ssdlite-coco", tmp_path, *ON_SHAPES, *more)
@@ -91,6 +94,7 @@ def test_ssdlite_on_shapes_and_the_commands_on_its_folder(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_yolo_on_a_folder_of_its_own_kind(tmp_path: Path) -> None:
     pytest.importorskip("ultralytics")
     root = write_yolo(tmp_path / "coco8", images=8, description=False)

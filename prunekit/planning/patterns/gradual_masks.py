@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import NonFiniteError
-from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
+from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers, lowest
 from prunekit.planning.schedules import ScheduleStep, share_kept
 from prunekit.settings.pruning import ScheduleKind
 from prunekit.settings.weight_pattern import PatternScope, PatternSettings
@@ -123,6 +123,10 @@ def _spread(
     ]
     for values in scores:
         values[values.argmax()] = math.inf  # no layer becomes zero as a whole
+    if len(set(sizes)) == 1:
+        chosen = lowest(torch.cat(scores), int((wanted + 0.5) // sizes[0]))
+        ends = torch.tensor([values.numel() for values in scores]).cumsum(0).tolist()
+        return [int(chosen[end - values.numel() : end].sum()) for values, end in zip(scores, ends, strict=True)]
     home = torch.cat([torch.full_like(values, i, dtype=torch.long) for i, values in enumerate(scores)])
     home = home[torch.cat(scores).argsort(stable=True)]
     zeros = torch.tensor(sizes, device=home.device)[home].cumsum(0)
@@ -135,11 +139,12 @@ def _lamp(units: Tensor) -> Tensor:
 
     (Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.) Units of -inf stay so.
     """
-    order = units.argsort(stable=True)
-    ordered = units[order].double()
+    alive = (units > -math.inf).nonzero()[:, 0]
+    ordered, order = units[alive].sort(stable=True)
+    ordered = ordered.double()
     rest = ordered.clamp(min=0).flip(0).cumsum(0).flip(0)
-    scores = torch.empty_like(ordered)
-    scores[order] = torch.where(ordered.isinf(), ordered, ordered / rest.clamp(min=torch.finfo(torch.float64).tiny))
+    scores = torch.full_like(units, -math.inf, dtype=torch.float64)
+    scores[alive[order]] = ordered / rest.clamp(min=torch.finfo(torch.float64).tiny)
     return scores
 
 
@@ -161,8 +166,7 @@ def _ranks(pattern: Pattern, one: StepWeights, count: int, moved: float) -> Tens
     if one.gradient is None:
         return units.view(shape)
     kept = units.numel() - count
-    stay = units.argsort(stable=True, descending=True)[: kept - round(moved * kept)]
-    stay = stay[units[stay] > -math.inf]
+    stay = lowest(-units, kept - round(moved * kept)) & (units > -math.inf)
     ranks = pattern.units(one.gradient).flatten()
     ranks[stay] = math.inf
     return ranks.view(shape)
@@ -181,8 +185,7 @@ def _some_groups(pattern: Pattern, one: StepWeights, share: float, moved: float)
     mask = pattern.mask(score if one.gradient is None else _moved(one, moved), 0.0)
     before = sums(one.alive.int()) <= kept
     lost = sums(torch.where(~mask & one.alive, one.score, 0)).masked_fill(before, -math.inf).flatten()
-    chosen = torch.zeros(lost.shape, dtype=torch.bool, device=lost.device)
-    chosen[lost.argsort(stable=True)[: round(share * lost.numel())]] = True
+    chosen = lowest(lost, round(share * lost.numel()))
     whole = chosen.view(outputs, inputs // of, 1, taps).expand(-1, -1, of, -1).reshape(mask.shape)
     return mask | ~whole
 
@@ -192,7 +195,7 @@ def _moved(one: StepWeights, moved: float) -> Tensor:
     assert one.gradient is not None
     score = one.score.masked_fill(~one.alive, -math.inf).flatten()
     alive = int(one.alive.sum())
-    stay = score.argsort(stable=True, descending=True)[: alive - round(moved * alive)]
+    stay = lowest(-score, alive - round(moved * alive))
     gradient = one.gradient.flatten()
     found = gradient / gradient.amax().clamp(min=torch.finfo(gradient.dtype).tiny)
     found[stay] = 2 + score[stay] / score[stay].amax().clamp(min=torch.finfo(score.dtype).tiny)

@@ -110,9 +110,21 @@ class Pattern:
 
 def highest(scores: Tensor, zeros: float) -> Tensor:
     """Return bool in the shape of scores, False for a share of the entries: the lowest, of equal ones the first."""
-    keep = torch.ones(scores.numel(), dtype=torch.bool, device=scores.device)
-    keep[scores.flatten().argsort(stable=True)[: round(zeros * scores.numel())]] = False
-    return keep.view(scores.shape)
+    return ~lowest(scores.flatten(), round(zeros * scores.numel())).view(scores.shape)
+
+
+def lowest(values: Tensor, number: int) -> Tensor:
+    """Return bool (n,), True for so many of the values (n,), the lowest, of equal ones the first; none may be NaN.
+
+    These are the first of a stable sort, which would take several times as long.
+    """
+    if not 0 < number < values.numel():
+        return torch.full_like(values, number > 0, dtype=torch.bool)
+    edge = values.kthvalue(number).values
+    chosen = values < edge
+    equal = (values == edge).nonzero()[:, 0]
+    chosen[equal[: number - int(chosen.sum())]] = True
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
