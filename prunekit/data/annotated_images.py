@@ -50,9 +50,9 @@ class Objects:
         return replace(self, **{name: change(value) for name, value in self.parts().items()})
 
     def inside(self, width: int, height: int, least: float = 0.0) -> Objects:
-        """Return the objects with boxes clipped to an image's size, without those that are not larger than `least`.
+        """Return the objects whose boxes, clipped to an image's size, are larger than `least` in both directions.
 
-        Keypoints that are outside are unknown.
+        Keypoints outside of the image become unknown.
         """
         boxes = clip_boxes_to_image(self.boxes, (height, width))
         points = self.keypoints
@@ -78,7 +78,7 @@ class AnnotatedImages(Protocol):
 
     @property
     def flipped_points(self) -> tuple[int, ...]:
-        """For each keypoint the one that takes its place in a mirrored image, as left and right; empty: the same."""
+        """For each keypoint the one that takes its place in a mirrored image, as left for right; empty: itself."""
 
     def __len__(self) -> int: ...
 
@@ -189,7 +189,7 @@ def require_boxes(count: int, images: int, where: str, hint: str) -> None:
 
 
 def mirrored_points(names: Mapping[int, str] | tuple[str, ...]) -> tuple[int, ...]:
-    """Return for each keypoint, by its name, the one of the other side: `left_eye` for `right_eye`; else itself."""
+    """Return for each keypoint the number of that on the other side, by their names: `left_eye` for `right_eye`."""
     known = list(names.values() if isinstance(names, Mapping) else names)
     other = {name: name.replace("left", "\0").replace("right", "left").replace("\0", "right") for name in known}
     return tuple(known.index(other[name]) if other[name] in known else index for index, name in enumerate(known))

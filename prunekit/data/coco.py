@@ -294,8 +294,8 @@ def is_outline(value: Any, width: int, height: int) -> bool:
 def run_lengths(given: Any) -> list[int] | None:
     """Return the length of each run of zeros and ones in turn; None if they are not given, as a list or as text.
 
-    In text each is in groups of five bits, beginning with the lowest, in signs from "0" on, of which the sixth bit says
-    that another follows; from the fourth on it is the difference to the one before the last.
+    As text each length is groups of five bits, the lowest first. A group is one sign, counted from "0", whose sixth bit
+    says that another group follows. From the fourth length on the difference to the length before the last is given.
     """
     if isinstance(given, list):
         return given if all(type(one) is int and one >= 0 for one in given) else None

@@ -81,7 +81,7 @@ class CorruptImages:
 
     @contextmanager
     def noting(self, name: str) -> Iterator[None]:
-        """Count an image at whose reading anything but a `DataError` is raised; that error ends here."""
+        """Count an image as corrupt if reading it raises anything but a `DataError`; the error goes no further."""
         try:
             yield
         except DataError:
@@ -152,7 +152,7 @@ class ImageTransform:
 
     @cached_property
     def preprocessing(self) -> Preprocessing:  # each batch asks
-        """The same for image files, without augmentation, as model folders hold it."""
+        """The way from an image file to an input without augmentation, as model folders hold it."""
         if self.own is not None:
             return self.own
         side = round(self.size * 8 / 7)
@@ -317,7 +317,7 @@ class MapStyle(Sized, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MappedImages(_Decoded):
-    """A map-style data set of others.
+    """The images of a map-style data set that a user or another library made.
 
     An image is a Pillow image; or uint8 pixels, an array (H, W) or (H, W, C) or a tensor (C, H, W), with C 1 or 3; or a
     float tensor (C, H, W), which is not transformed.

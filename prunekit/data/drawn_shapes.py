@@ -132,7 +132,7 @@ def _color(generator: np.random.Generator, pixels: Array, cover: Array) -> Array
 
 
 def _points(mask: Array, center: tuple[float, float]) -> list[list[float]]:
-    """Return x, y and visibility of the keypoints of a shape, of which its pixels that can be seen are given."""
+    """Return x, y and visibility of the keypoints of a shape from its center and the mask of its visible pixels."""
     columns = np.flatnonzero(mask.any(0))
     ends = [(column + 0.5, float(np.flatnonzero(mask[:, column]).mean()) + 0.5) for column in columns[[0, -1]]]
     size = len(mask)

@@ -168,7 +168,7 @@ def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
 
 
 def _files(kind: Any, root: Path, part: dict[str, Any]) -> list[Path]:
-    """Return the files that a data set needs, if its class lists them, for which torchvision has three ways."""
+    """Return the files that a data set needs, if its class lists them, in one of torchvision's three ways."""
     if hasattr(kind, "train_list"):  # CIFAR, STL10
         return [root / kind.base_folder / entry[0] for entry in (*kind.train_list, *kind.test_list)]
     if hasattr(kind, "resources"):  # MNIST and those made like it

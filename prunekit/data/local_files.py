@@ -30,7 +30,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class ClassParts(Generic[Part]):
-    """The name of each class, and the labeled images; test images apart if they are apart in the files."""
+    """The name of each class, and the labeled images; test images by themselves if the files have them so."""
 
     classes: tuple[str, ...]
     rest: Part
@@ -87,7 +87,7 @@ def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
 def image_files(folder: Path, root: Path | None = None) -> list[Path]:
     """Return the image files at any depth below a folder, in the order of torchvision's ImageFolder.
 
-    Links to folders are followed, as there, but those that lead back, see `folders_below`.
+    Links to folders are followed, as there, except for those that lead back, see `folders_below`.
     """
     walk = sorted((str(place), names) for place, names in folders_below(folder, root))  # ImageFolder's order
     paths = [Path(place, name) for place, names in walk for name in sorted(names)]
@@ -135,7 +135,7 @@ def read_npz(path: Path) -> ClassParts[LabeledArrays]:
 
 
 def _class_names(given: np.ndarray[Any, Any], where: str) -> tuple[str, ...]:
-    """Return the names of the classes, of which the file may have any array."""
+    """Return the names of the classes from an array of a file, which may be of any kind."""
     if given.ndim != 1 or len(given) < 2 or given.dtype.kind not in "USiu":
         raise DataError(
             f"{where}: expected the name of each class as text, shape (classes,) of two or more, got {given.dtype} "

@@ -202,7 +202,7 @@ def require_no_failure() -> None:
 
 
 def _claim(error: BaseException) -> PeerError | None:
-    """Record a failure if it is the first of the group; return that of the other process, or None if this is it."""
+    """Record a failure if it is the first of the group, and return None; else return the failure that was first."""
     try:
         shared = store()
         if shared.add("failed", 1) == 1:

@@ -70,7 +70,7 @@ class PrunesInTrainer:
         *,
         anew: bool = False,
     ) -> None:
-        """Make the pruner of a training that begins, or go on with that of the training before."""
+        """Make the pruner of a training that begins, or go on with the pruner of the training before."""
         inner = unwrapped(model)
         known = self._small if self._small is not None else self._model
         if self.is_open and anew:
@@ -100,13 +100,13 @@ class PrunesInTrainer:
             self._pruner.load_state_dict(saved["pruner"])
 
     def _pause(self) -> None:
-        """Leave the masks until the next training, which goes on from the state of this one, or from a checkpoint's."""
+        """Leave the masks until the next training, which goes on from the state now, or from that of a checkpoint."""
         self._saved = self._state() if self._saved is None else self._saved
         self.pruner.close(restore=False)
         self._pruner = None
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the pruner's state, and how many steps the shares of the training were."""
+        """Return what a checkpoint keeps: the pruner's state, and `steps` and `begin` in steps of the optimizer."""
         return {"scheduled": dict(self._asked), "pruner": self.pruner.state_dict()}
 
     def _scheduled(self, total: float, saved: Mapping[str, Any] | None) -> dict[str, int]:

@@ -56,7 +56,7 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
         arguments: further ones of `prunekit.Pruner`, such as `macs`, `criterion` and `on_change`.
 
     Raises:
-        UsageError: a share is none, or an argument is one that the callback takes from its trainer.
+        UsageError: a share is not in 0..1, or an argument is one that the callback takes from its trainer.
 
     Example:
         >>> import torch

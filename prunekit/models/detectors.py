@@ -106,7 +106,7 @@ def ultralytics_names() -> tuple[str, ...]:
 
 
 def ultralytics_detector(name: str) -> Callable[..., nn.Module]:
-    """Return the builder of one of ultralytics' detectors, with random weights; the name is one of its names."""
+    """Return the builder of one of ultralytics' detectors, by its name, with random weights."""
 
     def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
         tasks, utils = import_module("ultralytics.nn.tasks"), import_module("ultralytics.utils")
@@ -140,7 +140,7 @@ def load_ultralytics(model: nn.Module, path: Path) -> None:
 
 
 def ultralytics_state(path: Path) -> dict[str, Tensor] | None:
-    """Return the weights in ultralytics' own checkpoint; None if the file is none, but perhaps a state dict."""
+    """Return the weights in ultralytics' own checkpoint; None if the file is something else, such as a state dict."""
     if path.suffix not in (".pt", ".pth") or not path.is_file():
         return None
     try:

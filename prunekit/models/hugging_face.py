@@ -151,7 +151,7 @@ def _of_config(config: Any, head: Head | None, arguments: Mapping[str, Any]) -> 
 
 
 def settings_of(model: Any, cls: type) -> ModelSettings | None:
-    """Return the settings that build a model of a class of transformers; None if no type and head has this class."""
+    """Return the settings that build a model of a class of transformers; None if no head of its type has the class."""
     kind = getattr(model.config, "model_type", None)
     auto = import_module("transformers.models.auto.modeling_auto")
     for head, (_, mapping) in CLASSES.items():
@@ -265,7 +265,7 @@ HEAD_DIM = "head_dim"
 def library_model(model: nn.Module) -> tuple[str, Any] | None:
     """Return the path and the module of a model of transformers that is all or a part of a model; None without one.
 
-    Of several, such as two encoders side by side, there is none: one configuration cannot say the widths of both.
+    Of several models, such as two encoders side by side, none is returned: one configuration cannot say both's widths.
     """
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if base is None:
@@ -347,10 +347,10 @@ class ConfigSearch:
                 yield chosen
 
     def take_rounded(self, built: nn.Module, model: nn.Module) -> None:
-        """Give a model that the class built the buffers of another, where its own are these but for rounding.
+        """Give a model that the class built the buffers of another, where the two differ by rounding alone.
 
-        They are in no state dict, such as the frequencies of rotary embeddings, and a dense model that was cast to half
-        precision has them rounded to that, while a class may build them wider.
+        Only buffers in no state dict are taken, such as the frequencies of rotary embeddings: a dense model that was
+        cast to half precision has them rounded, while a class may build them wider.
         """
         saved = model.state_dict().keys()
         theirs = {name: buffer for name, buffer in model.named_buffers() if name not in saved}
@@ -361,7 +361,7 @@ class ConfigSearch:
                 built.get_submodule(path)._buffers[leaf] = other.clone()
 
     def _useful(self, key: str, value: int, changed: set[tuple[str, int]]) -> bool:
-        """Return whether an entry may be one of those that are changed: by itself it touches nothing else."""
+        """Return whether an entry may be among the changed ones: alone, it changes no axis that should stay."""
         touched = self.touched({key: value})
         if touched is None:
             return True  # the class refuses it alone
@@ -399,7 +399,7 @@ def changed_config(config: Any, changes: Mapping[str, int | None]) -> Any:
 
 
 def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
-    """Give the model of transformers in a compact model the configuration that a plan or a folder notes, if it does."""
+    """Give the model of transformers in a compact model the configuration that a plan or folder notes, if any."""
     if note:
         for path, (_, value) in note["config"].items():
             if not (value is None or type(value) is int):
@@ -443,7 +443,7 @@ def quiet_library() -> Iterator[None]:
 
 
 def _both(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield two configurations, and those that both have inside, by the same names."""
+    """Yield two configurations, and the pairs of those that both have inside under the same names."""
     yield old, new
     for name, inner in vars(old).items():
         other = vars(new).get(name)

@@ -117,7 +117,7 @@ def interface_of(
 ) -> ModelInterface:
     """Return the interface of a model, which is run once, in eval mode.
 
-    An axis of an input is the batch if it is its first and has as many entries as there are samples; of an output too.
+    The first axis of an input or output is the batch if it has as many entries as there are samples.
     """
     # a copy, with the same weights: the first call of a model may add to it, such as hooks that no pickle can hold
     twin = with_tensors(model, {name: parameter.detach() for name, parameter in model.named_parameters()})

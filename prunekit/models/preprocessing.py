@@ -169,7 +169,7 @@ class Preprocessing(Checked):
 
     @classmethod
     def from_dict(cls, given: Any, where: str) -> Preprocessing:
-        """Return the preprocessing of plain data; an `ArtifactError` names the place `where` it is damaged."""
+        """Return the preprocessing of plain data; an `ArtifactError` says `where` it is damaged."""
         try:
             if not isinstance(given, Mapping):
                 raise TypeError(f"expected a mapping, got {type(given).__name__}")
@@ -236,7 +236,7 @@ def opened(image: Pixels) -> Image.Image:
 def decoding_error(error: Exception) -> BaseException:
     """Return the error by which an image could not be decoded.
 
-    Other packages wrap Pillow's `open`, such as ultralytics, which looks for one of its own where Pillow gives up.
+    Some packages wrap Pillow's `open`, such as ultralytics, which tries a decoder of its own where Pillow gives up.
     """
     return error.__context__ if isinstance(error, ModuleNotFoundError) and error.__context__ is not None else error
 

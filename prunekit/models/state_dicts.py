@@ -89,8 +89,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Non
 def tensor_problem(given: Tensor, own: Tensor) -> str | None:
     """Return why a tensor of a file cannot take the place of a model's, whatever its shape; None if it can.
 
-    Floating-point numbers may have another precision; others may have another dtype that has the same values. NaN is
-    nowhere a weight, and infinite numbers are none of what is trained.
+    Floating-point numbers may have another precision; others may have another dtype that has the same values. No tensor
+    may have NaN, and no trained one infinite numbers.
     """
     if given.layout != torch.strided or given.is_quantized:
         kind = "quantized" if given.is_quantized else f"of layout {str(given.layout).removeprefix('torch.')}"

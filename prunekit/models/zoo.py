@@ -106,7 +106,7 @@ def is_detector(settings: ModelSettings) -> bool:
 
 
 def model_arguments(settings: ModelSettings, num_classes: int | None, image_size: int | None = None) -> dict[str, Any]:
-    """Return the arguments of a model's constructor, with what the data fills in where they are silent.
+    """Return the arguments of a model's constructor; those that settings do not name come from the data.
 
     torchvision's detectors count the background as a class, and are told the size of images.
     """
@@ -137,7 +137,7 @@ def build_model(settings: ModelSettings, *, num_classes: int | None, image_size:
 
 
 def _reaching(given: Any, at: str = "") -> Iterator[str]:
-    """Yield which arguments of a constructor could reach beyond it: to weights, files, addresses or code."""
+    """Yield what is wrong with arguments by which a constructor could reach weights, files, addresses or code."""
     if isinstance(given, Mapping):
         for key, value in given.items():
             name = f"{at}.{key}" if at else str(key)
@@ -368,7 +368,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def zoo_origins(model: nn.Module, shapes: Shapes) -> Iterator[ModelSettings]:
     """Yield models of zoos that have the class of a model, and dense tensors of its shapes; the likeliest first.
 
-    They may still compute something else, by another stride or rate of dropout: the caller compares.
+    Such a model may still compute something else, by another stride or rate of dropout: the caller compares.
     """
     for settings in zoo_candidates(model):
         built = None
@@ -419,7 +419,8 @@ def found_build(
 ) -> dict[str, Any] | None:
     """Return how a zoo builds the dense model, if what is loaded by that equals the compact one; None if no zoo does.
 
-    Equal are the settings of all modules, which show what acts in train mode alone, and the output, to the bit.
+    Two models are equal if all their modules have the same settings, which show what acts in train mode alone, and
+    their outputs are the same to the bit.
     """
     own: list[Any] = []
     for settings in zoo_origins(model, shapes):

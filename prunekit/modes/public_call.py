@@ -53,7 +53,7 @@ class ProcessState:
 
 
 def finished(undo: Callable[[], object]) -> None:
-    """Undo something, once more from its beginning where an interruption comes meanwhile."""
+    """Undo something; if an interruption comes meanwhile, undo it again from the beginning."""
     try:
         undo()
     except KeyboardInterrupt:
@@ -185,7 +185,7 @@ class _ModuleParts(NamedTuple):
 
 
 class GradientState:
-    """The gradients of a model's parameters, who of them has any, and the hooks on them, to go back to."""
+    """The gradients of a model's parameters, which of them require any, and their hooks, to go back to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._leaves = [
@@ -221,7 +221,7 @@ def public_call(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function one that users call: it computes the same in whatever modes of torch it is called.
 
     Where it raises, or is interrupted, the state of the process and of the modules among its arguments is what it was
-    before. A public function that another one calls, or that code calls which it runs, is part of that one's call.
+    before. A public function that another one calls, itself or by code that it runs, is part of the other's call.
     """
 
     @wraps(function)
@@ -251,7 +251,7 @@ def public_call(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def own_part() -> Iterator[None]:
-    """Run our own part of what the caller's code runs, in torch's usual modes; on an error the process is as before."""
+    """Run code of this package inside the caller's, in torch's usual modes; after an error the process is as before."""
     if _INSIDE.get():
         yield
         return

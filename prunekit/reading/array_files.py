@@ -118,7 +118,7 @@ def read_tensors(
 
 @contextmanager
 def openable(path: Path) -> Iterator[str]:
-    """Yield a name of a file that safetensors can open, which takes paths in UTF-8 alone."""
+    """Yield a name by which safetensors can open a file: it takes paths in UTF-8 alone."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:

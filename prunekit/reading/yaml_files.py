@@ -53,7 +53,7 @@ class _BoundedConstructor(SafeConstructor):
 def compose(text: str) -> Node | None:
     """Return the nodes of one YAML document, with the place of each; None if it is empty.
 
-    They may contain themselves, by an alias to what it lies in.
+    A node may contain itself, by an alias to a node that the alias lies in.
     """
     _require_bounded(text, loops=True)
     with _anchors_named_again():
@@ -75,7 +75,7 @@ def construct(text: str, *, duplicates: bool = False) -> Any:
 
 @contextmanager
 def _anchors_named_again() -> Iterator[None]:
-    """Take an anchor that is there twice as YAML defines it, without ruamel's warning."""
+    """Accept an anchor that is defined twice, as YAML does, without ruamel's warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReusedAnchorWarning)
         yield

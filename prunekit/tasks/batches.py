@@ -137,7 +137,7 @@ class ModelBatches:
 def holds_all(model: nn.Module, data: Any) -> bool:
     """Return whether data are tensors that hold all samples: one, a mapping, or a tuple of all that `forward` requires.
 
-    A tuple of batches is none: a model of several inputs cannot be called with one of these tensors.
+    A tuple of batches does not count: a model of several inputs cannot be called with one of its tensors.
     """
     if isinstance(data, tuple):
         return _are_arguments(model, data)
@@ -191,7 +191,7 @@ Row = dict[str | int, Any]
 
 
 def _fill_in_masks(rows: list[Row]) -> None:
-    """Give batches without a mask one of ones, as long as their first input, with as many axes as the others'."""
+    """Give batches without a mask a mask of ones, as long as their first input, with the axes of the others' masks."""
     known = next((row[MASK] for row in rows if isinstance(row.get(MASK), Tensor)), None)
     for row in rows:
         first = next(tensor for tensor in gather(row))
@@ -233,7 +233,7 @@ def _pad_images(rows: list[Row]) -> None:
 
 
 def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
-    """Return the value that the batches themselves have at padding, such as the number of a token; 0 if none."""
+    """Return the value that batches have where they are padded, such as the id of a token; 0 if none is padded."""
     for values, mask in zip(columns, masks, strict=True):
         if isinstance(values, Tensor) and values.shape == mask.shape and bool((mask == 0).any()):
             return values[mask == 0][0].item()

@@ -62,10 +62,10 @@ class ClassMatches:
     def precisions(self, weights: Array, recalls: Array) -> Array:
         """Return the average precision for each threshold, if every image counts as often as its weight says.
 
-        It is that of COCO's evaluation on a data set in which each image is there as often, if no two detections in an
-        image have the same score, whose order is any. Weights (B, N) int64 say how often each image counts, B of them
-        at once; recalls (R,) are the levels at which the precision is read. The result is (B, T) float64, 0..1; NaN
-        where there is no box to find.
+        COCO's evaluation gives the same on a data set that repeats each image as often, unless two detections in an
+        image have the same score, whose order is open. Weights (B, N) int64 say how often each image counts, in B data
+        sets at once; recalls (R,) are the levels at which the precision is read. The result is (B, T) float64,
+        0..1; NaN where there is no box to find.
         """
         totals = weights @ self.boxes  # (B,)
         counts = weights[:, self.images]  # (B, D)

@@ -115,7 +115,7 @@ class MissingExtraError(UsageError, ModuleNotFoundError):
 
 
 def require_library(library: str, extra: str) -> None:
-    """Raise an `ImportError`, so that a program may do without, if a library is not installed by prunekit's extra."""
+    """Raise an `ImportError`, which names the extra of prunekit to install, if a library is not installed."""
     if find_spec(library) is None:
         raise MissingExtraError(
             f"prunekit.integrations.{library} needs {library}, not installed here: pip install 'prunekit[{extra}]'",

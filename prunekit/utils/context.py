@@ -62,11 +62,11 @@ _OF_ALL = vars(nn.Module()).keys() - {"_buffers"}
 
 @contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Run what leaves nothing in a model: afterwards its modules have the attributes that they had.
+    """Give the modules of a model the attributes back that they had before.
 
-    A detector, for example, keeps the anchors that belong to the size of the last images. Those of a pass that stopped
-    early, or that left out what was not needed, would be wrong later. Dictionaries, lists and sets that are attributes,
-    and the buffers, hold what they held; what was written into a tensor stays.
+    A detector, for example, keeps the anchors that belong to the size of the last images. Anchors of a pass that
+    stopped early, or that left out what was not needed, would be wrong later. Dictionaries, lists and sets that are
+    attributes, and the buffers, hold what they held; what was written into a tensor stays.
     """
     before = ModuleState(model, without=_OF_ALL)
     try:
@@ -91,7 +91,7 @@ def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterat
 def gradients_of(
     value: torch.Tensor, tensors: Sequence[torch.Tensor], *, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return what `torch.autograd.grad` does; with reentrant checkpoints by a backward pass that leaves no `.grad`."""
+    """Return gradients as `torch.autograd.grad` does; of reentrant checkpoints by a backward pass, `.grad` kept."""
     if not is_reentrant(value):
         return torch.autograd.grad(value, tensors, allow_unused=True, create_graph=create_graph)
     if create_graph:
@@ -133,7 +133,7 @@ def is_reentrant(value: torch.Tensor) -> bool:
 
 
 def without_gradients(forward: Callable[[], T]) -> T:
-    """Return the result of a forward pass without gradients; with them if its own code needs some, as for forces."""
+    """Return the result of a forward pass run without gradients; with them if its code takes some, as for forces."""
     try:
         with torch.no_grad():
             return forward()

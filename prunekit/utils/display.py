@@ -53,7 +53,7 @@ def plural(number: int, word: str, ending: str = "s") -> str:
 
 
 def training_name(run: str) -> str:
-    """Return what a training run is called for people; that of the dense model is `baseline` in recipes and files."""
+    """Return the name that people read for a training run: `dense` for what recipes and files call `baseline`."""
     return "dense" if run == "baseline" else run
 
 

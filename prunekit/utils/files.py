@@ -94,7 +94,7 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def folder_beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder in the folder of `path`, which errors of the system name; it is removed at the end."""
+    """Yield a temporary folder beside `path`, and remove it at the end; errors of the system name `path` itself."""
     with _errors_name(path, path.with_name(f".{path.name}.")):
         path.parent.mkdir(parents=True, exist_ok=True)
         _restore(path)
@@ -139,7 +139,7 @@ _HERE, _EXCHANGE = -100, 2
 
 
 def _restore(path: Path) -> None:
-    """Give what a killed process was replacing its name back, if nothing has it."""
+    """Rename what a killed process was replacing back to its path, unless something is there."""
     for left in replaced(path):
         if not os.path.lexists(path):
             os.replace(left, path)
@@ -152,14 +152,14 @@ def replaced(path: Path) -> list[Path]:
 
 
 def _name_before(left: Path) -> str | None:
-    """Return the name that a folder had before a process was killed that was replacing it; None for any other file."""
+    """Return the former name of a folder that a killed process was replacing; None for any other file."""
     found = re.fullmatch(rf"\.(.+){re.escape(_OLD)}\d+{re.escape(_TEMPORARY)}", left.name, re.DOTALL)
     return found and found[1]
 
 
 @contextmanager
 def _errors_name(path: Path, temporary: Path) -> Iterator[None]:
-    """Put the path into errors of the system, which name no file if the disk is full, and else the temporary."""
+    """Put a path into errors of the system that name the temporary or, if the disk is full, no file at all."""
     try:
         yield
     except SafetensorError as error:  # safetensors turns every error of the system into one
@@ -176,7 +176,7 @@ def _errors_name(path: Path, temporary: Path) -> Iterator[None]:
 def remove_leftovers(folder: Path) -> None:
     """Remove temporaries that killed processes left in a folder, which no other process may be writing to.
 
-    What such a process was replacing gets its name back, if nothing has it.
+    What such a process was replacing gets its former name back, unless something else has that name.
     """
     for left in sorted(folder.glob(f".*{_TEMPORARY}")):
         name = _name_before(left)
@@ -216,7 +216,7 @@ def user_cache(name: str) -> Path:
 def keep_newest(folder: Path, name: re.Pattern[str], limit: int) -> None:
     """Remove the folders in a cache that were used longest ago until the rest takes `limit` bytes; the newest stays.
 
-    Folders with any other name than the cache gives, and links, are not its own and stay, too.
+    Links, and folders whose names are not of the cache's form, stay too.
     """
     own = [each for each in folder.iterdir() if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink()]
     own.sort(key=lambda each: each.stat().st_mtime, reverse=True)
@@ -230,8 +230,8 @@ def keep_newest(folder: Path, name: re.Pattern[str], limit: int) -> None:
 def folders_below(folder: Path, root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder and those at any depth below it, with the names of their files; links are followed.
 
-    Each folder is visited once: a link to where it is itself in, or to what `root` holds or is in, is not followed, as
-    its files are found where they are.
+    Each folder is visited once. A link is not followed to a folder around itself, nor to one inside or around `root`:
+    the files there are found in their own place.
     """
     top, seen = (root or folder).resolve(), {folder.resolve()}
     for place, inner, names in os.walk(folder, followlinks=True):

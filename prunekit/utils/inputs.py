@@ -67,10 +67,10 @@ class Keywords(dict[str, Any]):
 def as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     """Return what a user gave as an example: a tuple, with `Keywords` at its end if there are any.
 
-    Given is a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by name.
-    An example stays as it is. Also a list of images (C, H, W), which is the first argument if `forward` takes a list,
-    as torchvision's detectors do, and is stacked if not; and a mapping that is a batch of images and not arguments by
-    name, as ultralytics' loaders make them.
+    A user gives a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by
+    name. An example stays as it is. A list of images (C, H, W) becomes the first argument if `forward` takes a list, as
+    torchvision's detectors do, and is stacked if not. Of a mapping that is a batch of images, as ultralytics' loaders
+    make them, and not arguments by name, the images are taken.
     """
     if isinstance(given, Tensor):
         return (outside_inference(given),)
@@ -216,7 +216,7 @@ def inputs_as_example(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 def takes_list(model: nn.Module, image: Tensor | None = None) -> bool:
     """Return whether `forward` takes its samples as a list, as its first argument's annotation says.
 
-    Without an annotation the model tells: it takes lists if it runs on one, of the image (C, H, W).
+    A model without an annotation is tried: it takes lists if it runs on a list with the image (C, H, W) alone.
     """
     first = next(iter(parameters_of(model)), None)
     if first is not None and first.annotation is not inspect.Parameter.empty:
@@ -391,8 +391,8 @@ def concatenate(parts: Sequence[Any]) -> Any:
 def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
     """Return which positions are not padding, (B, ..., T) bool, by the `attention_mask`; None if all count.
 
-    A mask of zeros and ones (B, T) with a one in each row is understood, as tokenizers of transformers give it; and one
-    of several sequences for each sample, as (B, 2, T) of pairs and (B, choices, T).
+    A mask is understood if it has zeros and ones (B, T) with a one in each row, as tokenizers of transformers give it;
+    or the like for several sequences in each sample, such as (B, 2, T) of pairs and (B, choices, T).
     """
     mask = _padding_mask(model, example)
     if mask is None:

@@ -58,7 +58,7 @@ def dispatches(tensor: Tensor) -> bool:
 
 
 def is_composite(name: str) -> bool:
-    """Return whether an operator is computed by others, of which alone it has its gradient."""
+    """Return whether an operator is computed by others, whose gradients are its only ones."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CompositeImplicitAutograd))
 
 

@@ -245,7 +245,7 @@ def _home(defined: object) -> tuple[str, str] | None:
 
 
 def _registrations(path: Path, functions: tuple[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield each registering call in a file: the function, its first argument if that is a text, other literals."""
+    """Yield each registering call in a file: the function, its first argument if that is text, and its keywords."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call):
             continue

@@ -129,10 +129,10 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def is_subnormal(tensor: Tensor) -> Tensor:
-    """Return bool, of the shape of a floating-point tensor: with which numbers processors compute slowly.
+    """Return which values of a floating-point tensor processors compute with slowly, bool of its shape.
 
-    None of float16 and smaller types: they are computed in float32, in which their smallest numbers are normal, or by
-    units that are as fast with them. bfloat16 has the range of float32.
+    There are none in float16 and smaller types: these are computed in float32, where their smallest numbers are normal,
+    or by units that are as fast with all numbers. bfloat16 has the range of float32.
     """
     tiny = torch.finfo(tensor.dtype).tiny
     if tiny > torch.finfo(torch.float32).tiny:
@@ -149,7 +149,7 @@ def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 def occurrences(values: Tensor, kinds: int) -> Tensor:
     """Return how often each of 0 to `kinds` - 1 is among whole numbers, (kinds,) int64; others do not count.
 
-    A device need not be waited for, as it is by `bincount`, which has a size to find.
+    Unlike `bincount`, which has to find the size of its result, this does not wait for the device.
     """
     inside = (values >= 0) & (values < kinds)
     known = torch.where(inside, values, kinds).long().flatten()

@@ -153,7 +153,7 @@ class Distillation(Callback):
 
 
 def _real_positions(inputs: Any, *features: Tensor) -> tuple[Tensor, ...]:
-    """Return features (B, T, ...) of positions that are no padding, one behind the other; others as they are."""
+    """Return the rows of features (B, T, ...) at positions that are not padding; features without padding unchanged."""
     first = features[0]
     counted = counted_rows(inputs, None, first.shape[0] * first.shape[1]) if first.dim() > 2 else None
     return features if counted is None else tuple(one.flatten(0, 1)[counted] for one in features)

@@ -139,7 +139,7 @@ def gradient_percentiles(weights: Sequence[nn.Parameter], scale: float = 1.0) ->
 
 
 def _percentiles(weight: nn.Parameter, scale: float) -> Tensor:
-    """Return those of one weight, (4,), on its device."""
+    """Return the percentiles and the share of zeros of one weight's gradient, (4,), on its device."""
     flat = (weight.new_zeros(1) if weight.grad is None else weight.grad.detach()).flatten()
     if len(flat) > MOST:
         flat = flat[torch.arange(MOST, device=flat.device) * len(flat) // MOST]

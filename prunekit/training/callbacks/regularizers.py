@@ -32,8 +32,8 @@ class SparsityRegularizer(Callback):
     of the loss: Adam rescales it, and weight decay is added.
 
     The last epoch is kept and not the best one, because accuracy is highest before channels shrink. With `growing` the
-    best one is chosen among the epochs in which lambda is at its ceiling. `growing` alone needs the plan, whose removed
-    channels it shrinks.
+    best one is chosen among the epochs in which lambda is at its ceiling. Only `growing` needs a plan: it shrinks the
+    channels that the plan removes.
 
     Raises:
         UsageError: `growing` has no plan; on enter, when `bn_l1` finds no norm to act on.
