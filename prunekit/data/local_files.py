@@ -5,6 +5,7 @@ Folders are read as `torchvision.datasets.ImageFolder` reads them.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from prunekit.data.datasets import check_labels, numbered_classes
 from prunekit.errors import DataError, cut_short, nearest
 from prunekit.reading.array_files import read_arrays
 from prunekit.reading.text_files import shown
-from prunekit.utils.files import folders_below, is_within
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -63,11 +63,11 @@ def scan_folder(root: Path) -> ClassParts[LabeledFiles]:
 def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
     found = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     top = folder.resolve()
-    entries = [entry for entry in found if not is_within(top, entry.resolve())]  # a link to where it is is no class
+    entries = [entry for entry in found if not top.is_relative_to(entry.resolve())]  # a link to where it is is no class
     places: set[Path] = set()
     for entry in entries:
         place = entry.resolve()
-        if (entry.is_symlink() and is_within(place, top)) or place in places:
+        if (entry.is_symlink() and place.is_relative_to(top)) or place in places:
             raise DataError(
                 f"{entry}: expected a folder of its own for each class, got a link to {place}, whose images "
                 "are of another class too; remove the link"
@@ -87,10 +87,21 @@ def _files(folder: Path, classes: tuple[str, ...]) -> LabeledFiles:
 def image_files(folder: Path, root: Path | None = None) -> list[Path]:
     """Return the image files at any depth below a folder, in the order of torchvision's ImageFolder.
 
-    Links to folders are followed, as there, except for those that lead back, see `folders_below`.
+    Links to folders are followed, as there, but each folder is visited once. A link is not followed to a folder around
+    itself, nor to one inside or around `root`: the files there are found in their own place.
     """
-    walk = sorted((str(place), names) for place, names in folders_below(folder, root))  # ImageFolder's order
-    paths = [Path(place, name) for place, names in walk for name in sorted(names)]
+    top, seen, walk = (root or folder).resolve(), {folder.resolve()}, list[tuple[str, list[str]]]()
+    for place, inner, names in os.walk(folder, followlinks=True):
+        walk.append((place, sorted(names)))
+        here, followed = Path(place).resolve(), []
+        for name in inner:
+            path, real = Path(place, name), Path(place, name).resolve()
+            around = here.is_relative_to(real) or top.is_relative_to(real) or real.is_relative_to(top)
+            if not (path.is_symlink() and around) and real not in seen:
+                followed.append(name)
+                seen.add(real)
+        inner[:] = followed
+    paths = [Path(place, name) for place, names in sorted(walk) for name in names]
     paths = [path for path in paths if path.suffix.lower() in EXTENSIONS and path.is_file()]
     if not paths:
         raise DataError(f"{folder}: no images here; expected files that end in {', '.join(EXTENSIONS)}")

@@ -227,30 +227,6 @@ def keep_newest(folder: Path, name: re.Pattern[str], limit: int) -> None:
             _remove(each)
 
 
-def folders_below(folder: Path, root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those at any depth below it, with the names of their files; links are followed.
-
-    Each folder is visited once. A link is not followed to a folder around itself, nor to one inside or around `root`:
-    the files there are found in their own place.
-    """
-    top, seen = (root or folder).resolve(), {folder.resolve()}
-    for place, inner, names in os.walk(folder, followlinks=True):
-        yield Path(place), names
-        here, followed = Path(place).resolve(), []
-        for name in inner:
-            path, real = Path(place, name), Path(place, name).resolve()
-            leads_back = path.is_symlink() and (is_within(here, real) or is_within(top, real) or is_within(real, top))
-            if not leads_back and real not in seen:
-                followed.append(name)
-                seen.add(real)
-        inner[:] = followed
-
-
-def is_within(path: Path, folder: Path) -> bool:
-    """Return whether a path is a folder or in it; both are resolved."""
-    return path == folder or folder in path.parents
-
-
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; on POSIX systems alone."""
     if os.name != "posix":
