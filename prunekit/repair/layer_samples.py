@@ -144,11 +144,8 @@ class SampleGatherer:
         names = next((list(part) for part in parts if part), [])
         if not names or any(part and list(part) != names for part in parts):
             return None
-        if (
-            request.source is not None
-            and len({window for window, part in zip(windows, parts, strict=True) if part}) > 1
-        ):
-            _crop_windows(parts, windows, request.source.layer.geometry, request.layer.geometry)
+        if request.source is not None:
+            crop_windows(parts, windows, request.source.layer.geometry, request.layer.geometry)
         fitting = [part for part in parts[: self._fitted] if part]
         counts = {name: sum(len(part[name]) for part in fitting) for name in names}
         rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
@@ -389,7 +386,7 @@ def _shapes(batch: Batch) -> Shapes:
     return tuple(tensor.shape for tensor in gather(batch.inputs))
 
 
-def _crop_windows(
+def crop_windows(
     parts: list[dict[str, Tensor]], windows: list[Sizes], first: PatchGeometry, second: PatchGeometry
 ) -> None:
     """Crop samples in windows to the smallest one along each axis: images of several sizes have several windows."""
@@ -397,8 +394,15 @@ def _crop_windows(
     if len({window for _, window in found}) < 2:
         return
     least = tuple(map(min, zip(*(window for _, window in found), strict=True)))
+    hidden = _read(least, second)
     for part, window in found:
-        part |= cropped_windows(part, window, least, first, second)
+        for name, sizes in (("before", _read(hidden, first)), ("there", hidden)):
+            where: Any = (..., *map(slice, sizes))
+            if name in part:
+                part[name] = part[name][where]
+        for name in part.keys() & {"window_outputs", "window_others"}:
+            width = part[name].shape[1]
+            part[name] = part[name].view(-1, *window, width)[(slice(None), *map(slice, least))].reshape(-1, width)
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
@@ -489,24 +493,6 @@ class SampleWindows:
         shape[axis] = size
         positions = torch.arange(size, device=starts.device)
         return starts.view(-1, *[1] * len(self.size)) + positions.view(shape)
-
-
-def cropped_windows(
-    taken: Mapping[str, Tensor], window: Sizes, size: Sizes, first: PatchGeometry, second: PatchGeometry
-) -> dict[str, Tensor]:
-    """Return what was sampled in windows with their first positions alone."""
-    hidden = _read(size, second)
-    parts = {"before": _read(hidden, first), "there": hidden}
-    found: dict[str, Tensor] = {}
-    for name, sizes in parts.items():
-        where: Any = (..., *map(slice, sizes))
-        if name in taken:
-            found[name] = taken[name][where]
-    for name in ("window_outputs", "window_others"):
-        if name in taken:
-            wide, kept = taken[name].view(-1, *window, taken[name].shape[1]), (slice(None), *map(slice, size))
-            found[name] = wide[kept].reshape(-1, taken[name].shape[1])
-    return found
 
 
 def _read(sizes: Sizes, reading: PatchGeometry) -> Sizes:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import WeightChange
+from prunekit.statistics.layer_errors import norm_factor
 from prunekit.statistics.linear_layers import LayerCall
 
 
@@ -55,10 +56,7 @@ def _norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the factor and offset of a BatchNorm in eval mode, (channels,) each, in float64."""
     assert isinstance(norm, _BatchNorm)
     assert norm.running_mean is not None
-    assert norm.running_var is not None
-    factor = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        factor = factor * norm.weight.detach().double()
+    factor = norm_factor(norm)
     offset = -norm.running_mean.double() * factor
     return factor, offset if norm.bias is None else offset + norm.bias.detach().double()
 
@@ -74,7 +72,7 @@ def _add_bias(
         elif norm is not None:
             assert isinstance(norm, _BatchNorm)
             if norm.bias is not None:
-                norm.bias[rows] += (change * _norm_affine(norm)[0][rows]).to(norm.bias.dtype)
+                norm.bias[rows] += (change * norm_factor(norm)[rows]).to(norm.bias.dtype)
             else:
                 assert norm.running_mean is not None
                 norm.running_mean[rows] -= change.to(norm.running_mean.dtype)

@@ -39,12 +39,9 @@ class NonFinite:
     """NaN or Inf in one activation."""
 
     key: StatsKey
-    count: int
-    """Values, over all channels."""
-    batch: int
-    """The first forward pass, from 1, that showed one."""
-    channel: int
-    """The first channel, from 0, that showed one in that pass."""
+    count: int  # values, over all channels
+    batch: int  # the first forward pass, from 1, that showed one
+    channel: int  # the first channel, from 0, that showed one in that pass
 
     def __str__(self) -> str:
         first = f"first in batch {self.batch}, channel {self.channel}"

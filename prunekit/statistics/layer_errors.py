@@ -98,11 +98,8 @@ class _Change:
         yield self.layer.weight, self.weight
         if self.bias is not None and self.layer.bias is not None:
             yield self.layer.bias, self.bias
-        elif self.bias is not None and self.layer.norm is not None:
-            norm: Any = modules[self.layer.norm]
-            if norm.weight is not None:
-                scale = norm.weight.detach().double() * (norm.running_var.double() + norm.eps).rsqrt()
-                yield f"{self.layer.norm}.bias", scale * self.bias
+        elif self.bias is not None and (norm := self.layer.norm) is not None and modules[norm].weight is not None:
+            yield f"{norm}.bias", norm_factor(modules[norm]) * self.bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,8 +398,10 @@ def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> T
         scale = scale * moments.layer.gain.to(scale.device)
     if moments.layer.norm is None:
         return scale
-    norm: Any = modules[moments.layer.norm]
-    factor = (norm.running_var.double() + norm.eps).rsqrt()
-    factor = factor if norm.weight is None else factor * norm.weight.detach().double()
-    found: Tensor = scale * factor.to(scale.device)
-    return found
+    return scale * norm_factor(modules[moments.layer.norm]).to(scale.device)
+
+
+def norm_factor(norm: Any) -> Tensor:
+    """Return what a BatchNorm in eval mode multiplies each channel by, (channels,), float64."""
+    factor: Tensor = (norm.running_var.double() + norm.eps).rsqrt()
+    return factor if norm.weight is None else factor * norm.weight.detach().double()

@@ -35,20 +35,15 @@ class LayerStats:
     has `count` 0, moments 0, `min` +inf and `max` -inf.
     """
 
-    count: IntArray
-    """Finite values, over all batches, calls and positions."""
+    count: IntArray  # finite values, over all batches, calls and positions
     mean: FloatArray
-    squared_deviations: FloatArray
-    """Sum of (x - mean)^2, which merging needs in place of the variance."""
+    squared_deviations: FloatArray  # sum of (x - mean)^2, which merging needs in place of the variance
     absolute_sum: FloatArray
     min: FloatArray
     max: FloatArray
-    zeros: IntArray
-    """Values that are exactly 0."""
-    non_finite: IntArray
-    """Values that are NaN or Inf."""
-    first_non_finite: IntArray
-    """The forward pass, from 1, in which the channel first had one of them; 0 if in none."""
+    zeros: IntArray  # values that are exactly 0
+    non_finite: IntArray  # values that are NaN or Inf
+    first_non_finite: IntArray  # the forward pass, from 1, in which the channel first had one; 0 if in none
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -112,8 +107,7 @@ class ChannelSums:
     """Sums per channel, of the same number of values each; subclasses may add other sums."""
 
     count: int
-    total: FloatArray
-    """(channels,)"""
+    total: FloatArray  # (channels,)
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:

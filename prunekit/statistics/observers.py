@@ -149,10 +149,8 @@ class PassHooks(HookOwner):
         self._calls: Counter[Hashable] = Counter()
         self._interceptor: ConsumerInterceptor | None = None
         self._intercepting = False
-        self.counted: Tensor | None = None
-        """Which positions of the running pass's samples are not padding, see `counted_positions`."""
-        self.sequences: tuple[int, int] | None = None
-        """(B, T) of samples that are sequences, see `sequence_shape`."""
+        self.counted: Tensor | None = None  # which positions of the pass are not padding, see `counted_positions`
+        self.sequences: tuple[int, int] | None = None  # (B, T) of samples that are sequences, see `sequence_shape`
 
     def dealt(self, rank: int, of: int) -> None:
         """Take the passes for every `of`-th of a data set's, from number `rank`; `number` counts accordingly."""
@@ -301,8 +299,7 @@ class ConsumerHooks(PassHooks):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.consumers: dict[str, Consumer] = {}
-        """The consumers that were called so far, by their path."""
+        self.consumers: dict[str, Consumer] = {}  # those that were called so far, by their path
         self._running: dict[Any, Any] = {}
         self._cache = MeasurementCache()
 

@@ -37,8 +37,8 @@ class OutputComparison:
     channels: Mapping[str, Tensor] = field(default_factory=dict)
     # whether computed values select entries of these outputs, such as the queries that score best
     selected: bool = False
+    # calls of these layers that the dense model makes, by the shapes of the inputs
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
-    """Calls of these layers that the dense model makes, by the shapes of the inputs."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:

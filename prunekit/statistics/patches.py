@@ -42,7 +42,7 @@ class PatchGeometry:
 
     def rows(self, output: Tensor) -> int:
         """Return the number of rows of an output."""
-        return output.numel() // output.shape[self._axis]
+        return prod(self.positions(output))
 
     def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
         """Return the rows of an output that are not padding, (N,), ascending; None if none is padding.
@@ -78,7 +78,7 @@ class PatchGeometry:
 
     def rows_of(self, inputs: Tensor) -> int:
         """Return the number of rows of the output for an input."""
-        return len(inputs) * prod(self.spatial(inputs)) if self.kernel else inputs.numel() // inputs.shape[-1]
+        return prod(self.positions_of(inputs))
 
     def places(self, rows: Tensor, spatial: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return the positions of the input that each row reads, (N, taps), as rows of it; and whether they exist."""
@@ -126,10 +126,6 @@ class PatchGeometry:
             rest = rest // size
         where: Any = (rows // positions, slice(None), *index)
         return windows[where].flatten(1)
-
-    @property
-    def _axis(self) -> int:
-        return 1 if self.kernel else -1
 
 
 def geometry_of(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> PatchGeometry | None:

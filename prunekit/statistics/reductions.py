@@ -206,8 +206,7 @@ EXAMPLES = {2: (3136, 64), 3: (16, 64, 3136)}
 class KernelKind(NamedTuple):
     """The kind of activations that share a kernel."""
 
-    ndim: int
-    """3: (samples, channels, positions); 2: (samples, channels)."""
+    ndim: int  # 3: (samples, channels, positions); 2: (samples, channels)
     dtype: torch.dtype
     device: str
     threads: int
@@ -217,12 +216,9 @@ class KernelKind(NamedTuple):
 class CompiledKernel:
     """The kernel compiled for a kind of activation, or the reason why there is none."""
 
-    run: Callable[[Tensor], Tensor] | None
-    """Computes the same as `measure_eagerly`; None if it could not be compiled."""
-    seconds: float
-    """Time that compiling took, once in a process."""
-    error: str = ""
-    """The reason why there is none."""
+    run: Callable[[Tensor], Tensor] | None  # computes the same as `measure_eagerly`; None if it could not be compiled
+    seconds: float  # that compiling took, once in a process
+    error: str = ""  # the reason why there is none
 
 
 class Reducer:

@@ -19,7 +19,7 @@ from torchvision.ops import MultiScaleRoIAlign
 
 import prunekit
 from prunekit.planning.plan import Plan
-from prunekit.repair.layer_samples import SampleWindows, cropped_windows
+from prunekit.repair.layer_samples import SampleWindows, crop_windows
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.output_error import OutputComparison
@@ -77,7 +77,8 @@ def test_cropped_windows_hold_what_both_layers_compute() -> None:
     taken["window_outputs"] = second.outputs(outputs, windows.rows())
     size = (windows.size[0] - 2, windows.size[1] - 1)
     assert min(size) > 0
-    cropped = cropped_windows(taken, windows.size, size, first, second)
+    cropped, smaller = dict(taken), {"there": taken["there"]}
+    crop_windows([cropped, smaller], [windows.size, size], first, second)
     made = F.conv2d(cropped["before"], one, None, first.stride).relu() * cropped["there"]
     again = F.conv2d(made, other, None, second.stride)
     assert again.shape[2:] == size

@@ -81,8 +81,7 @@ class Intervention(LayerHooks):
                 raise UsageError(f"intervene: {what}: expected a number, a tensor or a function of one, got {got}")
         super().__init__(model, layers, tuple(changes), every)
         self._changes, self._position = changes, position
-        self.count = 0
-        """Number of tensors that were changed."""
+        self.count = 0  # tensors that were changed
 
     def on_tensor(self, key: TensorKey, values: Tensor, axis: int) -> Tensor | None:
         """Return the tensor that replaces one; None to leave it."""

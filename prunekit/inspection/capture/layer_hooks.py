@@ -56,8 +56,7 @@ class LayerHooks(PassHooks):
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
 
-    purpose = "layers"
-    """Name of the call that uses the hooks, with which messages begin."""
+    purpose = "layers"  # the call that uses the hooks, with which messages begin
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -271,21 +272,14 @@ def in_range(labels: Tensor, classes: int) -> Tensor:
 @check("non_finite", "data")
 def non_finite(observation: Observation) -> Iterator[Finding]:
     """Yield the first NaN or Inf: in the inputs, a parameter or buffer, an activation, the loss, or a gradient."""
-    for place in (_images, _tensors, _activation, _loss, _gradient):
-        found = place(observation)
-        if found is not None:
-            yield found
-            return
+    places = (_images, _tensors, _activation, _loss, _gradient)
+    yield from islice((found for place in places if (found := place(observation)) is not None), 1)
 
 
 def _images(observation: Observation) -> Finding | None:
-    if not observation.data.not_finite:
-        return None
-    count = observation.data.not_finite
-    came = f"{count} values of the {observation.samples} are NaN or Inf"
-    return _finding(
-        "data", DATA_ORDER, came, f"look at how {observation.samples} are read and normalized", {"count": count}
-    )
+    count, samples = observation.data.not_finite, observation.samples
+    came, advice = f"{count} values of the {samples} are NaN or Inf", f"look at how {samples} are read and normalized"
+    return _finding("data", DATA_ORDER, came, advice, {"count": count}) if count else None
 
 
 def _tensors(observation: Observation) -> Finding | None:
@@ -374,18 +368,19 @@ def _failed(observation: Observation, failure: Failure, expected: str, advice: s
     return Finding(failure.module, observation.place(failure.module), expected, came, advice, evidence)
 
 
+_SIZES = {_ConvNd: "in_channels", _BatchNorm: "num_features", nn.GroupNorm: "num_channels"}
+"""Modules that read channels on axis 1, and the attribute with their number."""
+
+
 def _wanted(model: nn.Module, failure: Failure) -> str:
     """Return which inputs the module that raised takes."""
     module = model.get_submodule(failure.module)
     kind = type(module).__name__
-    if isinstance(module, _ConvNd):
-        return f"an input (N, {module.in_channels}, ...) of {kind}"
+    for known, name in _SIZES.items():
+        if isinstance(module, known):
+            return f"an input (N, {getattr(module, name)}, ...) of {kind}"
     if isinstance(module, nn.Linear):
         return f"an input (..., {module.in_features}) of {kind}"
-    if isinstance(module, _BatchNorm):
-        return f"an input (N, {module.num_features}, ...) of {kind}"
-    if isinstance(module, nn.GroupNorm):
-        return f"an input (N, {module.num_channels}, ...) of {kind}"
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return f"an input (..., {', '.join(map(str, module.normalized_shape))}) of {kind}"
     if failure.stage == "the loss":
