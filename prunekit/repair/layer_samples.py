@@ -31,7 +31,7 @@ class SampleRequest:
     channels: Tensor | None = None  # of its input whose patches are sampled; None: no patches
     centers: bool = False  # whether the whole input is sampled at the centers of the patches
     outputs: bool = False  # whether the layer's output is sampled
-    # request for the layer before, and for this layer's outputs in the same windows; None: no source
+    # what to sample of the layer before, and of this layer's outputs in the same windows; None: no windows
     source: SourceRequest | None = None
     calls: tuple[LayerCall, ...] = ()  # of the layer's weight in the pass; empty: the layer's own
 
@@ -40,7 +40,7 @@ class SampleRequest:
 class SampledCalls:
     """Samples of a layer from one pass over one batch."""
 
-    # by their names in `LayerSample`, call after call; empty if the pass makes none
+    # by their names in `LayerSample`, the calls' rows one after the other; empty if the pass does not call the layer
     tensors: dict[str, Tensor] = field(default_factory=dict)
     totals: tuple[int, ...] = ()  # rows of each call
     window: Sizes = ()  # positions of the layer's output in a window, along each axis; none if no windows were sampled

@@ -62,7 +62,7 @@ def kept_channels(layer: LayerCall, plan: Plan) -> torch.Tensor:
 class FitSize:
     """Memory of a layer's fit: `fixed` bytes, and `each` for every row, of which there are at most `most`.
 
-    `sampled` of each row's bytes are those of its sample.
+    The row's sample takes `sampled` of the bytes of `each`.
     """
 
     fixed: int
@@ -140,7 +140,8 @@ def too_wide(layer: LayerCall, plan: Plan, settings: RepairSettings) -> bool:
 def cuts(firsts: Sequence[int], lifetimes: Lifetimes, images: int, limit: float) -> list[int]:
     """Return for each layer in turn the number of the call from which passes continue; 0 is the start.
 
-    It is the last call before all that is still needed at which the live tensors of all images are within the limit.
+    It is the last call at which the live tensors of all images are within the limit, and behind which lie all layers
+    that are still to be fitted.
     """
     held, found, last = lifetimes.held_bytes(), list[int](), 0
     affordable = sorted(number for number, size in held.items() if size * images <= limit)

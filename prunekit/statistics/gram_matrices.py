@@ -61,13 +61,13 @@ class LayerMoments:
     # for each convolution group, or matrix of a stack, (d + 1, d + 1) mean products of the columns of a patch and a
     # constant last, float64; d is channels * taps, or channels where `taps` is 1. Where a norm over channels reads the
     # end of the chain, each position counts over the square of what the norm divides it by. Layers that read the same
-    # tensor in the same way, as those of queries and keys do, have the same matrices in memory; so have the matrices of
-    # a stack, of what all of them read, where more took too much memory.
+    # tensor in the same way, as those of queries and keys do, have the same matrices in memory. So have the matrices of
+    # a stack, where one for each would take too much memory: theirs is of the rows of all.
     grams: tuple[Tensor, ...]
     taps: int  # columns of each channel; 1 if only the centers of patches were taken, to save memory
-    # (channels,) that the squared errors at the end of the chain are divided by, float64: the variance there, or one by
-    # the gains of the norm that reads it. Of a stack (matrices * channels,): the variance of all rows over the share of
-    # rows that a matrix makes.
+    # (channels,) float64, by which squared errors at the end of the chain are divided: the variance there, or what the
+    # gains of the norm give that reads the end. For a stack (matrices * channels,): the variance of all rows over the
+    # share of rows that a matrix makes.
     variance: Tensor
     counts: tuple[int, ...]  # how many positions were sampled for each of `grams`
     output_gain: float = 1.0  # how much an error here changes the model's output, 1 for a usual layer; see `with_gains`
@@ -92,10 +92,10 @@ IN_MEMORY = 2**28
 class PatchStats:
     """Moments of the patches that a model's layers read, in the order in which they run."""
 
-    layers: tuple[LayerMoments, ...]  # a layer each
-    # what was computed of them, by criteria that would compute it again for each budget
+    layers: tuple[LayerMoments, ...]  # one for each layer
+    # results of criteria, which would compute them again for each budget
     computed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    # of the matrices; `memory.release()` after each use keeps those that are in a file out of memory
+    # where the matrices are; those in a file stay in memory from their use until `memory.release()`
     memory: FileMemory = field(default_factory=lambda: FileMemory(IN_MEMORY), repr=False)
 
     @property
@@ -106,7 +106,7 @@ class PatchStats:
 
 @dataclass(eq=False)
 class _GramSum:
-    """Gram matrices that are summed over positions, of all layers that have read the same so far."""
+    """Sums of Gram matrices over positions, shared by all layers that have read the same so far."""
 
     grams: list[Tensor]  # a sum for each convolution group, or matrix of a stack
     counts: list[int]  # positions of each so far
@@ -199,7 +199,7 @@ class _Collector(LayerFinder):
             values = layer.geometry.outputs(result, self._rows[mark.layer])
             if layer.row_norm is None:
                 ends = self._ends.setdefault(layer.use, VarianceSum())
-                for part in in_parts(values) if len(values) else ():  # of those that are wide
+                for part in in_parts(values) if len(values) else ():  # wide rows a part at a time
                     ends.add_rows(part.double())
             elif (waiting := self._waiting.pop(mark.layer, None)) is not None:
                 factors = layer.row_norm.squared_sizes(values).rsqrt()

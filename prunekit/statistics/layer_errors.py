@@ -39,18 +39,15 @@ PROBES = 32
 def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutputs = ALL_READ) -> PatchStats:
     """Measure how much errors in each layer change the model's output.
 
-    In each layer every second input channel is removed and the others make up for them by least squares: the gain is
-    the mean squared change of what the model returns, see `OutputComparison`, over the layer's own error by its Gram
-    matrix, each output over its variance; relative to the median of all layers. Errors of some layers are averaged away
-    later, above all by pooling, and others grow.
+    In each layer every second input channel is removed, and the others make up for it by least squares. The gain is the
+    mean squared change of what the model returns, see `OutputComparison`, over the layer's own error by its Gram
+    matrix, each output over its variance; and this relative to the median of all layers. Errors of some layers are
+    averaged away later, above all by pooling, and others grow.
 
-    The change is that to first order: the gradient of random sums of the output, one sample at a time, times the change
-    of what a linear layer reads, or of the weight of another layer. Its mean square over random signs is the squared
-    norm (Hutchinson 1990), for all layers at once. Where no gradient reaches the layers, as behind boxes that a
+    The change is computed to first order: the gradient of random sums of the output, one sample at a time, times the
+    change of what a linear layer reads, or of the weight of another layer. Its mean square over random signs is the
+    squared norm (Hutchinson 1990), for all layers at once. Where no gradient reaches the layers, as behind boxes that a
     detector selects, the model runs with one layer changed after the other.
-
-    Args:
-        inputs: (B, ...), as `inputs_as_example` takes them.
     """
     copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
     with training_mode(copy, False), torch.no_grad():
@@ -76,7 +73,7 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """The change of a layer's weight and bias without every second input channel, and the error that it makes."""
+    """The change of a layer when every second input channel is removed, and the error that this makes."""
 
     layer: LayerCall  # the layer
     weight: Tensor  # the change of the weight, as the model has it, in its dtype
@@ -243,7 +240,7 @@ def _gains_by_gradients(
     release_memory(model, collect=False)
     probes, squares, spread = -(-PROBES // samples), [0.0] * len(errors), RelativeError()
     try:
-        for one in each if len(judge.outputs) > 1 else each[:1]:  # that of a single output is in all gains alike
+        for one in each if len(judge.outputs) > 1 else each[:1]:  # the variance of a single one is in all gains
             for key, values in judge.values(model, one, counted_positions(model, one)):
                 spread.add(key, values, values)
         around = spread.variations(0.0)
@@ -267,7 +264,7 @@ def _gains_by_gradients(
     except (RuntimeError, NotImplementedError, IndexError, AttributeError, UserWarning):
         return None  # an operator without a gradient, or an output that changes with the number of samples
     if not all(square > 0 for square, error in zip(squares, errors, strict=True) if error > 0):
-        return None  # some layer is cut off
+        return None  # no gradient reaches some layer
     found_gains = [square / error if error > 0 else None for square, error in zip(squares, errors, strict=True)]
     return [gain if gain is not None and math.isfinite(gain) else None for gain in found_gains]
 
@@ -353,7 +350,7 @@ def without_channels(
 def _group_without(
     rows: Tensor, matrix: Tensor, kept: Tensor, *, each_tap: bool, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same for rows (o, C, taps) of a group; without statistics of its own, each tap is a layer."""
+    """Return what `without_channels` does for rows (o, C, taps) of a group; each tap by itself if `each_tap`."""
     outputs, channels, taps = rows.shape
     flat = rows.transpose(1, 2).flatten(0, 1) if each_tap else rows.flatten(1)
     change = without_columns(flat, matrix, kept.repeat_interleave(flat.shape[1] // channels), biased=biased)

@@ -60,7 +60,7 @@ class TensorOrigin(NamedTuple):
     """A mark on a tensor: the layers that its values come from."""
 
     owner: object  # identifies the pass
-    # indices, among the chains, of the layers whose outputs it is made of without another in between
+    # indices, among the chains, of the layers from whose outputs it was computed with no other layer in between
     origins: frozenset[int] = frozenset()
     selected: bool = False  # whether computed values decide which entries it has, as for boxes that a detector selects
     behind: int = 0  # the weights of all layers that it was made with, one bit each
@@ -104,7 +104,7 @@ class LayerChain:
         return replace(layer, row_norm=self.row_norms.get(layer.end))
 
     def gain(self, factor: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the factor of each output by a tensor that broadcasts to the last stage; None if it varies."""
+        """Return by what a tensor multiplies each output at the last stage; None if it varies within an output."""
         values = torch.full((self.shape.numel(),), torch.nan, dtype=torch.float64)
         values[self.places().flatten()] = factor.detach().double().cpu().expand(shape).flatten()
         geometry = self.layer.geometry
@@ -200,7 +200,7 @@ class LayerFinder(CallInterceptor):
         """Return the origin of a call's results."""
         known = [self.origin(tensor) for tensor in inputs]
         origins = frozenset().union(*(origin.origins for origin in known))
-        writing = call.name in _WRITING  # to where a selection says, into a tensor that may be as long as one
+        writing = call.name in _WRITING  # numbers that are written where a selection says decide nothing
         deciding = [origin for i, origin in enumerate(known) if not (writing and i and inputs[i].is_floating_point())]
         selected = any(origin.selected for origin in deciding)
         first, others = known[:1], known[1:]

@@ -68,8 +68,7 @@ class LayerCall:
     # the norm over the channels of each position that reads the end of the chain; None if none does
     row_norm: RowNorm | None = field(default=None, compare=False)
     read: int | None = None  # number of the call that made its input; None if no call did
-    # number of matrices of which each row is multiplied with one, of a weight that is a stack of them; 0 of other
-    # weights
+    # number of matrices in a weight that is a stack of them, one of which each row is multiplied with; else 0
     stack: int = 0
 
     @property
@@ -89,15 +88,15 @@ class LayerCall:
         return self.stack or self.geometry.groups
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Return the weight, outputs first and inputs second: a view, but of a stack. Its matrices follow each other.
+        """Return the weight as (outputs, inputs, ...): a view, but for a stack, whose matrices follow each other.
 
-        So a stack is like the weight of a convolution in groups, of which each has one of the matrices.
+        So a stack is like the weight of a convolution in groups, one of the matrices for each group.
         """
         found = weight.transpose(*self.axes) if self.transposed else weight
         return found.flatten(0, 1) if self.stack else found
 
     def stored(self, matrix: Tensor) -> Tensor:
-        """Return what `matrix` returned, or a tensor of that shape, as the model has it."""
+        """Return what `matrix` returned, or a tensor of that shape, in the layout that the model has it in."""
         found = matrix.reshape(self.stack, -1, matrix.shape[1]) if self.stack else matrix
         return found.transpose(*self.axes) if self.transposed else found
 
@@ -182,8 +181,8 @@ class Operands(NamedTuple):
     weight: str
     bias: str | None
     transposed: bool  # whether the weight, as the model has it, is stored as (inputs, outputs)
-    # of the matrix in a stack that each row is multiplied with, in the shape of the rows' positions, -1 for none; None
-    # of other weights
+    # the number of the matrix that each row is multiplied with, -1 for none, in the shape of the rows' positions; None
+    # if the weight is no stack of matrices
     numbers: Tensor | None = None
     geometry: PatchGeometry = PatchGeometry()  # of what rows of a stack read
 
@@ -326,7 +325,7 @@ class StackPart(NamedTuple):
 
     name: str  # of the parameter
     stack: Tensor  # the parameter
-    numbers: Tensor  # of the matrices, in the shape of the tensor's axes before its last two
+    numbers: Tensor  # the matrices' places in the stack, in the shape of the tensor's axes before its last two
     swapped: bool = False  # whether the two axes of each matrix are exchanged
 
 

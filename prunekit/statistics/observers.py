@@ -47,7 +47,7 @@ class Consumer:
 
     weight: str  # its name in the model
     channels: int  # of its input
-    groups: int = 1  # of channels, each of which is read for itself
+    groups: int = 1  # of channels that are read separately
     input_axis: int = 1  # axis of the weight that belongs to the input; 0 if it is stored transposed
 
     @property

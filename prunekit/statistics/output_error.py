@@ -25,15 +25,15 @@ FEW = 2
 class OutputComparison:
     """The tensors of a model that are compared with those of the dense one.
 
-    All outputs whose first axis holds samples are compared. Instead of other outputs, the layers are compared that they
-    are made of without another in between; and so are layers from whose outputs computed values select something, as a
-    detector selects the boxes that score best: entries of the selection have no counterpart in the other model.
+    Outputs whose first axis holds samples are compared as they are. In place of each other output, those layers are
+    compared from whose outputs it is computed with no other layer in between. So it is where computed values select
+    something, as a detector selects the boxes that score best: what is selected has no counterpart in the other model.
     """
 
     outputs: tuple[int, ...]  # indices among the tensors of the model's output that are read
     weights: tuple[str, ...]  # of layers whose outputs are compared, over all of their calls
     read: ReadOutputs = ALL_READ  # the outputs of the model that are read
-    # which output channels of these layers are compared, ascending; all of those that it does not name
+    # output channels of these layers that are compared, ascending; all channels of a layer that is not among the keys
     channels: Mapping[str, Tensor] = field(default_factory=dict)
     # whether computed values select entries of these outputs, such as the queries that score best
     selected: bool = False

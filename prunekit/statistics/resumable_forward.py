@@ -52,12 +52,12 @@ TensorKey = tuple[int, int]
 
 @dataclass
 class Lifetimes:
-    """First and last uses of the tensors of one forward pass.
+    """The first and the last step at which each tensor of a forward pass is used.
 
     A step is one call of any of torch's functions.
     """
 
-    samples: int = 1  # how many the pass was over
+    samples: int = 1  # that the pass ran on
     # by the number of a call, as `CallInterceptor` counts them, the steps before it
     steps: dict[int, int] = field(default_factory=dict)
     _last: dict[TensorKey, int] = field(default_factory=dict)
