@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prunekit.backends.backend import ProgramBackend, register_backend
+from prunekit.backends.backend import FORMATS, ProgramBackend, register_backend
 from prunekit.backends.files.export_source import ExportSource, Run, fed, interface_of_json
 from prunekit.backends.files.onnx_program import onnx_program_of
 from prunekit.backends.files.program import largest_sizes
-from prunekit.backends.session import Sample, Session, Setting, Source, in_dtype
+from prunekit.backends.session import Sample, Session, Setting, Source
 from prunekit.compaction.zero_patterns import zero_pattern
 from prunekit.errors import ArtifactError, RunError
 from prunekit.models.interface import BATCH, ModelInterface
@@ -71,40 +71,15 @@ class TensorRt(ProgramBackend):
 
     def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs an engine on the current GPU."""
-        import tensorrt
-
-        interface, device, logger = self.interface(path), torch.device("cuda"), engine_logger()
-        runtime = tensorrt.Runtime(logger)
-        engine = runtime.deserialize_cuda_engine(path.read_bytes())
-        if engine is None:
-            raise ArtifactError(
-                f"{path}: expected a TensorRT engine that was built for this GPU and this version of TensorRT: "
-                f"{said(logger)}"
-            )
-        context = engine.create_execution_context()
-        known = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+        interface = self.interface(path)
+        engine = _Engine(path.read_bytes(), interface, torch.device("cuda"), engine_logger(), str(path))
+        dtypes = [getattr(torch, spec.dtype) for spec in interface.outputs]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            given = {name: one for name, one in fed(example, interface).items() if name in known}
-            inputs = {name: one.to(device, dtype_of(engine, name)).contiguous() for name, one in given.items()}
-            for name, tensor in inputs.items():
-                if not context.set_input_shape(name, tuple(tensor.shape)):
-                    raise RunError(f"{path}: the engine takes no {name} of shape {tuple(tensor.shape)}: {said(logger)}")
-                context.set_tensor_address(name, tensor.data_ptr())
-            names = [spec.name for spec in interface.outputs]
-            outputs = [
-                torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype_of(engine, name), device=device)
-                for name in names
-            ]
-            for name, output in zip(names, outputs, strict=True):
-                context.set_tensor_address(name, output.data_ptr())
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
-            if not context.execute_async_v3(stream.cuda_stream):
-                raise RunError(f"{path}: a forward failed: {said(logger)}")
-            stream.synchronize()
-            dtypes = [getattr(torch, spec.dtype) for spec in interface.outputs]
-            return [output.cpu().to(dtype) for output, dtype in zip(outputs, dtypes, strict=True)]
+            engine.bind(example)
+            engine.run()
+            engine.stream.synchronize()
+            return [output.cpu().to(dtype) for output, dtype in zip(engine.outputs, dtypes, strict=True)]
 
         return run
 
@@ -125,9 +100,10 @@ class TensorRt(ProgramBackend):
         The network is strongly typed: it computes in the dtypes of the file, as TensorRT 11 always does, but with TF32
         in float32, as torch's convolutions do. Memory is not torch's, and is not measured.
         """
-        device = torch.device(setting.device)
-        engine = _Engine(source.files[setting.batch, setting.dtype], device)
-        engine.bind([one.to(device) for one in gather(in_dtype(sample, setting.torch_dtype))])
+        file, logger = source.files[setting.batch, setting.dtype], engine_logger()
+        interface, device = FORMATS.get(self.carrier).interface(file), torch.device(setting.device)
+        engine = _Engine(built_engine(file, logger), interface, device, logger, "tensorrt")
+        engine.bind(sample)
         return Session(engine.run, lambda _: engine.outputs)
 
 
@@ -264,38 +240,49 @@ def dtype_of(engine: Any, name: str) -> torch.dtype:
 class _Engine:
     """An engine with the tensors that it reads and writes, and the objects that must live as long as it does."""
 
-    def __init__(self, file: Path, device: torch.device) -> None:
-        import onnx
+    outputs: Sequence[Tensor]  # what the last run computed, on the device, in the order of the interface
+
+    def __init__(self, built: bytes, interface: ModelInterface, device: torch.device, logger: Any, where: str) -> None:
         import tensorrt
 
-        self.logger = engine_logger()
-        built = built_engine(file, self.logger)
-        self.runtime = tensorrt.Runtime(self.logger)
+        self.interface, self.device, self.logger, self.where = interface, device, logger, where
+        self.runtime = tensorrt.Runtime(logger)
         self.engine = self.runtime.deserialize_cuda_engine(built)
-        graph = onnx.load(file, load_external_data=False).graph
-        self.input_names = [entry.name for entry in graph.input]
-        names = [entry.name for entry in graph.output]
+        if self.engine is None:
+            raise ArtifactError(
+                f"{where}: expected a TensorRT engine that was built for this GPU and this version of TensorRT: "
+                f"{said(logger)}"
+            )
         self.context = self.engine.create_execution_context()
-        self.outputs = [self._empty(name, device) for name in names]
-        for name, output in zip(names, self.outputs, strict=True):
-            self.context.set_tensor_address(name, output.data_ptr())
+        self.names = {self.engine.get_tensor_name(index) for index in range(self.engine.num_io_tensors)}
         # On the default stream every forward would wait for the whole device.
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def _empty(self, name: str, device: torch.device) -> Tensor:
-        shape = tuple(self.engine.get_tensor_shape(name))
-        return torch.empty(shape, dtype=dtype_of(self.engine, name), device=device)
-
-    def bind(self, inputs: list[Tensor]) -> None:
-        """Make the engine read these tensors."""
-        self.inputs = [one.contiguous() for one in inputs]
-        for name, one in zip(self.input_names, self.inputs, strict=True):
-            self.context.set_tensor_address(name, one.data_ptr())
+    def bind(self, example: tuple[Any, ...]) -> None:
+        """Make the engine read these tensors, moved to its device, and write new ones of the shapes that follow."""
+        given = {name: one for name, one in fed(example, self.interface).items() if name in self.names}
+        self.inputs = {
+            name: one.to(self.device, dtype_of(self.engine, name)).contiguous() for name, one in given.items()
+        }
+        for name, tensor in self.inputs.items():
+            shape = tuple(tensor.shape)
+            if not self.context.set_input_shape(name, shape):
+                raise RunError(f"{self.where}: the engine takes no {name} of shape {shape}: {said(self.logger)}")
+            self.context.set_tensor_address(name, tensor.data_ptr())
+        names = [spec.name for spec in self.interface.outputs]
+        self.outputs = [
+            torch.empty(
+                tuple(self.context.get_tensor_shape(name)), dtype=dtype_of(self.engine, name), device=self.device
+            )
+            for name in names
+        ]
+        for name, output in zip(names, self.outputs, strict=True):
+            self.context.set_tensor_address(name, output.data_ptr())
 
     def run(self) -> None:
         """Run one forward, in order with the work on the current stream."""
-        around = torch.cuda.current_stream(self.stream.device)
+        around = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(around)
         if not self.context.execute_async_v3(self.stream.cuda_stream):
-            raise RunError(f"tensorrt: a forward failed: {said(self.logger)}")
+            raise RunError(f"{self.where}: a forward failed: {said(self.logger)}")
         around.wait_stream(self.stream)

@@ -251,9 +251,9 @@ def text_of(statement: ast.stmt, source: str) -> str:
     return _MARK.sub("", "".join(lines)).rstrip() + "\n"
 
 
-def without(statement: ast.stmt, source: str, members: Sequence[str], *, decorators: bool = True) -> str:
-    """Return the source of a class without some members, what only type checkers read, and if asked decorators."""
-    lines = source.splitlines(keepends=True)
+def without(statement: ast.stmt, source: str, members: Sequence[str]) -> str:
+    """Return the source of a class without its decorators, some members, and what only type checkers read."""
+    lines, last = source.splitlines(keepends=True), statement.end_lineno or 0
     gone: set[int] = set()
     for node in getattr(statement, "body", []):
         names = [node.name] if isinstance(node, ast.FunctionDef) else [ast.unparse(one) for one in _targets(node)]
@@ -263,13 +263,8 @@ def without(statement: ast.stmt, source: str, members: Sequence[str], *, decorat
             after = (node.end_lineno or 0) + 1
             if after <= len(lines) and not lines[after - 1].strip():
                 gone.add(after)
-    for decorator in getattr(statement, "decorator_list", []) if not decorators else ():
-        gone |= {*range(decorator.lineno, (decorator.end_lineno or 0) + 1)}
-    kept = [line for number, line in enumerate(lines, 1) if number not in gone]
-    moved = sum(number < statement.lineno for number in gone)
-    start = statement.lineno - 1 - moved
-    length = (statement.end_lineno or 0) - statement.lineno + 1 - sum(number >= statement.lineno for number in gone)
-    return _MARK.sub("", "".join(kept[start : start + length])).rstrip() + "\n"
+    kept = [lines[number - 1] for number in range(statement.lineno, last + 1) if number not in gone]
+    return _MARK.sub("", "".join(kept)).rstrip() + "\n"
 
 
 def _targets(node: ast.stmt) -> list[ast.expr]:

@@ -78,16 +78,6 @@ def _first_misfit(dense: nn.Module, model: nn.Module) -> str:
     )
 
 
-def _sizes(dense: nn.Module, model: nn.Module) -> dict[int, set[int]]:
-    """Return the sizes that axes of each dense size have in a model."""
-    found: dict[int, set[int]] = {}
-    ours = shapes_of(model)
-    for name, shape in shapes_of(dense).items():
-        for before, after in zip(shape, ours.get(name, shape), strict=False):
-            found.setdefault(before, set()).add(after)
-    return found
-
-
 def _transformers(
     model: Any,
     builder: Builder,
@@ -164,10 +154,12 @@ def _timm(
 def _timm_arguments(dense: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield arguments of constructors that may make the widths of a model: those that timm's transformers share."""
     options: dict[str, list[Any]] = {}
-    sizes = _sizes(dense, model)
-    width = getattr(dense, "embed_dim", None)
+    width, ours = getattr(dense, "embed_dim", None), shapes_of(model)
     if type(width) is int:
-        options["embed_dim"] = sorted(sizes.get(width, set()) | {width}, reverse=True)
+        axes = (
+            pair for name, shape in shapes_of(dense).items() for pair in zip(shape, ours.get(name, ()), strict=False)
+        )
+        options["embed_dim"] = sorted({after for before, after in axes if before == width} | {width}, reverse=True)
     heads = whole_numbers(model).get("num_heads", set())
     if heads:
         options["num_heads"] = sorted(heads)

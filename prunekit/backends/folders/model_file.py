@@ -276,7 +276,7 @@ def _for_running(statement: ast.stmt, source: str) -> str:
     """Return the source of a substitute without what only pruning needs."""
     if not isinstance(statement, ast.ClassDef):
         return text_of(statement, source)
-    text = without(statement, source, _FOR_PRUNING, decorators=False)
+    text = without(statement, source, _FOR_PRUNING)
     base = SizedAttention.__name__
     return text.replace(f"({base}, ", "(", 1).replace(f"({base})", "(nn.Module)", 1)
 
