@@ -37,9 +37,9 @@ INSTALL_INT8 = "pip install 'prunekit[int8]'"
 
 
 class Backend(ABC):
-    """A runtime of models, which is timed. `register_backend` describes what it is registered with.
+    """A runtime that models are timed in. Its attributes are the arguments of `register_backend`.
 
-    It is pickled for the process that measures, where its class and functions are imported from their modules.
+    Backends are pickled for the process that measures, which imports their classes and functions from their modules.
     """
 
     format: str = ""
@@ -63,7 +63,7 @@ class Backend(ABC):
         """Return a model that is ready to run on a sample: what is timed."""
 
     def refuse(self, setting: Setting) -> str:
-        """Return why it cannot run a setting on its devices; empty if it can."""
+        """Return why this backend cannot run a setting on its devices; empty if it can."""
         return ""
 
     def moves_weights(self, setting: Setting) -> bool:
@@ -90,7 +90,7 @@ class Backend(ABC):
         return setting.batch, setting.dtype if self.typed_files else "float32"
 
     def refusal(self, setting: Setting) -> str:
-        """Return why it cannot run a setting on its devices, and what can; empty if it can."""
+        """Return why this backend cannot run a setting on its devices, and which ones can; empty if it can."""
         if setting.dtype != INT8:
             return self.refuse(setting)
         if not self.quantizer:
@@ -101,11 +101,11 @@ class Backend(ABC):
         return self.refuse(setting)
 
     def missing(self) -> str:
-        """Return which of its packages are not installed, and how to install them; empty if all are."""
+        """Return which packages of the backend are not installed, and how to install them; empty if all are."""
         return missing_packages(self.packages, self.install)
 
     def unusable(self) -> str:
-        """Return why it does nothing at all on this machine, and what would help; empty if it is usable."""
+        """Return why the backend cannot be used at all on this machine, and what would help; empty if it can."""
         known = ("packages", "install", "devices", "compiler")
         return unusable({name: getattr(self, name) for name in known})
 
@@ -178,7 +178,7 @@ class FileBackend(Backend):
     def file_session(
         self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
     ) -> Session:
-        """Open a file of its own format, or of one that it `reads`, to be timed."""
+        """Open a file to be timed: of the backend's own format, or of one that the backend `reads`."""
         run = (self.open_trusted if trusted else self.open)(path, threads=setting.threads)
         return Session(partial(run, sample))
 

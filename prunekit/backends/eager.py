@@ -39,7 +39,7 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def layout_of(module: nn.Module, asked: str) -> str:
-    """Return the memory format that a module is run in: that of the setting, unless its weights are channels last."""
+    """Return the memory format that a module is run in: channels last if its weights are, else what was asked for."""
     return "channels_last" if lies_channels_last(module) else asked
 
 
@@ -174,7 +174,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def weight_movers(*modules: nn.Module) -> Iterator[list[WeightMover]]:
-    """Yield the movers of a user's modules, and put the tensors back afterwards, as others may share them."""
+    """Yield the movers of a user's modules, and put the tensors back afterwards, as other code may share them."""
     before = {tensor: tensor.data for module in modules for tensor in _movable(module)}
     try:
         yield [WeightMover(module) for module in modules]

@@ -134,7 +134,7 @@ def _manifest(source: ExportSource, build: Mapping[str, Any] | None) -> dict[str
 
 
 def _require_dense(source: ExportSource, build: Mapping[str, Any] | None) -> None:
-    """Raise if a model without a folder is pruned: only a folder has the plan that it is loaded with."""
+    """Raise if a model without a folder is pruned: a pruned model is loaded with its plan, which only a folder has."""
     dense = Standalone().dense(source)
     if dense is None:
         raise UsageError(

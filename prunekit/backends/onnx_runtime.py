@@ -48,7 +48,7 @@ LARGEST_HALF = 65504.0
 
 
 KERNEL, FORWARD = "_kernel_time", "model_run"
-"""The profiler's names for the time of a node, and for that of the whole pass, which it writes last."""
+"""The profiler's names for the time of a node, and for the time of a whole pass, which it writes last."""
 ROUNDING_US = 0.5
 """Mean of the fractions of microseconds that the profiler cuts off."""
 
@@ -99,7 +99,7 @@ class OnnxRuntime(FileBackend):
         return run
 
     def interface(self, path: Path) -> ModelInterface:
-        """Return the interface of a file; one without prunekit's metadata has that of its graph, without a task."""
+        """Return the interface in a file's metadata; without that, the inputs and outputs of its graph, and no task."""
         model = read_onnx(path)
         require_own_data(model, path)
         known = known_metadata(model)

@@ -38,7 +38,7 @@ DTYPES = {"f32": "float32", "f16": "float16", "f64": "float64", "bf16": "bfloat1
 STARTS = (b"<?xml", b"<net")
 """Beginnings of IR files."""
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", INT8: "f32"}
-"""Precisions of the kernels; in a quantized file, of those that the file does not have in int8."""
+"""Precisions of the kernels; in a quantized file, of the kernels of layers that stayed in float."""
 CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16", INT8: "INT8"}
 
 ROUNDING_US = 0.5
@@ -98,7 +98,7 @@ class OpenVino(FileBackend):
         return run
 
     def interface(self, path: Path) -> ModelInterface:
-        """Return the interface of a file; one that others made has that of its graph, without a task."""
+        """Return the interface that prunekit wrote into a file; else that of its graph, without a task."""
         model = _read(path)
         if model.has_rt_info(KEY):
             return interface_of_json(str(model.get_rt_info(KEY).value), str(path))
@@ -255,7 +255,7 @@ def undisturbed_means(means: Array, count: int) -> Array:
 
 
 def _modules_of(executed: Any, modules: NodeModules) -> dict[str, str]:
-    """Return the module of every operator that OpenVINO executes: that of the first node that it was made of."""
+    """Return the module of every operator that OpenVINO executes: of the first node that was made a part of it."""
     found: dict[str, str] = {}
     for node in executed.get_ordered_ops():
         info = node.get_rt_info()

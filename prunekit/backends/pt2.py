@@ -71,7 +71,7 @@ class Pt2(ProgramBackend):
         return run
 
     def interface(self, path: Path) -> ModelInterface:
-        """Return the interface of a file; one that others made has that of its program, without a task."""
+        """Return the interface that prunekit wrote into a file; else inputs and outputs of its program, and no task."""
         archive = Archive(path)
         if (text := archive.text(f"extra/{EXTRA}")) is not None:
             return interface_of_json(text, str(path))

@@ -29,7 +29,7 @@ from prunekit.utils.tensors import gather, map_samples, map_tensors, sample_part
 class Setting:
     """One way of running a model, in the terms of a row of results.
 
-    `prunekit.measure.latency.comparison.choose_settings` makes all of them, and turns a recipe's "fp32" into "float32".
+    `prunekit.measure.latency.comparison.choose_settings` makes them from settings, whose "fp32" is "float32" here.
     """
 
     runtime: str
@@ -153,8 +153,8 @@ class LayerClock:
     """A model that is ready to run with every operator timed."""
 
     run: Callable[[], object]  # runs one forward
-    # returns for each of the last forwards, as many as it is given, the milliseconds by path of the innermost module
-    # ("" the model's own code), and under None those of no module; it is called once, when all have run
+    # takes a number of forwards, and returns for each of the last ones the milliseconds by path of the innermost module
+    # ("" the model's own code), and under None those of no module; called once, when all forwards have run
     passes: Callable[[int], Sequence[Mapping[str | None, float]]]
 
 
@@ -165,7 +165,7 @@ class Session:
     Attributes:
         run: runs one forward.
         tensors: turns what `run` returned into tensors, nested as the model nests them; is not timed.
-        layers: opens the same model on the same sample, timed layer by layer; None if the runtime cannot.
+        layers: opens this model on this sample, to be timed layer by layer; None if the runtime cannot do that.
         move: moves its weights elsewhere in memory, see `prunekit.backends.eager.WeightMover`; None if it cannot.
 
     Example:

@@ -21,7 +21,7 @@ class Effort:
     attempts: int = 8  # most plans that are made and measured for a budget of time
     processes: int = 3  # least number of processes that measure a plan, one after the other
     most_processes: int = 7  # most processes, while their median is uncertain
-    last_processes: int = 15  # the same for the final model, whose figure is reported
+    last_processes: int = 15  # most processes that measure the final model, whose figure is reported
     # most measurements of a plan, with twice the rounds each time, while it is unstable in most processes
     tries: int = 2
     rounds: int = 15  # least number of rounds in each process

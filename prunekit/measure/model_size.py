@@ -195,7 +195,7 @@ def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int =
 
     Raises:
         ModelError: the model does not run on that.
-        UsageError: the dtype is int8, that of files whose memory is not counted.
+        UsageError: the dtype is int8, which only files have, and their memory is not counted.
     """
     if dtype == "int8":
         raise UsageError("memory: expected a floating-point dtype, got 'int8': the memory of files is not counted")
@@ -234,7 +234,7 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """The rows of a model, and its MACs for one sample, the same as those of `count_macs`."""
+    """The rows of a model, and its MACs for one sample, as `count_macs` counts them."""
 
     rows: tuple[ModuleRow, ...]
     macs: int

@@ -300,7 +300,7 @@ def _expected(
         try:
             with around(copies[way]), watch if way.dtype is None else nullcontext():
                 output = _run(copies[way], way.inputs(example, noise=False), way, calls)
-        except Exception as error:  # whatever the model's own code makes of a type that it does not expect
+        except Exception as error:  # of the model's own code, which may not take this dtype
             failures.append(error)
             copies.pop(way, None)
             continue
@@ -335,7 +335,7 @@ def _without_copies(
 ) -> float:
     """Return the difference in float64 of models whose tensors are converted while a module runs; infinite on failure.
 
-    That takes the memory of one module instead of that of two models.
+    That takes the memory of one module in place of two models.
     """
     way, source, whole = RUN_PRECISIONS[0], plan.channel_map.source, plan.channel_map.narrow(plan.keep)
     inputs = way.inputs(example, noise=False)
@@ -346,7 +346,7 @@ def _without_copies(
             expected = _run(running.model, inputs, way, calls)
         with Float64WhileRunning(compact, way.convert, borrowed=used) as running:
             return largest_difference(expected, _run(running.model, inputs, way, calls))[0]
-    except Exception as error:  # whatever the model's own code makes of it: copies will tell
+    except Exception as error:  # of the model's own code: copies will tell
         reraise_shortage(error)
         return inf
 
@@ -360,7 +360,7 @@ def _after_a_pass(
     calls: ModelCalls,
     strict: bool,
 ) -> float:
-    """Return the difference of copies of which both ran once as they are; infinite if they do not run, or hold others.
+    """Return the difference of copies that both ran once before; infinite if they fail, or their tensors do not match.
 
     A module may remember tensors of an earlier pass in that pass's precision, such as a detector its anchors or a layer
     the weight that it projects, and only one of the two models may have run before.

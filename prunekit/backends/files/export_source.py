@@ -100,7 +100,7 @@ def as_exported(
 def fed_arrays(
     example: tuple[Any, ...], interface: ModelInterface, taken: Iterable[str]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of an example by name, of those inputs that a file takes: others are read by nothing in it."""
+    """Return the arrays of an example by name, for those inputs that a file takes: exporters drop unused ones."""
     tensors, names = fed(example, interface), frozenset(taken)
     return {name: tensor.contiguous().numpy() for name, tensor in tensors.items() if name in names}
 
@@ -139,7 +139,7 @@ def require_own_data(model: Any, path: Path) -> None:
 
 
 def require_own_file(path: Path, location: str, what: str) -> None:
-    """Raise unless a location is that of a file in the folder of another one."""
+    """Raise unless a location in a file's text is that of another file in the same folder."""
     problem = "the model's own folder, and it leads elsewhere"
     if location and "\0" not in location and not Path(location).is_absolute() and ".." not in Path(location).parts:
         found = (path.parent / location).resolve()

@@ -203,7 +203,7 @@ def scopes_of(node: Any) -> list[str] | None:
 
 
 def module_ends(graph: Any) -> dict[str, list[str]]:
-    """Return the results of each module that are read outside of it, by its path."""
+    """Return by module path the names of results that nodes outside of the module read."""
     readers: dict[str, list[frozenset[str]]] = {entry.name: [frozenset()] for entry in graph.output}
     scopes = [frozenset(scopes_of(node) or ()) for node in graph.node]
     for node, around in zip(graph.node, scopes, strict=True):

@@ -142,7 +142,7 @@ PROBES = (*range(2, 10), 16, 17, 31, 64, 100)
 """Sizes of an axis that conditions of the model's code are tried with."""
 
 SAMPLES = 8
-"""The largest batch that memory is reserved for, or that of the example if it is larger."""
+"""The largest batch that memory is reserved for, unless the example has a larger one."""
 LARGER = 2
 """How many times larger than in the example other axes of any size may be."""
 

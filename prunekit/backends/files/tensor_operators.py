@@ -21,7 +21,7 @@ HIGHER_ORDER = frozenset({
     "associative_scan", "cond", "map_impl", "scan", "tag_activation_checkpoint", "while_loop", "wrap_with_autocast",
     "wrap_with_set_grad_enabled",
 })  # fmt: skip
-"""Operators that run graphs of the same program, which are judged as all of it is."""
+"""Operators that run graphs of the same program, whose operators are judged like all others of the program."""
 TYPES = frozenset({
     "Tensor", "int", "float", "bool", "complex", "number", "ScalarType", "Layout", "Device", "MemoryFormat",
 })  # fmt: skip

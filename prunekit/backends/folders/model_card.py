@@ -21,7 +21,7 @@ from prunekit.reading.yaml_files import read_yaml
 from prunekit.utils.display import count, is_number, percent, size
 
 RUN = "run"
-"""Name of the facts of a run among those of an export."""
+"""Name of the facts of a run among the facts of an export."""
 MODELS = ("dense", "control", "pruned", "deployed")
 _COPIED = ("name", "task", "sparsity", "latency", "speedup", "shortfalls", "fine_tuned", "repair")
 _MACHINE = ("python", "platform", "cpu", "torch", "torchvision", "prunekit")

@@ -290,7 +290,7 @@ def _name(layer: str) -> str:
 
 
 def relative_error(expected: Sequence[Array], found: Sequence[Array]) -> float:
-    """Return the norm of the difference of outputs over the norm of those expected; 1 if these are all zero.
+    """Return the norm of the difference of outputs over the norm of the expected ones; 1 if those are all zero.
 
     Outputs that are not of floating-point numbers are left out.
 

@@ -215,7 +215,7 @@ def break_down(
     rounds: int,
     device: torch.device,
 ) -> Breakdown:
-    """Time two models in eval mode, without gradients; in each round both as they are and both by operator."""
+    """Time two models in eval mode, without gradients; each round times both as a whole and both by operator."""
     calls = [record_calls(model, inputs) for model in (dense, pruned)]
     floor = measure_floor(device)
     clocks = [OperatorTimer(model, inputs, device, floor.clock_ms) for model in (dense, pruned)]

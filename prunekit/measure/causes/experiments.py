@@ -142,7 +142,7 @@ def zero_channels(model: nn.Module, layers: Mapping[str, IsolatedLayer]) -> dict
 def with_filled_zeros(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming:
     """Time a copy with random numbers in place of the zeros of its weights against the model; the gain is the zeros'.
 
-    The numbers are as large as the others of the weight, so that activations stay of a size.
+    The numbers are as large as the weight's other ones, so that activations stay about as large.
     """
     filled = filled_zeros(model)
     return time_paired(partial(call, filled, inputs), partial(call, model, inputs), device)

@@ -17,7 +17,7 @@ MUCH = 0.15
 def launch_bound(found: Breakdown, cuda: bool) -> Cause | None:
     """Return the time of Python, dispatch and the start of kernels, which pruning channels does not shorten.
 
-    Outside of operators only the time of both models is counted, as they run the same Python.
+    Outside of operators, the smaller time of the two models is counted, as both run the same Python.
     """
     outside = min(found.dense_outside_ms, found.pruned_outside_ms)
     starts = [_starts(found, pruned=False), _starts(found, pruned=True)]
@@ -257,8 +257,8 @@ def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: PairedT
     """Return the time of BatchNorms that could be folded into the layer before them.
 
     Args:
-        folded: the pruned model as it is, and with its norms folded; None if that was not done: then all of their time
-            counts.
+        folded: times of the pruned model as it is and with its norms folded; None if folding was not tried: then all
+            the time of the norms counts.
     """
     found = OperatorGroup.select(rows, lambda row, _: row.operator in NORMS)
     if found.ms < LEAST * pruned_ms or (folded is not None and folded.saved_ms < LEAST * folded.now_ms):

@@ -75,10 +75,10 @@ def _cpu_seconds() -> dict[int, tuple[str, float]]:
 
 
 class Load:
-    """The load of the CPU by others while a block ran.
+    """The load of the CPU by other processes while a block ran.
 
     Attributes:
-        others: cores that other processes kept busy, of those that this process may use: CPU time over the time that
+        others: how many of the cores that this process may use others kept busy: their CPU time over the time that
             passed; time that the host of a virtual machine took counts too.
         throttled: share of the periods in which a CPU quota stopped this process.
         seconds: that passed; at least a third of one.
@@ -159,7 +159,7 @@ def cpu_quota() -> float | None:
 
 
 class Periods(NamedTuple):
-    """Periods of a control group's quota in which it ran, and those of them in which it was stopped."""
+    """Numbers of periods of a control group's quota: in which it ran, and in which it was stopped then."""
 
     ran: int
     throttled: int

@@ -26,7 +26,7 @@ def setting_text(row: Row) -> str:
 
 
 def unstable_mark(row: Row) -> str:
-    """Return what to write behind the interval of a figure that supports no claim; empty for the others."""
+    """Return what is written behind the interval of a figure that supports no claim; empty for one that does."""
     return "" if row.get("stable", True) else " unstable"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from prunekit.utils.context import on_device
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.tensors import gather
 
+T = TypeVar("T")
 DEFAULT = "eager"
 """The runtime of modules: asked for it, a file runs in its own."""
 
@@ -224,24 +225,29 @@ def run_job(job: TimingJob, *, own_process: bool) -> Iterator[Outcome]:
     if memory:
         _load_libraries(job)
     for setting in job.settings:
-        try:
-            with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
-                yield _timed(job, setting, memory)
-        except Exception as error:  # a runtime's own errors, and whatever a model's code makes of another dtype
-            yield SettingFailure(setting, error_line(error))
+        yield attempted(setting, partial(_timed, job, setting, memory))
         job.runtime.forget()
         gc.collect()
+
+
+def attempted(setting: Setting, measure: Callable[[], T]) -> T | SettingFailure:
+    """Return what is measured with a setting's threads, on its device, in inference mode; or why that failed."""
+    try:
+        with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
+            return measure()
+    except Exception as error:  # of the runtime, or of a model's code, which may not take this dtype
+        return SettingFailure(setting, error_line(error))
 
 
 def _load_libraries(job: TimingJob) -> None:
     """Build and run a session in each runtime, as what a library loads on first use belongs to no model."""
     setting = job.settings[0]
+
+    def load(source: Source) -> None:
+        _session(job, source, job.inputs.sample(setting.batch), setting).run()
+
     for source in [next(iter(job.sources.values())), *(one for one in job.sources.values() if one.open is not None)]:
-        try:
-            with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
-                _session(job, source, job.inputs.sample(setting.batch), setting).run()
-        except Exception:  # happens again where it is reported
-            continue
+        attempted(setting, partial(load, source))  # what fails here fails again where it is reported
 
 
 def _timed(job: TimingJob, setting: Setting, memory: bool) -> SettingTimes:

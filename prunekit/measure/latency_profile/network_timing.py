@@ -37,6 +37,7 @@ from prunekit.measure.latency.machine import Load, cpu_name
 from prunekit.measure.latency.timing import Contention, Times, alternate, doubts, warm_up, warm_up_briefly
 from prunekit.measure.latency.timing_job import (
     SettingFailure,
+    attempted,
     check_float_file,
     check_outputs,
     error_line,
@@ -50,8 +51,7 @@ from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.depth_search import Block
 from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
-from prunekit.utils.context import on_device, set_mode
-from prunekit.utils.context import threads as with_threads
+from prunekit.utils.context import set_mode
 from prunekit.utils.files import require_writable, write_json
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import lies_channels_last
@@ -364,7 +364,7 @@ class PreparedNetwork:
 
 @dataclass(eq=False)
 class NetworkTimer:
-    """Measures the networks that it is called with alternately with the dense one, whose session it keeps."""
+    """Times the networks that it is called with, each alternately with the dense one, whose session stays open."""
 
     runtime: Backend
     dense: PreparedNetwork
@@ -377,13 +377,9 @@ class NetworkTimer:
 
     def __call__(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
         """Return the network's times, or why it failed."""
-        try:
-            with with_threads(self.setting.threads), on_device(self.setting.device), torch.inference_mode():
-                return self._measure(network)
-        except Exception as error:  # a runtime's own errors, and whatever a model's code raises
-            return SettingFailure(self.setting, error_line(error))
-        finally:
-            gc.collect()
+        found = attempted(self.setting, lambda: self._measure(network))
+        gc.collect()
+        return found
 
     def _measure(self, network: PreparedNetwork) -> LayerTimes:
         device = torch.device(self.setting.device)

@@ -418,7 +418,7 @@ def _squared(design: Numbers, wanted: Numbers) -> float:
 
 
 def _predicts(design: Numbers, wanted: Numbers, widths: Sequence[Labels], networks: Labels, cut: Cut) -> bool:
-    """Return whether a cut predicts networks that it was not fitted to clearly better than no cut does.
+    """Return whether a cut predicts networks that it was not fitted to, and clearly better than no cut does.
 
     So must the best cuts for the other folds: a cut that is the best of many by chance is not the best again.
     """
