@@ -210,35 +210,16 @@ class FileBackend(Backend):
         score: Score | None = None,
         log: Log = lambda text: None,
     ) -> Quantized:
-        """Write a file in int8, with its inputs, outputs, axes of any size and metadata as they are.
+        """Write a file in int8, with the inputs, outputs, axes of any size and metadata of the file in float.
 
-        Args:
-            file: in float.
-            path: of the new file, which is replaced if it exists.
-            batches: calibration data, arrays by the name of the input; as many as `settings.images` needs are taken.
-            settings: limit and number of calibration images.
-            score: returns the main score of a file on validation data, in percent; where it falls by more than
-                `settings.max_drop`, layers are returned to float. None: there is no limit.
-            log: gets a line for each step.
-
-        Returns:
-            What was written, and which layers compute in float.
+        As many batches are taken as `settings.images` needs. Where the main score on validation data, in percent, falls
+        by more than `settings.max_drop`, layers are returned to float; without `score` there is no limit.
 
         Raises:
             UsageError: a package is not installed, or the path does not end as the format's files do.
             ArtifactError: the file is damaged, or of another format.
             DataError: calibration data do not fit the file's inputs.
             RunError: no layer can be quantized, or int8 costs more than allowed; names the layers.
-
-        Example:
-            >>> import torch
-            >>> from prunekit.backends.backend import FORMATS
-            >>> x = torch.randn(4, 3, 8, 8)
-            >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
-            >>> onnx = FORMATS.get("onnx")
-            >>> file = onnx.write_fixed(model, (x,), Path("model.onnx"))
-            >>> onnx.quantize(file, Path("model-int8.onnx"), [{"input": x.numpy()}]).layers
-            ('0', '2')
         """
         if reason := self.unquantizable():
             raise UsageError(reason)

@@ -101,9 +101,7 @@ def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
 def inputs_like(example: tuple[Any, ...], *, drawn: bool = True) -> Inputs:
     """Return the inputs of a model from an example, of which the first sample is taken.
 
-    Args:
-        example: see `prunekit.utils.inputs.as_example`.
-        drawn: whether numbers are drawn at random if the only input is a tensor of floating-point ones.
+    With `drawn`, numbers are drawn at random if the only input is a tensor of floating-point ones.
 
     Raises:
         UsageError: an input does not have as many samples as the first.

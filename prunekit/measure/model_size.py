@@ -141,11 +141,8 @@ def subnormals(value: Any) -> int:
 def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
     """Return the multiply-accumulates of one sample's forward pass in eval mode, by torch's rules for FLOPs.
 
-    Heads that only training needs and the model's own `fuse()` removes, as in YOLO, do not count.
-
-    Args:
-        model: its train/eval mode is restored.
-        example_inputs: what forward takes, batch first; the count is divided by the batch size.
+    Heads that only training needs and the model's own `fuse()` removes, as in YOLO, do not count. `example_inputs` is
+    what forward takes, batch first.
     """
     parts = fused_away(model)
 
@@ -187,11 +184,7 @@ def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int =
 
     See `record_memory` for what is counted. A runtime takes more: kernels have workspaces, and freed memory is kept.
 
-    Args:
-        model: not changed.
-        example_inputs: what forward takes, batch first; of any batch.
-        batch: number of samples to count for.
-        dtype: of all floating-point tensors.
+    `example_inputs` is what forward takes, batch first, of any batch; `dtype` is that of all floating-point tensors.
 
     Raises:
         ModelError: the model does not run on that.

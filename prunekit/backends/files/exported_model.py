@@ -43,10 +43,8 @@ def is_exported(path: Path) -> bool:
 def open_exported(path: Path, *, allow_code: bool = False) -> ExportedModel:
     """Return the model in an exported file; its runtime loads it when it is first run.
 
-    Args:
-        path: of the file.
-        allow_code: whether it may be loaded though it could run code: programs that call more than operators which
-            compute tensors, and compiled ones.
+    With `allow_code`, a file may be loaded though it could run code: a program that calls more than operators which
+    compute tensors, or a compiled one.
 
     Raises:
         UsageError: what its format needs is not installed.
@@ -74,23 +72,16 @@ class ExportedModel(nn.Module):
     It takes the inputs of its interface by position or name, and returns its output: a tensor if there is one, else
     `NamedOutputs`, or a tuple if they are only numbered. A file with a fixed batch gets batches of that size, the last
     one filled up.
-
-    Attributes:
-        path: of the file.
-        form: name of its format.
-        interface: that the file carries.
-        opened: what runs it, if it was opened already.
-        allow_code: whether it may be opened though it could run code.
     """
 
     def __init__(
         self,
         path: Path,
-        form: str,
+        form: str,  # name of its format
         interface: ModelInterface,
-        opened: Run | None = None,
+        opened: Run | None = None,  # what runs the file, if it was opened already
         *,
-        allow_code: bool = False,
+        allow_code: bool = False,  # whether the file may be opened though it could run code
     ) -> None:
         super().__init__()
         self.path, self.form, self.interface = path, form, interface

@@ -29,12 +29,8 @@ OPSET = 23
 def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
     """Write a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
 
-    Weights beyond two gigabytes, the limit of the format, are in a file beside it.
-
-    Args:
-        model: exported in eval mode; not changed.
-        sample: an example, see `prunekit.utils.inputs.as_example`.
-        path: of the file.
+    The model is exported in eval mode, and not changed. Weights beyond two gigabytes, the limit of the format, are in a
+    file beside it.
 
     Raises:
         UsageError: the sample is not an example.

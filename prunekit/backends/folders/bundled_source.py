@@ -21,13 +21,7 @@ from prunekit.utils.user_code import name_of_module
 
 
 def literal(value: Any) -> str | None:
-    """Return the source of a plain value; None of any other.
-
-    Example:
-        >>> from prunekit.backends.folders.bundled_source import literal
-        >>> literal((3, "a", [1.5, None])), literal(object())
-        ("(3, 'a', [1.5, None])", None)
-    """
+    """Return the source of a plain value, such as `(3, 'a', [1.5, None])`; None for any other object."""
     if type(value) is float:
         return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
     if value is None or type(value) in (bool, int, str, bytes):
@@ -136,16 +130,11 @@ _MARK = re.compile(r" *# (type: ignore|noqa|fmt:|pragma:)[^\n]*")
 
 
 class Bundle:
-    """Imports and definitions of a Python file that is being written, each once, in an order in which they run.
-
-    Attributes:
-        imports: statement by the name that it binds.
-        definitions: source by the name that it defines.
-    """
+    """Imports and definitions of a Python file that is being written, each once, in an order in which they run."""
 
     def __init__(self) -> None:
-        self.imports: dict[str, str] = {}
-        self.definitions: dict[str, str] = {}
+        self.imports: dict[str, str] = {}  # statements by the names that they bind
+        self.definitions: dict[str, str] = {}  # source by the names that it defines
         self._taken: set[str] = set()
 
     def take_name(self, wanted: str) -> str:

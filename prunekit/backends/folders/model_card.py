@@ -76,13 +76,7 @@ class CardFacts:
 
 
 def plain(text: Any) -> str:
-    r"""Return any text as Markdown of one line that shows it as it is.
-
-    Example:
-        >>> from prunekit.backends.folders.model_card import plain
-        >>> print(plain("a|b <c>"))
-        a\\|b \\<c\\>
-    """
+    r"""Return Markdown of one line that shows a text as it is: `a\|b \<c\>` for `a|b <c>`."""
     return _MARKS.sub(r"\\\1", _one_line(text))
 
 

@@ -149,11 +149,9 @@ class Quantizer(ABC):
 def quantized_file(
     make: Callable[[Path], Quantizer], path: Path, settings: QuantizeSettings, score: Score | None, log: Log
 ) -> Quantized:
-    """Write the file within the limit that has the fewest layers in float.
+    """Write the file within the limit that has the fewest layers in float, in place of any other of its name.
 
-    Args:
-        make: makes the quantizer of a file, from a folder for its own files.
-        path: of the new file, which is replaced if it exists.
+    `make` returns the quantizer of the file in float, given a folder for the quantizer's own files.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent) as place:
@@ -163,24 +161,12 @@ def quantized_file(
             raise RunError(
                 f"{quantizer.file.name}: expected layers that can be quantized{kinds}, and it has none; stay in float"
             )
-        found = AccuracyLimit(quantizer, settings, score, log).choose()
-        layers, floats = quantizer.described(found.file, found.restored)
-        quantizer.finish(found.file, path)
-    scores = (found.float_score, found.score)
-    return Quantized(path, layers, floats, found.error, found.sensitivity, *scores, tuple(quantizer.notes))
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The way of quantization that meets the limit."""
-
-    file: Path  # quantized
-    error: float  # relative error of its output
-    restored: tuple[LayerError, ...] = ()  # layers that were returned to float, with their errors, the worst first
-    sensitivity: tuple[LayerError, ...] = ()  # errors of all layers, the worst first; empty if they were not measured
-    # float_score, score: scores of the file in float and of this one; None without a function of the score
-    float_score: float | None = None
-    score: float | None = None
+        limit = AccuracyLimit(quantizer, settings, score, log)
+        file, worst, restored = limit.choose()
+        layers, floats = quantizer.described(file, worst[:restored])
+        error, scores = limit.error(file), limit.scores_with(file)
+        quantizer.finish(file, path)
+    return Quantized(path, layers, floats, error, tuple(worst), *scores, tuple(quantizer.notes))
 
 
 @dataclass
@@ -194,13 +180,17 @@ class AccuracyLimit:
     log: Log = lambda text: None  # gets a line for each step
     scores: dict[Path, float] = field(default_factory=dict)
 
-    def choose(self) -> Chosen:
-        """Return the file within the limit that has the fewest layers in float."""
+    def choose(self) -> tuple[Path, list[LayerError], int]:
+        """Return the file within the limit that has the fewest layers in float, and which these are.
+
+        They are the first of the layers with their errors, the worst first, and their number; no errors are returned
+        where none were measured.
+        """
         assert self._reference  # raises before anything is calibrated on what is not finite
         every, best = frozenset(self.quantizer.layers), list[tuple[float, str, Path]]()
         for way in self.quantizer.ways:
             file = self.quantizer.quantize(way, every)
-            error, cost = self._error(file), self._cost(file)
+            error, cost = self.error(file), self._cost(file)
             self.log(f"int8: calibrated by {way}: output error {share(error)}{self._in_words(cost)}")
             best.append((error if cost is None else cost, way, file))
             if error <= GOOD_ERROR if cost is None else self._within(cost):
@@ -208,7 +198,7 @@ class AccuracyLimit:
         lost, way, file = min(best, key=lambda found: found[0])
         if self.score is not None and not self._within(lost):
             return self._restored(way, lost)
-        return Chosen(file, self._error(file), (), (), *self._scores(file))
+        return file, [], 0
 
     @cached_property
     def _reference(self) -> list[Array]:
@@ -220,7 +210,7 @@ class AccuracyLimit:
             )
         return found
 
-    def _restored(self, way: str, whole: float) -> Chosen:
+    def _restored(self, way: str, whole: float) -> tuple[Path, list[LayerError], int]:
         """Return layers to float, the worst first: twice as many each time, then the fewest by bisection."""
         worst = self._sensitivity(way)
         most, tried = len(worst) - 1, dict[int, Path]()
@@ -240,15 +230,14 @@ class AccuracyLimit:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if enough(middle) else (middle, high)
-        file = tried[high]
-        return Chosen(file, self._error(file), tuple(worst[:high]), tuple(worst), *self._scores(file))
+        return tried[high], worst, high
 
     def _sensitivity(self, way: str) -> list[LayerError]:
         self.log(f"int8: measuring what each of {len(self.quantizer.layers)} layers costs alone")
         found = []
         for layer in self.quantizer.layers:
             file = self.quantizer.quantize(way, frozenset([layer]))
-            found.append(LayerError(layer, self._error(file)))
+            found.append(LayerError(layer, self.error(file)))
             file.unlink()
         return sorted(found, key=lambda one: -one.error)
 
@@ -262,10 +251,12 @@ class AccuracyLimit:
             "float"
         )
 
-    def _error(self, file: Path) -> float:
+    def error(self, file: Path) -> float:
+        """Return the relative error of a file's output."""
         return relative_error(self._reference, self.quantizer.outputs(file))
 
-    def _scores(self, file: Path) -> tuple[float | None, float | None]:
+    def scores_with(self, file: Path) -> tuple[float | None, float | None]:
+        """Return the scores of the file in float and of another one; None without a function of the score."""
         return (None, None) if self.score is None else (self._scored(self.quantizer.file), self._scored(file))
 
     def _scored(self, file: Path) -> float:
@@ -293,12 +284,6 @@ def relative_error(expected: Sequence[Array], found: Sequence[Array]) -> float:
     """Return the norm of the difference of outputs over the norm of the expected ones; 1 if those are all zero.
 
     Outputs that are not of floating-point numbers are left out.
-
-    Example:
-        >>> import numpy as np
-        >>> from prunekit.backends.int8.quantizer import relative_error
-        >>> relative_error([np.array([3.0, 4.0])], [np.array([3.0, 4.5])])
-        0.1
     """
     pairs = [
         (want.astype(np.float64), got.astype(np.float64))

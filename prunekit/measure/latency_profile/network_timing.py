@@ -249,18 +249,11 @@ def time_networks(
     own on a random input. Times are cached at once, so that a profile that was interrupted can continue.
 
     Args:
-        dense: the network that the others are made from.
         networks: each is taken when those before it are done, and built only if its times are not cached.
         inputs: of all networks: the shape of one input without the batch, or `Inputs`.
-        setting: in which they run.
         repeats: how often each is run, at least 5; more often if that takes less than 1.5 seconds together.
-        cache: folder of measurements; None for no cache.
         again: whether doubtful times are measured again instead of taken from the cache.
         limit_s: seconds that the rounds of one network may take; a few are run in any case.
-        log: called with a line for each network.
-
-    Yields:
-        The times of each network, in order.
 
     Raises:
         UsageError: the runtime has no layer clock.
