@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,15 @@ def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = Non
 def _of_zoo(build: Mapping[str, Any]) -> Iterator[Builder]:
     name, zoo, arguments = str(build["name"]), build["zoo"], dict(build.get("arguments") or {})
     if zoo == "cifar":
-        yield _cifar(DEPTHS[name], arguments)
+        included = ((CifarResNet.__module__, CifarResNet.__name__),)
+        code = call_of("CifarResNet", DEPTHS[name], **arguments)
+        yield Builder(partial(CifarResNet, DEPTHS[name], **arguments), code, included=included)
     elif zoo == "torchvision":
         yield _torchvision(name, arguments)
     elif zoo == "timm":
         yield _timm(name, arguments)
     elif zoo == "own" and is_reference(name):
         yield _own(name)
-
-
-def _cifar(depth: int, arguments: dict[str, Any]) -> Builder:
-    code = call_of("CifarResNet", depth, **arguments)
-    included = ((CifarResNet.__module__, CifarResNet.__name__),)
-    return Builder(lambda: CifarResNet(depth, **arguments), code, included=included)
 
 
 def _torchvision(name: str, arguments: dict[str, Any]) -> Builder:
@@ -98,7 +95,7 @@ def _torchvision(name: str, arguments: dict[str, Any]) -> Builder:
     none = {key: None for key in ("weights", "weights_backbone") if key in known}
     home = "torchvision.models" if getattr(torchvision.models, name, None) is function else function.__module__
     return Builder(
-        lambda: function(**none, **given),
+        partial(function, **none, **given),
         call_of(f"{home}.{function.__name__}", **none, **given),
         modules=(home,),
         package="torchvision",
@@ -161,7 +158,7 @@ def _own(reference: str) -> Builder:
             f"{reference}: expected a file that Python can import, and {module!r} is no name of a module; rename the "
             "file, with letters, digits and underscores alone"
         )
-    return Builder(lambda: load_factory(reference), code, names={name: module}, own=True)
+    return Builder(partial(load_factory, reference), code, names={name: module}, own=True)
 
 
 def _without_arguments(function: Any) -> Iterator[Builder]:

@@ -62,10 +62,21 @@ def library_loading(
     found = next((builder for builder in builders(model, build) if builder.package in ("timm", "transformers")), None)
     if found is None:
         return None
-    tried = _transformers if found.package == "transformers" else _timm
+    library, name = found.package, original_of(type(model)).__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries
-        return tried(model, found, example, interface, build, weights)
+        if library == "transformers":
+            configs, load = _transformers_configs(model, interface), partial(_from_pretrained, original_of(type(model)))
+            code = f"from transformers import {name}\n\nmodel = {name}.from_pretrained(FOLDER).eval()"
+        else:
+            configs, load = _timm_configs(model, found, interface, build or {}), _from_timm
+            code = 'import timm\n\nmodel = timm.create_model(f"local-dir:{FOLDER}", pretrained=True).eval()'
+        reason = ""
+        for config in configs:
+            reason = _differs(model, example, config, weights, load)
+            if not reason:
+                return LibraryLoading(library, config, code)
+        return LibraryLoading(library, None, reason=reason or _first_misfit(found.skeleton()[0], model))
 
 
 def _first_misfit(dense: nn.Module, model: nn.Module) -> str:
@@ -78,28 +89,18 @@ def _first_misfit(dense: nn.Module, model: nn.Module) -> str:
     )
 
 
-def _transformers(
-    model: Any,
-    builder: Builder,
-    example: tuple[Any, ...],
-    interface: ModelInterface,
-    build: Mapping[str, Any] | None,
-    weights: Path,
-) -> LibraryLoading:
-    cls, config = original_of(type(model)), model.config
-    search, wanted, reason = ConfigSearch(model, config), shapes_of(model), ""
+def _transformers_configs(model: Any, interface: ModelInterface) -> Iterator[dict[str, Any]]:
+    """Yield configurations of transformers with which its class makes tensors of the model's shapes."""
+    config, wanted, classes = model.config, shapes_of(model), interface.classes
+    search = ConfigSearch(model, config)
     for chosen in itertools.chain([{}] if search.dense == wanted else [], search.fitting(wanted)):
         made = search.made(chosen) if chosen else config
         entries = json.loads(made.to_json_string(use_diff=False))
-        entries |= {"architectures": [cls.__name__]}
-        if interface.classes and len(interface.classes) == config.num_labels:
-            entries["id2label"] = {str(index): name for index, name in enumerate(interface.classes)}
-            entries["label2id"] = {name: index for index, name in enumerate(interface.classes)}
-        reason = _differs(model, example, entries, weights, partial(_from_pretrained, cls))
-        if not reason:
-            code = f"from transformers import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(FOLDER).eval()"
-            return LibraryLoading("transformers", entries, code)
-    return LibraryLoading("transformers", None, reason=reason or _first_misfit(builder.skeleton()[0], model))
+        entries |= {"architectures": [original_of(type(model)).__name__]}
+        if classes and len(classes) == config.num_labels:
+            entries["id2label"] = {str(index): name for index, name in enumerate(classes)}
+            entries["label2id"] = {name: index for index, name in enumerate(classes)}
+        yield entries
 
 
 def _from_pretrained(cls: Any, folder: str) -> nn.Module:
@@ -109,46 +110,38 @@ def _from_pretrained(cls: Any, folder: str) -> nn.Module:
         return model
 
 
-def _timm(
-    model: Any,
-    builder: Builder,
-    example: tuple[Any, ...],
-    interface: ModelInterface,
-    build: Mapping[str, Any] | None,
-    weights: Path,
-) -> LibraryLoading:
+def _from_timm(folder: str) -> nn.Module:
     import timm
 
-    given = getattr(model, "pretrained_cfg", None)
-    name = str((build or {}).get("name") or (given or {}).get("architecture"))
-    dense = builder.skeleton()[0]
-    arguments = {
-        key: value for key, value in dict((build or {}).get("arguments") or {}).items() if key != "num_classes"
-    }
-    classes = model.num_classes
-    for chosen in _timm_arguments(dense, model):
+    model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    return model
+
+
+def _timm_configs(
+    model: Any, builder: Builder, interface: ModelInterface, build: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the first configuration with which timm makes tensors of the model's shapes, if there is one."""
+    import timm
+
+    given, classes = getattr(model, "pretrained_cfg", None) or {}, model.num_classes
+    name = str(build.get("name") or given.get("architecture"))
+    arguments = {key: value for key, value in (build.get("arguments") or {}).items() if key != "num_classes"}
+    for chosen in _timm_arguments(builder.skeleton()[0], model):
         own = {**arguments, **chosen}
         made = Builder(partial(timm.create_model, name, num_classes=classes, **own), "")
         with suppress(Exception):  # sizes that the constructor refuses
             if shapes_of(made.skeleton()[0]) == shapes_of(model):
                 break
     else:
-        return LibraryLoading("timm", None, reason=_first_misfit(dense, model))
-    entries = {
+        return
+    yield {
         "architecture": name,
         "num_classes": classes,
         "num_features": model.num_features,
         **({"label_names": list(interface.classes)} if interface.classes else {}),
         **({"model_args": own} if own else {}),
-        "pretrained_cfg": _timm_input(dict(given or {}), interface.preprocessing, classes),
+        "pretrained_cfg": _timm_input(dict(given), interface.preprocessing, classes),
     }
-    reason = _differs(
-        model, example, entries, weights, lambda folder: timm.create_model(f"local-dir:{folder}", pretrained=True)
-    )
-    if reason:
-        return LibraryLoading("timm", None, reason=reason)
-    code = 'import timm\n\nmodel = timm.create_model(f"local-dir:{FOLDER}", pretrained=True).eval()'
-    return LibraryLoading("timm", entries, code)
 
 
 def _timm_arguments(dense: Any, model: nn.Module) -> Iterator[dict[str, Any]]:

@@ -37,13 +37,16 @@ class OperatorGroup:
     """Operators that the pruned model ran, taken together."""
 
     rows: tuple[OperatorRow, ...]  # the slowest first
-    figures: tuple[OperatorFigures, ...]  # of each in the pruned model
 
     @staticmethod
     def select(rows: Iterable[OperatorRow], wanted: Callable[[OperatorRow, OperatorFigures], bool]) -> OperatorGroup:
         """Return the operators that the pruned model ran and that are wanted."""
-        found = [(row, row.pruned) for row in rows if row.pruned is not None and wanted(row, row.pruned)]
-        return OperatorGroup(tuple(row for row, _ in found), tuple(figures for _, figures in found))
+        return OperatorGroup(tuple(row for row in rows if row.pruned is not None and wanted(row, row.pruned)))
+
+    @cached_property
+    def figures(self) -> tuple[OperatorFigures, ...]:
+        """The figures of each in the pruned model."""
+        return tuple(row.pruned for row in self.rows if row.pruned is not None)
 
     @cached_property
     def ms(self) -> float:
