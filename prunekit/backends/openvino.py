@@ -67,11 +67,19 @@ class OpenVino(FileBackend):
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a model: `NAME.xml`, and its weights in `NAME.bin` beside it."""
+        import openvino
+
         program, built = onnx_program_of(source)
+        failed = f"{type(source.model).__name__} cannot be converted to OpenVINO: "
         with TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
             carrier = Path(folder, f"{path.stem}.onnx")
             built.save(carrier)
-            _convert(carrier, path, program.interface, source)
+            with raised_as(RunError, failed, "; use another format, such as onnx"):
+                model = openvino.convert_model(carrier)
+            for key, value in metadata_of(program.interface).items():
+                model.set_rt_info(value, key)
+            model.set_rt_info(json.dumps(NodeModules(carrier).of_names), MODULES)
+            openvino.save_model(model, path, compress_to_fp16=source.options.half)
         return program.notes
 
     def open(self, path: Path, *, threads: int = 1) -> Run:
@@ -153,18 +161,6 @@ def _tensors(found: Any, outputs: Iterable[Any]) -> list[Tensor]:
 def _run_of(compiled: Any, arrays: Any) -> Callable[[], Any]:
     request = compiled.create_infer_request()
     return lambda: request.infer(arrays, share_inputs=True, share_outputs=True)
-
-
-def _convert(carrier: Path, path: Path, interface: ModelInterface, source: ExportSource) -> None:
-    import openvino
-
-    failed = f"{type(source.model).__name__} cannot be converted to OpenVINO: "
-    with raised_as(RunError, failed, "; use another format, such as onnx"):
-        model = openvino.convert_model(carrier)
-    for key, value in metadata_of(interface).items():
-        model.set_rt_info(value, key)
-    model.set_rt_info(json.dumps(NodeModules(carrier).of_names), MODULES)
-    openvino.save_model(model, path, compress_to_fp16=source.options.half)
 
 
 def _read(path: Path) -> Any:

@@ -35,15 +35,9 @@ def check_export(
     run: Run,
     model: nn.Module,
     interface: ModelInterface,
-    examples: Sequence[tuple[Any, ...]],
-) -> list[Parity]:
-    """Compare a file's outputs with the model's in float32, on every example."""
-    return [_parity(kind, path, run, model, interface, example) for example in examples]
-
-
-def _parity(
-    kind: FileBackend, path: Path, run: Run, model: nn.Module, interface: ModelInterface, example: tuple[Any, ...]
+    example: tuple[Any, ...],
 ) -> Parity:
+    """Compare a file's outputs with the model's in float32, on an example."""
     with torch.inference_mode():
         expected = gather(call(model, example))
     with raised_as(RunError, f"{kind.format}: the exported model does not run on {described(example)}: "):

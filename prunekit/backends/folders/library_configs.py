@@ -65,11 +65,12 @@ def library_loading(
     library, name = found.package, original_of(type(model)).__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries
+        load: Callable[[str], nn.Module] = _from_timm
         if library == "transformers":
             configs, load = _transformers_configs(model, interface), partial(_from_pretrained, original_of(type(model)))
             code = f"from transformers import {name}\n\nmodel = {name}.from_pretrained(FOLDER).eval()"
         else:
-            configs, load = _timm_configs(model, found, interface, build or {}), _from_timm
+            configs = _timm_configs(model, found, interface, build or {})
             code = 'import timm\n\nmodel = timm.create_model(f"local-dir:{FOLDER}", pretrained=True).eval()'
         reason = ""
         for config in configs:

@@ -157,7 +157,9 @@ class OnnxQuantizer(Quantizer):
             elif node.op_type in WEIGHTED and set(node.input[:2]) <= dequantized:
                 done.add(layer)
             elif node.op_type in COMPUTING:
-                floats.setdefault(layer, _reason(node.op_type))
+                product = node.op_type in ("MatMul", "Einsum")
+                kind = "a product of two activations" if product else node.op_type
+                floats.setdefault(layer, f"{kind} is computed in float")
             elif node.op_type in JOINING and layer in self._nodes:
                 done.add(layer)
         return tuple(layer for layer in self.layers if layer in done), floats
@@ -176,12 +178,6 @@ class OnnxQuantizer(Quantizer):
         if self._large:
             os.replace(folder / data, path.with_name(data))
         os.replace(folder / path.name, path)
-
-
-def _reason(kind: str) -> str:
-    if kind in ("MatMul", "Einsum"):
-        return "a product of two activations is computed in float"
-    return f"{kind} is computed in float"
 
 
 def _inputs(model: Any) -> InputKinds:

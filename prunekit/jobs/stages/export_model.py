@@ -231,7 +231,7 @@ def export_float(
         run = kind.open_trusted(written, threads=request.threads)
         resized = other_sizes(examples[0], interface, request.dynamic)
         usable = [one for one in resized if runs(model, one)]
-        parities = check_export(kind, written, run, reference, interface, [*examples, *usable])
+        parities = [check_export(kind, written, run, reference, interface, one) for one in (*examples, *usable)]
         if reference is not model:
             notes.append("compared with the model with weights rounded to float16, as the file stores them")
         if len(usable) < len(resized):

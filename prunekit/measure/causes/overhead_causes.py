@@ -284,7 +284,8 @@ def without_macs(rows: Iterable[OperatorRow], macs_ratio: float, pruned_ms: floa
 
     Norms and copies are causes of their own.
     """
-    found = OperatorGroup.select(rows, _has_no_macs)
+    own = NORMS | COPIES
+    found = OperatorGroup.select(rows, lambda row, one: one.macs == 0 and one.calls > 0 and row.operator not in own)
     if found.excess_ms < LEAST * pruned_ms:
         return None
     before = sum(row.dense.ms for row in found.rows if row.dense is not None)
@@ -306,7 +307,3 @@ def without_macs(rows: Iterable[OperatorRow], macs_ratio: float, pruned_ms: floa
         ),
         modules=found.modules,
     )
-
-
-def _has_no_macs(row: OperatorRow, side: OperatorFigures) -> bool:
-    return side.macs == 0 and side.calls > 0 and row.operator not in NORMS | COPIES

@@ -94,16 +94,12 @@ def _features(module: str, found: _ModuleProducts, final: Labels) -> ModuleFeatu
     products = [WidthProduct((weight,), (factors,)) for weight, factors in found.products.values()]
     if len(products) > MOST:
         products = list(_added_up(products))
-    shape = [
-        (round(sum(one.weights), 6), [_fixed(factor, final) for factors in one.factors for factor in factors])
-        for one in products
+    widths = [[factor for factors in one.factors for factor in factors] for one in products]
+    shape = [  # widths that no plan changes are numbers in it
+        (round(sum(one.weights), 6), [None if final[factor].any() else factor.size for factor in factors])
+        for one, factors in zip(products, widths, strict=True)
     ]
     return ModuleFeatures(module, kind, repr((found.names, found.arguments, shape)), tuple(products))
-
-
-def _fixed(factor: Labels, final: Labels) -> int | None:
-    """Return a width that no plan changes; None for one that plans change."""
-    return None if final[factor].any() else factor.size
 
 
 def _added_up(products: list[WidthProduct]) -> Iterator[WidthProduct]:
