@@ -338,18 +338,14 @@ def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and "\0" not in value
-
-
-Rule = tuple[str, Callable[[Any], bool]]
+Rule = tuple[str, Callable[[Any], object]]
 """The expectation of a value in words, and whether it is met."""
 FORMS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Rule]]] = {
     "images": (
         ("id", "file_name", "width", "height"),
         {
             "id": ("a number or text", _is_id),
-            "file_name": ("the name of a file", _is_name),
+            "file_name": ("the name of a file", lambda value: isinstance(value, str) and value and "\0" not in value),
             "width": ("a whole number of pixels, from 1", _is_size),
             "height": ("a whole number of pixels, from 1", _is_size),
         },

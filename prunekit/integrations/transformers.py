@@ -75,9 +75,7 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
         True
     """
 
-    def __init__(self, example: Any = None, *, steps: float | None = None, begin: float = 0, **arguments: Any) -> None:
-        super().__init__(example, steps=steps, begin=begin, **arguments)
-        self._run = ""
+    _run = ""  # which run a checkpoint is of
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **given: Any

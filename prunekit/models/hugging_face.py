@@ -52,9 +52,14 @@ WHOLE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq")
 
 def model_types(head: Head | None = None) -> tuple[str, ...]:
     """Return the model types that have a head; None: a classifier of images."""
+    return tuple(sorted(set(_types(head or IMAGES)) - {"timm_wrapper"}))  # which is a model of timm's by another name
+
+
+def _types(head: Head) -> Mapping[Any, Any]:
+    """Return the names of the classes that have a head, by model type."""
     _library()
-    known = getattr(import_module("transformers.models.auto.modeling_auto"), CLASSES[head or IMAGES][1])
-    return tuple(sorted(set(known) - {"timm_wrapper"}))  # which is a model of timm's by another name
+    found: Mapping[Any, Any] = getattr(import_module("transformers.models.auto.modeling_auto"), CLASSES[head][1])
+    return found
 
 
 def missing_folder(settings: ModelSettings) -> str | None:
@@ -153,9 +158,8 @@ def _of_config(config: Any, head: Head | None, arguments: Mapping[str, Any]) -> 
 def settings_of(model: Any, cls: type) -> ModelSettings | None:
     """Return the settings that build a model of a class of transformers; None if no head of its type has the class."""
     kind = getattr(model.config, "model_type", None)
-    auto = import_module("transformers.models.auto.modeling_auto")
-    for head, (_, mapping) in CLASSES.items():
-        known = getattr(auto, mapping).get(kind)
+    for head in CLASSES:
+        known = _types(head).get(kind)
         if cls.__name__ in ((known,) if isinstance(known, str) else known or ()):
             return _of_config(model.config, head, {})
     return None
@@ -173,12 +177,10 @@ def own_fields(model_type: str) -> frozenset[str]:
 
 def head_of(folder: Path) -> Head | None:
     """Return the head of the model in a folder, by the class that its configuration names; None if it is another."""
-    _library()
-    auto = import_module("transformers.models.auto.modeling_auto")
     named = read_json(folder / CONFIG, finite=False).get("architectures") or [""]
-    for head, (_, mapping) in CLASSES.items():
-        names: Mapping[str, Any] = getattr(auto, mapping)
-        if any(named[0] == name or named[0] in name for name in names.values() if isinstance(name, (str, tuple))):
+    for head in CLASSES:
+        names = [name for name in _types(head).values() if isinstance(name, (str, tuple))]
+        if any(named[0] == name or named[0] in name for name in names):
             return head
     return None
 

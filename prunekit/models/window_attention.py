@@ -45,8 +45,7 @@ class _Windowed(SizedAttention):
     def fits_original(self) -> bool:
         """Return whether input, heads and output are of one width, from which the scale follows."""
         width = self.proj.weight.shape[1]
-        same = self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
-        return same and self.scale == (width // self.num_heads) ** -0.5
+        return _of_one_width(self.qkv, self.proj) and self.scale == (width // self.num_heads) ** -0.5
 
     def forward(self, x: Tensor) -> Tensor:
         """Shift, cut into windows, attend within each, and join them again."""
@@ -69,6 +68,11 @@ class _Windowed(SizedAttention):
             self.dropout,
             self.training,
         )
+
+
+def _of_one_width(qkv: nn.Linear, out: nn.Linear) -> bool:
+    width = out.weight.shape[1]
+    return qkv.weight.shape == (3 * width, width) and out.weight.shape[0] == width
 
 
 def window_attention(
@@ -216,8 +220,7 @@ class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: igno
 
     def fits_original(self) -> bool:
         """Return whether input, heads and output are of one width."""
-        width = self.proj.weight.shape[1]
-        return self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
+        return _of_one_width(self.qkv, self.proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within windows, by the angles between queries and keys."""
@@ -250,8 +253,7 @@ class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttentio
 
     def fits_original(self) -> bool:
         """Return whether input, heads and output are of one width."""
-        width = self.merge.weight.shape[1]
-        return self.to_qkv.weight.shape == (3 * width, width) and self.merge.weight.shape[0] == width
+        return _of_one_width(self.to_qkv, self.merge)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend within each group."""

@@ -114,31 +114,21 @@ def loss_inputs(model: nn.Module, example: tuple[Any, ...], targets: Targets) ->
     Boxes of crowds are left out, as in torchvision's references.
     """
     inner, kind = _require_kind(model)
-    images, plain = example[0], [_without_crowds(target) for target in targets]
-    if kind == "torchvision":
-        _require_parts(inner, plain)
-        return images, [{**target, "labels": target["labels"] + 1} for target in plain]  # 0 is the background
-    _with_settings(inner)
-    return (_ultralytics_batch(inner, images, plain),)
-
-
-def _without_crowds(target: dict[str, Tensor]) -> dict[str, Tensor]:
-    crowd = target.get("iscrowd")
-    if crowd is None or not bool(crowd.any()):
-        return target
-    alone = crowd == 0
-    return {name: values[alone] for name, values in target.items()}
-
-
-def _require_parts(model: nn.Module, targets: Targets) -> None:
-    """Raise unless targets have what Mask R-CNN and Keypoint R-CNN learn besides boxes."""
-    heads = getattr(model, "roi_heads", None)
-    wanted = {"masks": getattr(heads, "mask_head", None), "keypoints": getattr(heads, "keypoint_head", None)}
-    for name, head in wanted.items():
-        if head is not None:
-            _require_part(model, targets, name)
-    if heads is not None and wanted["keypoints"] is not None:
-        _require_points(model, targets, heads.keypoint_predictor.kps_score_lowres.out_channels)
+    images, plain = example[0], [*targets]
+    for at, target in enumerate(targets):
+        if "iscrowd" in target and bool(target["iscrowd"].any()):
+            alone = target["iscrowd"] == 0
+            plain[at] = {name: values[alone] for name, values in target.items()}
+    if kind == "ultralytics":
+        _with_settings(inner)
+        return (_ultralytics_batch(inner, images, plain),)
+    heads: Any = getattr(inner, "roi_heads", None)  # of Mask R-CNN and Keypoint R-CNN, which learn more than boxes
+    if getattr(heads, "mask_head", None) is not None:
+        _require_part(inner, plain, "masks")
+    if getattr(heads, "keypoint_head", None) is not None:
+        _require_part(inner, plain, "keypoints")
+        _require_points(inner, plain, heads.keypoint_predictor.kps_score_lowres.out_channels)
+    return images, [{**target, "labels": target["labels"] + 1} for target in plain]  # 0 is the background
 
 
 def _require_part(model: nn.Module, targets: Targets, name: str) -> None:
