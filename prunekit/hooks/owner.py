@@ -77,7 +77,8 @@ class HookOwner:
 
     def own(self, handle: Removable) -> None:
         """Remove a handle when this owner exits."""
-        self.own_undo(handle.remove)
+        self._undo.append(handle.remove)
+        self.active = True
 
     def own_context(self, context: AbstractContextManager[Any]) -> None:
         """Enter a context, and leave it when this owner exits."""

@@ -38,7 +38,8 @@ def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> 
     for path, tensor in (*found.named_parameters(), *found.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(f"{name}: {path} is not initialized yet; run the model once on an example first: model(x)")
-    _refuse_flattened(found)
+    if "torch.distributed.fsdp" in sys.modules:  # imported wherever a model is wrapped with it
+        _refuse_flattened(found)
     for path, _, _ in () if offloaded else offloading(found):
         raise ModelError(
             f"Accelerate offloads the weights of {path or 'the model'}; bring them back first: "
@@ -124,9 +125,7 @@ def _instead(given: Any) -> str:
 
 
 def _refuse_flattened(model: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model is wrapped with it
-    if fsdp is None:
-        return
+    fsdp = sys.modules["torch.distributed.fsdp"]
     for path, module in model.named_modules():
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise ModelError(

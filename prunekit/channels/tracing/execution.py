@@ -49,21 +49,12 @@ class ModuleStack(HookOwner):
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
         self._alternatives, self._run_alternative = dict(alternatives or {}), run_alternative
         self._seen: set[tuple[str, ...]] = set()
-        self.paths: list[str] = [""]
-        self._calls: list[ModuleCall | None] = [None]
+        self.paths, self.current = [""], ""  # of the modules that run now, and of the innermost; empty for the root
+        self.call: ModuleCall | None = None  # the call of the innermost; None in the top-level forward
+        self._around: list[ModuleCall | None] = []  # the calls around it
         self.counts: dict[str, int] = {}  # how often each module was called, or a copy of it that took its hooks along
         self.ran: set[str] = set()  # paths of the modules that were called themselves
         self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
-
-    @property
-    def current(self) -> str:
-        """Path of the innermost module that runs now; empty for the root."""
-        return self.paths[-1]
-
-    @property
-    def call(self) -> ModuleCall | None:
-        """The call of that module; None in the top-level forward."""
-        return self._calls[-1]
 
     def path_of(self, module: Any) -> str:
         """Return the path of a module of the model; empty for anything else."""
@@ -71,7 +62,7 @@ class ModuleStack(HookOwner):
 
     def register(self) -> None:
         """Add a forward-pre and a forward hook to every module."""
-        self.paths = [""]
+        self.paths, self.current, self.call, self._around = [""], "", None, []
         for path, module in self.model.named_modules():
             self.own(before_forward(module, self._enter(path), with_kwargs=True))
             self.own(after_forward(module, self._leave(path), with_kwargs=True))
@@ -79,10 +70,11 @@ class ModuleStack(HookOwner):
     def _enter(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
             self.paths.append(path)
+            self._around.append(self.call)
             self.counts[path] = self.counts.get(path, 0) + 1
             if id(module) in self._path_of:
                 self.ran.add(path)
-            self._calls.append(_call(self.counts[path], sys._getframe(1)) if path else None)
+            self.current, self.call = path, _call(self.counts[path], sys._getframe(1)) if path else None
             if self.on_enter is not None:
                 self.on_enter(path, module, (args, named))
 
@@ -93,7 +85,7 @@ class ModuleStack(HookOwner):
             if self.on_exit is not None:
                 self.on_exit(path, module, (args, named), output)
             self.paths.pop()
-            self._calls.pop()
+            self.current, self.call = self.paths[-1], self._around.pop()
             others = self._alternatives.get(path, ())
             if others not in self._seen:
                 self._seen.add(others)

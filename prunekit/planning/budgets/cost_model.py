@@ -199,7 +199,12 @@ class CostModel:
 
 def cost_model(channel_map: ChannelMap, parts: list[GroupPart], resources: list[list[Term]]) -> CostModel:
     """Compile terms of several resources into tables over the parts' counts."""
-    owners = _LabelOwners.of(channel_map, parts)
+    owner = np.full(channel_map.n_labels, -1)  # index of the part that decides on a label, -1 for those that stay
+    # a label is kept if its part keeps more labels than this, in multiples of those kept at once
+    rank = np.zeros(channel_map.n_labels, dtype=np.int64)
+    for index, part in enumerate(parts):
+        owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size) // part.together
+    sizes = [part.labels.size // part.together for part in parts]
     number: dict[tuple[bytes, Counting], int] = {}
     found: list[_Width] = []
     rows: dict[tuple[int, ...], Numbers] = {}
@@ -209,7 +214,7 @@ def cost_model(channel_map: ChannelMap, parts: list[GroupPart], resources: list[
             for factor, counting in term.widths:
                 index = number.setdefault((factor.tobytes(), counting), len(found))
                 if index == len(found):
-                    found.append(_Width(*owners.width(factor), counting))
+                    found.append(_Width(*_tables(channel_map, owner, rank, sizes, factor), counting))
                 width = found[index]
                 constant *= 1 if width.lookups else float(_counted(width.fixed, *counting))
                 free += [index] if width.lookups else []
@@ -250,37 +255,21 @@ def _compiled(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _LabelOwners:
-    """The part that decides on each label, and the count from which on it is kept."""
-
-    channel_map: ChannelMap
-    owner: Labels  # (n_labels,) index of the part, -1 for labels that always stay
-    # (n_labels,) a label is kept if its part keeps more labels than this, in multiples of those kept at once
-    rank: Labels
-    sizes: list[int]  # of the parts, in these multiples
-
-    @classmethod
-    def of(cls, channel_map: ChannelMap, parts: list[GroupPart]) -> _LabelOwners:
-        """Return the owners of the labels of a model."""
-        owner, rank = np.full(channel_map.n_labels, -1), np.zeros(channel_map.n_labels, dtype=np.int64)
-        for index, part in enumerate(parts):
-            owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size) // part.together
-        return cls(channel_map, owner, rank, [part.labels.size // part.together for part in parts])
-
-    def width(self, factor: Labels) -> tuple[int, list[_Lookup]]:
-        """Return how many labels of a factor always stay, and tables of the others."""
-        deciding = np.stack(self.channel_map.deciding(factor.reshape(-1)), axis=1)
-        stays = (self.owner[deciding] < 0).all(axis=1)
-        deciding, found = deciding[~stays], list[_Lookup]()
-        owners = self.owner[deciding]  # -1 such as for 0, where fewer labels decide
-        for every in np.unique(owners, axis=0):
-            kinds = np.flatnonzero(every >= 0)
-            parts = tuple(every[kinds].tolist())
-            here = deciding[(owners == every).all(axis=1)][:, kinds]
-            table = np.zeros([self.sizes[part] + 1 for part in parts], dtype=np.int64)
-            np.add.at(table, tuple(self.rank[here].T + 1), 1)
-            for axis in range(len(parts)):
-                table = np.cumsum(table, axis=axis)
-            found.append(_Lookup(parts, np.ascontiguousarray(table)))
-        return int(np.count_nonzero(stays)), found
+def _tables(
+    channel_map: ChannelMap, owner: Labels, rank: Labels, sizes: list[int], factor: Labels
+) -> tuple[int, list[_Lookup]]:
+    """Return how many labels of a factor always stay, and tables of the others."""
+    deciding = np.stack(channel_map.deciding(factor.reshape(-1)), axis=1)
+    stays = (owner[deciding] < 0).all(axis=1)
+    deciding, found = deciding[~stays], list[_Lookup]()
+    owners = owner[deciding]  # -1 such as for 0, where fewer labels decide
+    for every in np.unique(owners, axis=0):
+        kinds = np.flatnonzero(every >= 0)
+        parts = tuple(every[kinds].tolist())
+        here = deciding[(owners == every).all(axis=1)][:, kinds]
+        table = np.zeros([sizes[part] + 1 for part in parts], dtype=np.int64)
+        np.add.at(table, tuple(rank[here].T + 1), 1)
+        for axis in range(len(parts)):
+            table = np.cumsum(table, axis=axis)
+        found.append(_Lookup(parts, np.ascontiguousarray(table)))
+    return int(np.count_nonzero(stays)), found
