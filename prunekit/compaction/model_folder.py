@@ -197,7 +197,8 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     tensors = {name: tensor for name, tensor in own.items() if name not in sparse}
     for name, tensor in sparse.items():
         tensors |= {f"{name}:{i}": part for i, part in enumerate(parts_of(tensor))}
-    return tensors, {name: [_layout(tensor), list(tensor.shape)] for name, tensor in sparse.items()}
+    layouts = {name: str(tensor.layout).removeprefix("torch.") for name, tensor in sparse.items()}
+    return tensors, {name: [layouts[name], list(tensor.shape)] for name, tensor in sparse.items()}
 
 
 def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
@@ -363,14 +364,11 @@ def _shorter(folder: Path, manifest: dict[str, Any]) -> Shortening:
 
 
 def _heads(manifest: dict[str, Any]) -> Heads:
-    match manifest.get("attention_heads", {}):
-        case dict(entries) if all(_is_entry(entry) for entry in entries.values()):
-            return {path: (name, count) for path, (name, count) in entries.items()}
-    raise ValueError("expected module paths with a class name and a whole number")
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, list) and [type(item) for item in entry] == [str, int]
+    found = manifest.get("attention_heads", {})
+    entries = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(entry, list) and [type(item) for item in entry] == [str, int] for entry in entries):
+        raise ValueError("expected module paths with a class name and a whole number")
+    return {path: (name, count) for path, (name, count) in found.items()}
 
 
 def _widths(manifest: dict[str, Any]) -> dict[str, int]:
@@ -434,7 +432,8 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
     if model is not None:
         built = _called(model)
         if not isinstance(built, nn.Module):
-            raise ModelError(f"model: expected a function that returns the dense model, got {_what(built)} from it")
+            got = "None" if built is None else f"a {type(built).__name__}"
+            raise ModelError(f"model: expected a function that returns the dense model, got {got} from it")
         return built
     settings = from_build(manifest["build"])
     if settings is None:
@@ -474,10 +473,6 @@ def _called(factory: Callable[[], Any]) -> Any:
     return factory()
 
 
-def _what(built: Any) -> str:
-    return "None" if built is None else f"a {type(built).__name__}"
-
-
 def folder_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a folder's weights file, row-major and uncompressed, sparse ones in parts."""
     path = folder / WEIGHTS
@@ -504,10 +499,6 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
         return _with_sparse(tensors, manifest.get("sparse", {}))
     except (AttributeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{folder / MANIFEST}: sparse: does not fit the tensors: {error}") from error
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    return str(tensor.layout).removeprefix("torch.")
 
 
 def _with_sparse(tensors: dict[str, torch.Tensor], sparse: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,7 @@ from prunekit.planning.budgets.budget import Budgets, Countable, budgets_of
 from prunekit.planning.budgets.cost_model import GroupPart, Numbers, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.candidates import UNBOUNDED, PlanBounds, Scores, calls_no_own_module, free_parts
-from prunekit.planning.depth_search import Block, all_that_may_go, blocks_of, chosen_blocks, without_blocks
+from prunekit.planning.depth_search import all_that_may_go, blocks_of, chosen_blocks, without_blocks
 from prunekit.planning.feasibility import fastest, require_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.width_search import KeptScores, are_few, lagrangian_search, local_search
@@ -78,7 +79,8 @@ def make_plan(
     least = without_blocks(parts, all_that_may_go(parts, blocks, settings, budgets)) if blocks else parts
     require_met(channel_map, scores, least, budgets, settings, latency)
     if blocks:
-        counts = _with_blocks(channel_map, parts, blocks, scores, budgets, settings)
+        solve = partial(_chosen, channel_map, scores=scores, budgets=budgets, scope=settings.scope)
+        counts = chosen_blocks(parts, blocks, KeptScores.of(parts, scores), budgets, settings, solve)
     else:
         counts = _chosen(channel_map, parts, scores, budgets, settings.scope)
     counts = counts if counts is not None else fastest(least, budgets)
@@ -86,22 +88,6 @@ def make_plan(
     if keep.all() and bounds.most is None:
         raise PlanError(calls_no_own_module(channel_map) or _removes_nothing(budgets, settings))
     return Plan(channel_map, keep, _origin(settings, seed, budgets.found(counts)))
-
-
-def _with_blocks(
-    channel_map: ChannelMap,
-    parts: list[GroupPart],
-    blocks: list[Block],
-    scores: Scores,
-    budgets: Budgets,
-    settings: PruneSettings,
-) -> Labels | None:
-    """Return counts within the budgets, with blocks removed where that keeps more; None if there are none."""
-
-    def solve(parts: list[GroupPart]) -> Labels | None:
-        return _chosen(channel_map, parts, scores, budgets, settings.scope)
-
-    return chosen_blocks(parts, blocks, KeptScores.of(parts, scores), budgets, settings, solve)
 
 
 def _origin(settings: PruneSettings, seed: int, budgets: dict[str, Any]) -> Any:
@@ -191,24 +177,14 @@ def by_score_per_cost(
     the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham & Gersho 1988). Costs
     are linearized around the last plan, because neighbors' widths multiply.
     """
-    return [_in_units_of(index, parts, scores, budgets, spend) for index in range(len(budgets.names))]
-
-
-def _in_units_of(
-    index: int, parts: list[GroupPart], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
-) -> Labels:
-    counts = np.array([part.labels.size for part in parts])
-    for _ in range(ROUNDS):
-        prices = _prices(parts, budgets, counts)[:, index]
-        counts = spend([scores[part.labels] / price for part, price in zip(parts, prices, strict=True)])
-    return counts
-
-
-def _prices(parts: list[GroupPart], budgets: Budgets, counts: Labels) -> Scores:
-    """Return the cost of a label, averaged over its part: (parts, budgets)."""
-    sizes = np.array([part.labels.size for part in parts])
-    prices: Scores = costs_of_parts(parts, budgets.left, counts) / sizes[:, None]
-    return np.maximum(prices, 1e-12)
+    sizes, found = np.array([part.labels.size for part in parts]), []
+    for index in range(len(budgets.names)):
+        counts = sizes
+        for _ in range(ROUNDS):
+            prices = np.maximum(costs_of_parts(parts, budgets.left, counts)[:, index] / sizes, 1e-12)  # of a label
+            counts = spend([scores[part.labels] / price for part, price in zip(parts, prices, strict=True)])
+        found.append(counts)
+    return found
 
 
 def costs_of_parts(parts: list[GroupPart], cost: Callable[[Labels], Numbers], counts: Labels) -> Numbers:

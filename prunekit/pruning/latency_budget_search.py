@@ -97,8 +97,10 @@ class TimedPlanSearch(PlanSearch):
         return PlanSearch.find(replace(self, settings=settings), inputs)
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
-        """Measure the final model beside the dense one in fresh processes."""
-        final = time_delivered(self.latency, planned.attempts[0].timing, model, self.log)
+        """Measure the final model beside the dense one in fresh processes: the most, as its figure counts."""
+        first, most = planned.attempts[0].timing, current_effort().last_processes
+        limit_s = FINAL_SHARE * self.latency.settings.target.limit_s
+        final = _time_beside_dense(self.latency, model, first.ms * first.speedup, most, limit_s, self.log)
         found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
         self.log(f"latency: measured last: {final}: {100 * found.excess:.1f} % of the time asked for")
         return found
@@ -223,24 +225,16 @@ def time_binds(plan: Plan) -> bool:
 
 def time_compact(target: LatencyTarget, compact: nn.Module, limit_s: float, log: Log) -> Timing:
     """Measure a compact model during the search, deployed as the target says."""
-    rounds = rounds_of(target.table.dense_ms)
-    ready_made = target.transform(compact)
-    settings, most = target.settings, current_effort().most_processes
-    return time_pair(target.dense, ready_made, target.inputs, settings, rounds, most, limit_s=limit_s, log=log)
+    most = current_effort().most_processes
+    return _time_beside_dense(target, target.transform(compact), target.table.dense_ms, most, limit_s, log)
 
 
-def time_delivered(target: LatencyTarget, first: Timing, model: nn.Module, log: Log) -> Timing:
-    """Measure the final model, with the most processes, as its figure counts."""
-    rounds = rounds_of(first.ms * first.speedup)
-    settings, most = target.settings, current_effort().last_processes
-    limit_s = FINAL_SHARE * settings.target.limit_s
-    return time_pair(target.dense, model, target.inputs, settings, rounds, most, limit_s=limit_s, log=log)
-
-
-def rounds_of(dense_ms: float) -> int:
-    """Return the number of rounds in each process, given the time of the dense model."""
+def _time_beside_dense(
+    target: LatencyTarget, model: nn.Module, dense_ms: float, most: int, limit_s: float, log: Log
+) -> Timing:
     effort = current_effort()
-    return min(max(effort.rounds, round(effort.rounds_ms / dense_ms)), effort.most_rounds)
+    rounds = min(max(effort.rounds, round(effort.rounds_ms / dense_ms)), effort.most_rounds)
+    return time_pair(target.dense, model, target.inputs, target.settings, rounds, most, limit_s=limit_s, log=log)
 
 
 def time_pair(

@@ -422,15 +422,12 @@ def _tried(
                 narrow[parts[index].labels] = False
         return chart.completed(narrow)
 
-    shallow = False
-    with paused_garbage_collection():
-        channel_map = run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
-        if not wanted.blocks_may_go or not channel_map.branches.found:
-            return channel_map
-        shallow = True  # with all blocks gone that may go
-
-    with paused_garbage_collection():
-        return run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
+    for shallow in (False, True):  # at last with all blocks gone that may go
+        if not shallow or (wanted.blocks_may_go and channel_map.branches.found):
+            with paused_garbage_collection():
+                tried = run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes)
+                channel_map = tried.channel_map
+    return channel_map
 
 
 def _networks(

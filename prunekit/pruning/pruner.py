@@ -295,7 +295,11 @@ class Pruner(Displayed):
         plan = self.plan
         small = compact(self._model, plan)
         self.verification = verify(self._model, small, plan, [self._fitting_example()], strict=True)
-        average = None if self.average is None else _small_average(self.average, plan)
+        average = self.average
+        if isinstance(average, AveragedModel):
+            average = transfer_average(average, plan)
+        elif average is not None:
+            average = compact(average, plan)
         transfer(self._optimizer, self._model, small, plan)
         self._leave("has finished: go on with the compact model that it returned")
         self.average = average
@@ -491,10 +495,6 @@ def _average_masks(average: Any, model: nn.Module, plan: Plan) -> WeightMasks:
     except PlanError as error:
         raise UsageError(f"{expected}; got {type(inner).__name__}: {error}") from error
     return WeightMasks(inner, plan, changing=True)
-
-
-def _small_average(average: nn.Module, plan: Plan) -> nn.Module:
-    return transfer_average(average, plan) if isinstance(average, AveragedModel) else compact(average, plan)
 
 
 def _limits(given: Clamp) -> tuple[float | Mapping[str, float], Any]:

@@ -42,10 +42,6 @@ def share_moved(step: ScheduleStep) -> float:
     """Return the share of kept weights that move at a pruning step: alpha / 2 (1 + cos(pi t / T)), alpha = 0.3.
 
     (Evci et al. 2020, "Rigging the lottery", equation 1.) It is 0 at the last one.
-
-    Example:
-        >>> round(share_moved(ScheduleStep(5, 1.0, elapsed=0.5)), 3)
-        0.15
     """
     return MOVED / 2 * (1 + math.cos(math.pi * min(1.0, step.elapsed)))
 

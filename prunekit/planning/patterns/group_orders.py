@@ -68,15 +68,7 @@ def kept_size(sizes: Tensor, kept_of: tuple[int, int]) -> Tensor:
 
 
 def best_order(columns: Tensor, kept_of: tuple[int, int]) -> Tensor:
-    """Return the order of columns (rows, n) in which N:M keeps most: pairs change places while that keeps more.
-
-    Example:
-        >>> import torch
-        >>> columns = torch.tensor([[4.0, 4.0, 4.0, 4.0, 1.0, 1.0, 1.0, 1.0]])
-        >>> order = best_order(columns, (2, 4))
-        >>> float(kept_size(columns, (2, 4)).sum()), float(kept_size(columns[:, order], (2, 4)).sum())
-        (10.0, 16.0)
-    """
+    """Return the order of columns (rows, n) in which N:M keeps most: pairs change places while that keeps more."""
     _, of = kept_of
     count = columns.shape[1]
     most = max(16, int(WORK / (count * count * of)))

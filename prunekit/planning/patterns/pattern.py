@@ -28,14 +28,7 @@ NAMED = 6
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern: the weights of a layer that are zero together.
-
-    Example:
-        >>> import torch
-        >>> pattern = Pattern("2:4", kept_of=(2, 4))
-        >>> pattern.mask(torch.tensor([[[4.0], [1.0], [3.0], [2.0]]]), 0.5).flatten().tolist()
-        [True, False, True, False]
-    """
+    """A pattern: the weights of a layer that are zero together."""
 
     name: str  # as settings have it
     # outputs, inputs: of a block; 1 and 1 where weights are zero one by one
@@ -78,12 +71,9 @@ class Pattern:
         return wide.expand(shape)
 
     def mask(self, scores: Tensor, zeros: float) -> Tensor:
-        """Return a mask (o, i, t), False for a share of zeros: the units with the least sum of scores.
+        """Return a mask (o, i, t), False for a share of zeros: the units with the least sum of finite scores (o, i, t).
 
         N:M has its own share, in each group. Of equal scores, the first are zero.
-
-        Args:
-            scores: (o, i, t) of the weights; finite.
         """
         if self.kept_of is not None:
             return self._best_of_each_group(scores)
