@@ -58,7 +58,7 @@ from prunekit.utils.inputs import InputSpec
 from prunekit.utils.tensors import lies_channels_last, with_channels_last
 
 FORMAT, COMPRESSED_FORMAT = 1, 2
-"""Of the manifest: the second is of folders whose weights are compressed, which older versions must not read as 1."""
+"""Formats of the manifest: the second is for compressed weights, which older versions must not read as the first."""
 SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
 """Models whose own initialization takes seconds, for weights that are replaced at once."""
 WEIGHTS = "model.safetensors"

@@ -178,14 +178,18 @@ def _mean(
         labels = _labels(evidence, key)
         if labels is None:
             continue
-        if layer.channels != len(labels):
-            raise UsageError(
-                f"{key.side} of {key.module!r}: the channel map has {len(labels)} channels, the statistics "
-                f"{layer.channels}; both must come from the same model"
-            )
+        _require_as_many(f"{key.side} of {key.module!r}", labels, layer)
         chosen = np.broadcast_to(accepts(key, layer), labels.shape)
         found.add(labels[chosen], value(layer)[chosen])
     return found
+
+
+def _require_as_many(where: str, labels: IntArray, measured: LayerStats | MapRanks) -> None:
+    if measured.channels != len(labels):
+        raise UsageError(
+            f"{where}: the channel map has {len(labels)} channels, the statistics {measured.channels}; both must come "
+            "from the same model"
+        )
 
 
 def _labels(evidence: Evidence, key: StatsKey) -> IntArray | None:
@@ -220,11 +224,7 @@ def wanda(evidence: Evidence) -> Scores:
         labels = _labels_read(evidence, path, consumer)
         if labels is None or not labels.any():
             continue
-        if layer.channels != len(labels):
-            raise UsageError(
-                f"input of {path!r}: the channel map has {len(labels)} channels, the statistics {layer.channels}; both "
-                "must come from the same model"
-            )
+        _require_as_many(f"input of {path!r}", labels, layer)
         read.add(labels, np.abs(_columns(consumer, weight)).mean(1) * layer.rms)
     scores = read.result(otherwise=made.result(otherwise=np.nan))
     problem, advice = "criterion 'wanda': no input was measured", "calibrate over every layer"

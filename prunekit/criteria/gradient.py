@@ -113,11 +113,6 @@ class Movement(StepHook):
     be negative. A masked channel has no gradient, so its sum does not change. A step that float16's loss scale skips
     adds nothing.
 
-    Args:
-        model: in training.
-        channel_map: of it.
-        optimizer: torch's own, whose steps count.
-
     Raises:
         PlanError: the map is that of another model.
     """

@@ -92,8 +92,8 @@ class ChangingMasks(HookOwner):
         restore: whether leaving brings back the values of the entries that are pruned then; False: it keeps the zeros.
         gradients: whether gradients are masked too. Without that pruned weights are zero all the same, but their
             gradients count where gradients are clipped by norm, and enter the optimizer's momentum.
-        straight_through: None, or how fast masked single weights fade that learn on with the gradients of the zeros in
-            their place, see `StraightThrough`; until `end_straight_through`.
+        straight_through: how fast the values behind masked single weights fade, which learn on with the gradients of
+            the zeros in their place until `end_straight_through`, see `StraightThrough`; None: they rest.
 
     Example:
         >>> import prunekit as pk, torch
@@ -154,7 +154,7 @@ class ChangingMasks(HookOwner):
     def spare_gradients(self, spare: bool) -> None:
         """Leave the gradients of masked single weights to the optimizer's step, or mask them as soon as they are there.
 
-        Whoever reads them there calls `mask_gradients` then, so that the step doesn't.
+        Code that reads them before the step calls `mask_gradients` afterwards, so that the step sees zeros.
         """
         if self._gradients is not None:
             self._gradients.spare_single_weights(spare or self._learning is not None)

@@ -83,11 +83,11 @@ def _bounded(part: GroupPart, bounds: PlanBounds) -> GroupPart:
 def with_equal_widths(
     channel_map: ChannelMap, parts: list[GroupPart], owners: list[ChannelGroup], settings: PruneSettings
 ) -> list[GroupPart]:
-    """Return parts, each of all groups that have to keep the same share.
+    """Return parts, of which each holds all groups that have to keep the same share.
 
-    These are groups of repeated layers, which lie on axes of the same names but for numbers, and are of the same size;
-    and what the map says to be as wide. For a library's configuration a group stays whole where another one that has to
-    be as wide is not free.
+    Groups of repeated layers have to, if they are of one size: the names of their axes differ in numbers alone. So have
+    groups that the map says to be as wide. For a library's configuration a group stays whole where another one that has
+    to be as wide is not free.
     """
     equal = NO_EQUAL_WIDTHS if channel_map.source is None else channel_map.source.equal_widths
     members: dict[Hashable, list[GroupPart]] = {}
@@ -127,8 +127,8 @@ def _merged(parts: list[GroupPart]) -> list[GroupPart]:
 def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
     """Return how many channels a head, or a position in heads, counts as for rounding; None for other labels.
 
-    Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires. Of
-    query heads there may be any number for each head of keys then, as these make a rounded width already.
+    Positions are rounded on their own, and heads as much as the smallest allowed number of positions requires. Each
+    head of keys may then have any number of query heads, as the heads make a rounded width already.
     """
     if channel_map.kind_of(group):
         return 1 if channel_map.kind_of(group) == Removal.POSITIONS else settings.round_to

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Where = str | nn.Module | type[nn.Module]
 """A glob over module paths, a module (which stands for all that is in it), or a class of modules."""
-DEFAULT = PruneSettings()
 ELSEWHERE = {
     "pruning_ratio": "give what may be left: channels=0.5, macs=0.5, or another budget",
     "pruning_ratio_dict": "give ratios={'layer1.*': 0.5}, the shares that are kept",
@@ -85,10 +84,11 @@ class PruneKeywords(PlanKeywords, total=False):
     progress: bool | None
 
 
-DEFAULTS = {name: getattr(DEFAULT, name) for name in ("round_to", "min_channels", "ignore", "layout", "depth")} | {
-    name: getattr(DEFAULT, name) for name in ("min_blocks", "plain_classes")
+DEFAULTS = {
+    name: getattr(PruneSettings(), name)
+    for name in ("round_to", "min_channels", "ignore", "layout", "depth", "min_blocks", "plain_classes")
 }
-"""Values of keywords that are not given; of the others None, where the budgets and the samples decide."""
+"""Values of keywords that are not given; any other is None then, and the budgets and the samples decide."""
 SHARED = ("calibration", "images", "seed", "more_examples", "outputs", "task", "progress")
 """Further keywords of all functions that take `PlanKeywords`."""
 BY_WEIGHTS, BY_SAMPLES = "l2", "elimination"

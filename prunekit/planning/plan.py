@@ -96,7 +96,7 @@ class Plan(Displayed):
 
     @cached_property
     def masked_indices(self) -> dict[str, tuple[Labels | None, ...]]:
-        """The same for each tensor with zeros in the masked model, without axes that a layer divides by the norm of."""
+        """The same for each tensor with zeros in the masked model; None also for axes whose norm a layer divides by."""
         return masked_indices(self.channel_map, self.keep)
 
     def kept(self, name: str, axis: int) -> Labels:
@@ -124,7 +124,7 @@ class Plan(Displayed):
     def zero(self, model: nn.Module) -> None:
         """Set pruned weights of a model of dense size to zero, in place.
 
-        Running variances stay as they are, and so do axes that a layer divides by the norm of.
+        Running variances stay as they are, and so do axes whose norm a layer divides by.
         """
         with torch.no_grad():
             for name, tensor in named_tensors(model):
@@ -170,7 +170,7 @@ class Plan(Displayed):
 
     @cached_property
     def constants(self) -> dict[str, str]:
-        """The name of the tensor that is left of each branch that is gone, by that of its last layer's weight."""
+        """Name of the last layer's weight of each branch that is gone -> name of the tensor that is left of it."""
         return {branch.layers[-1]: branch.constant for branch in self.gone if branch.constant is not None}
 
     @cached_property

@@ -45,7 +45,7 @@ class Timing:
     ms: float
     ms_low: float
     ms_high: float
-    # speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same
+    # speedup, speedup_low, speedup_high: median and interval, as for ms, of the ratios to the dense model, pair by pair
     speedup: float
     speedup_low: float
     speedup_high: float

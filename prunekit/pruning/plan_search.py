@@ -29,6 +29,7 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.model_size import count_memory
 from prunekit.models.hugging_face import set_noted_config
+from prunekit.modes.public_call import own_part
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
@@ -115,7 +116,7 @@ class PlanSearch:
         require_trainable(model, "plan")
         if channel_map is not None:
             require_model(channel_map, model, "the channel map")
-        with paused_garbage_collection():
+        with paused_garbage_collection(), own_part():  # jobs may be called in other modes than torch's usual ones
             channel_map = channel_map or traced_map(model, list(examples), outputs)
         library = library_of(model, examples, settings)
         if library is not None:

@@ -441,7 +441,7 @@ class Request:
                 "prune(model, calibration=loader, macs=0.5); got neither"
             )
         if self.example is None:
-            return self.first_samples(2)
+            return as_example(self.model, self.first_samples(2))  # they may have been made in inference mode
         try:
             return as_example(self.model, self.example)
         except ModelError:

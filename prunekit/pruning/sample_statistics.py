@@ -106,7 +106,7 @@ def activation_statistics(model: nn.Module, images: Any, criterion: str) -> Chan
 
 
 def _positions(inputs: Any) -> int:
-    """Return the positions of a sample that a layer reads at most: those of token numbers; of others, `ROWS`."""
+    """Return how many positions of a sample a layer reads at most: one for each token number; of others `ROWS`."""
     given = gather(inputs)
     tokens = [tensor.shape[1] for tensor in given if tensor.dim() == 2 and not tensor.is_floating_point()]
     return max(tokens) if given and len(tokens) == len(given) else ROWS
@@ -240,8 +240,8 @@ _VIEWS = frozenset(
 class MemoryNeed:
     """Bytes that the stages of `prune` take at most beside the model."""
 
-    # of gradients of one sample, and what the changes of layers take: a prediction of half of what a linear one reads,
-    # and a change of the weight of another
+    # of the gradients of one sample, and of the changes that layers get: a linear one a prediction of half of what it
+    # reads, any other a change of its weight
     gains: int
     order: int  # of elimination, for the group that the most layers read
     trial: int  # of two compact models, the largest module in float64, and the largest results of a pass

@@ -82,7 +82,7 @@ class BudgetFacts:
 
     @property
     def limit(self) -> str:
-        """True if the figure is a minimum or a maximum, in words."""
+        """Whether the figure is a minimum or a maximum, in words."""
         return "at least" if self.least else "at most"
 
     def left_of(self, value: float, dense: float) -> float:

@@ -33,19 +33,20 @@ class Checked:
     def __post_init__(self) -> None:
         """Check every field."""
         hints = field_hints(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its objects are
-        problems = [text for name, hint in hints.items() for text in _problems(hint, getattr(self, name), name)]
+        given = [(hint, getattr(self, name), name) for name, hint in hints.items()]
+        misfits = [each for each in given if not _fits(*each[:2])]
+        problems = [text for misfit in misfits for text in _problems(*misfit)]
         if problems:
             raise SettingsError(f"{type(self).__name__}: {'; '.join(problems)}")
 
 
 def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
-    """Yield a message for each part of a value that does not fit its annotation, the innermost ones."""
-    if _fits(hint, value):
-        return
+    """Yield a message for each part of a value that does not fit its annotation; the innermost parts are named."""
     parts = [part for part in _alternatives(hint) if isinstance(value, CONTAINERS.get(get_origin(part), ()))]
     inner = get_args(parts[0])[-1 if get_origin(parts[0]) is dict else 0] if parts else None
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if parts else ()
-    found = [text for key, item in items for text in _problems(inner, item, f"{path}[{key!r}]")] if parts else []
+    items = (value.items() if isinstance(value, Mapping) else enumerate(value)) if parts else ()
+    misfits = [(f"{path}[{key!r}]", item) for key, item in items if not _fits(inner, item)]
+    found = [text for where, item in misfits for text in _problems(inner, item, where)]
     yield from found or [f"{path}: expected {describe(hint, IN_PYTHON)}, got {_shown(value)}{_near(hint, value)}"]
 
 
