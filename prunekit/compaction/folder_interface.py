@@ -21,10 +21,10 @@ def saved_interface(
     model: nn.Module,
     specs: Sequence[InputSpec],
     *,
-    example: Any = None,
-    preprocessing: Preprocessing | None = None,
-    classes: Sequence[str] = (),
-    task: str | None = None,
+    example: Any,
+    preprocessing: Preprocessing | None,
+    classes: Sequence[str],
+    task: str | None,
 ) -> ModelInterface:
     """Return the interface of a model that is saved; what is not given is as the model was loaded with.
 
@@ -33,11 +33,8 @@ def saved_interface(
     _require(preprocessing, classes, task)
     before = attached(model)
     if before is not None:
-        preprocessing, classes, task = (
-            preprocessing or before.preprocessing,
-            classes or before.classes,
-            task or before.task,
-        )
+        preprocessing, classes = preprocessing or before.preprocessing, classes or before.classes
+        task = task or before.task
     names = tuple(map(str, classes))
     inputs = zeros_of(specs) if example is None else as_example(model, example)
     inputs = to_device(inputs, device_of(model))

@@ -272,7 +272,7 @@ class _ObjectiveState:
         _gone: (d,) whether a column was removed.
     """
 
-    def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype = torch.float64) -> None:
+    def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype) -> None:
         columns = len(objective.gram) - 1
         size = columns + objective.biased
         gram = with_ridge(objective.gram.double())[:size, :size]

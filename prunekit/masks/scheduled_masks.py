@@ -94,10 +94,10 @@ class ScheduledMasks:
         pruning_steps: Sequence[ScheduleStep],
         start: Plan,
         planner: Planner,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None],
         *,
         gradients: bool = True,
-        straight_through: float | None = None,
+        straight_through: float | None,
     ) -> None:
         self.model, self.plan, self.planner = model, start, planner
         self.pruning_steps, self.changes = tuple(pruning_steps), list[PlanChange]()

@@ -64,9 +64,7 @@ def require_unmeasured_met(channel_map: ChannelMap, settings: PruneSettings) -> 
         require_met(channel_map, scores, *_least_parts(channel_map, scores, wanted), wanted)
 
 
-def least_possible(
-    channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
-) -> dict[str, float]:
+def least_possible(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None) -> dict[str, float]:
     """Return the least that can be left of each given budget, in the units of `Budgets`; of time within the others."""
     parts, budgets = _least_parts(channel_map, np.zeros(channel_map.n_labels), settings, latency)
     return dict(zip(budgets.names, _least_possible(parts, budgets).tolist(), strict=True))

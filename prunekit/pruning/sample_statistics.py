@@ -67,7 +67,7 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
     return given[0] if len(given) == 1 and not isinstance(given[0], list) else given
 
 
-def samples_for(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
+def samples_for(model: nn.Module, data: Any, count: int, task: Task | str | None) -> Any:
     """Return `joined_samples` on the model's device, in the memory format that is the fastest for it."""
     return in_fastest_format(model, to_device(joined_samples(model, data, count, task), device_of(model)))
 

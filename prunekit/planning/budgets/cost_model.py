@@ -101,7 +101,7 @@ def entries(channel_map: ChannelMap, name: str) -> Term:
     return Term(float(whole), factors, spans=present)
 
 
-def presence(channel_map: ChannelMap, module: str, factors: Sequence[Labels] = ()) -> tuple[Span, ...]:
+def presence(channel_map: ChannelMap, module: str, factors: Sequence[Labels]) -> tuple[Span, ...]:
     """Return the condition that a module is there, as a span of widths; none if it stays, or if a factor tells."""
     labels = channel_map.present_with(module) if channel_map.branches.found else None
     if labels is None or any(np.isin(factor, labels).all() for factor in factors):
