@@ -58,7 +58,7 @@ def test_the_long_description_leads_nowhere_but_to_addresses() -> None:
         text = re.sub(change["pattern"], change["replacement"], text)
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", text))
     assert "report.png" not in text
-    assert "Troubleshooting by error message" in text
+    assert "coming from other tools ·" in text
 
 
 def test_licenses_and_versions_are_whole() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -101,6 +103,13 @@ def execute(pages: Iterable[Path], folder: Path) -> dict[str, Any]:
     return names
 
 
+def assert_printed(out: str) -> None:
+    """What the README shows below its first Python is what that prints, but for figures: the images are random."""
+    (shown,) = blocks("text", [ROOT / "README.md"])
+    wanted, printed = ([re.sub(r"[\d.]+(e-\d+)?| +", " ", line) for line in text.splitlines()] for text in (shown, out))
+    assert [line for line in wanted if line not in printed] == []
+
+
 @pytest.fixture
 def _as_before() -> Iterator[None]:
     """What Accelerate keeps of a process is no other test's, and no rule that a page registers stays."""
@@ -132,13 +141,15 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("little_effort", "_as_before")
 @pytest.mark.parametrize("page", IN_PYTHON, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
-def test_python_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs_as_written(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each page by itself: what it uses it imports and makes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "tests" / "examples")
     names = execute([page], tmp_path)
     if page.name == "README.md":
-        assert type(names["again"]) is type(names["quick"].model) is type(names["model"])
+        assert_printed(capsys.readouterr().out)
     if page.name == "choosing.md":
         assert names["repaired"].repair.after < names["repaired"].repair.before
 
@@ -230,3 +241,14 @@ def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
     assert job.finetune.distill.features is not None
     model = torchvision.models.resnet34()
     assert feature_paths(model, job.finetune.distill) == ["layer1", "layer2", "layer3", "layer4"]
+
+
+def test_the_picture_of_before_and_after_is_what_its_script_draws() -> None:
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "main_job.json").read_text(encoding="utf-8"))["rows"]
+    picture = runpy.run_path(str(ROOT / "benchmarks" / "before_after.py"))["picture"]
+    assert picture(rows) == (results / "before_after.svg").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
