@@ -35,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_places()])
+    return sorted([*_places(), "__all__", "__doc__", "__name__", "__version__"])
