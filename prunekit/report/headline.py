@@ -224,14 +224,16 @@ def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def unit(metrics: Mapping[str, Any], name: str) -> str:
     """Return the unit of a score of the run's task."""
-    found = metrics.get("task", {}).get("scores") or ()
-    return next((score.get("unit", "%") for score in found if score["name"] == name), "%")
+    return str(_facts(metrics, name).get("unit", "%"))
 
 
 def lower_is_better(metrics: Mapping[str, Any], name: str) -> bool:
     """Return whether less of a score of the run's task is better."""
-    found = metrics.get("task", {}).get("scores") or ()
-    return any(score.get("lower_is_better", False) for score in found if score["name"] == name)
+    return bool(_facts(metrics, name).get("lower_is_better"))
+
+
+def _facts(metrics: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return next((one for one in metrics.get("task", {}).get("scores") or () if one["name"] == name), {})
 
 
 def direction(metrics: Mapping[str, Any], name: str) -> str:

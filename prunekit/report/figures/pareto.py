@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
@@ -70,6 +70,13 @@ class ComparedRun:
         """Return the figures of one of its models, with the interval of its score; {} if it has no such model."""
         return model(self.run.metrics, name)
 
+    def point(self, kind: str, group: tuple[str, ...], cost: float) -> Point:
+        """Return the main score of one of its models against a cost."""
+        row, (name, _), lower = self.model(kind), self.score, self.lower_is_better
+        sizes = row.get("macs"), row.get("params")
+        ends = _ends(row)
+        return Point(self.letter, kind, group, sizes, cost, float(row[name]), score_ends=ends, lower_is_better=lower)
+
 
 def compared_runs(runs: Sequence[Run]) -> list[ComparedRun]:
     """Return the runs with letters, in the order in which they were named."""
@@ -121,17 +128,7 @@ def settings(found: Sequence[ComparedRun]) -> list[str]:
 def by_macs(found: Sequence[ComparedRun]) -> list[Point]:
     """Return scores against multiply-accumulates; dense models and controls that runs share are one point."""
     points = [
-        Point(
-            side.letter,
-            kind,
-            side.tested,
-            _sizes(row),
-            float(row["macs"]),
-            float(row[side.score[0]]),
-            None,
-            _ends(row),
-            lower_is_better=side.lower_is_better,
-        )
+        side.point(kind, side.tested, float(row["macs"]))
         for side in found
         for kind in ("dense", "control", "pruned")
         if is_number((row := side.model(kind)).get("macs")) and is_number(row.get(side.score[0]))
@@ -147,24 +144,15 @@ def by_latency(found: Sequence[ComparedRun], setting: str) -> list[Point]:
 def _timed(side: ComparedRun, setting: str) -> Iterator[Point]:
     rows = {row.get("model"): row for row in side.run.metrics.get("latency", []) if setting_text(row) == setting}
     for kind in ("dense", "control", "pruned", "deployed"):
-        row, model = rows.get("dense" if kind == "control" else kind), side.model(kind)
-        if row is None or not is_number(row.get("median_ms")) or not is_number(model.get(side.score[0])):
-            continue
-        low, high = row.get("low_ms"), row.get("high_ms")
-        ends = (float(low), float(high)) if is_number(low) and is_number(high) else None
-        score, stable = float(model[side.score[0]]), bool(row.get("stable", True))
-        cost = float(row["median_ms"])
-        known, lower = (score, ends, _ends(model), stable), side.lower_is_better
-        yield Point(side.letter, kind, side.machine, _sizes(model), cost, *known, lower)
+        row, reached = rows.get("dense" if kind == "control" else kind), side.model(kind).get(side.score[0])
+        if row is not None and is_number(row.get("median_ms")) and is_number(reached):
+            ends, stable = _ends(row, "low_ms", "high_ms"), bool(row.get("stable", True))
+            yield replace(side.point(kind, side.machine, float(row["median_ms"])), cost_ends=ends, stable=stable)
 
 
-def _sizes(model: Mapping[str, Any]) -> tuple[Any, Any]:
-    return model.get("macs"), model.get("params")
-
-
-def _ends(model: Mapping[str, Any]) -> tuple[float, float] | None:
-    low, high = model.get("low"), model.get("high")
-    return (float(low), float(high)) if is_number(low) and is_number(high) else None
+def _ends(row: Mapping[str, Any], low: str = "low", high: str = "high") -> tuple[float, float] | None:
+    below, above = row.get(low), row.get(high)
+    return (float(below), float(above)) if is_number(below) and is_number(above) else None
 
 
 def once(points: Sequence[Point]) -> Iterator[Point]:
@@ -181,17 +169,11 @@ def once(points: Sequence[Point]) -> Iterator[Point]:
         alike.sort(key=lambda point: point.cost)
         middle, ends = alike[(len(alike) - 1) // 2], [point.cost_ends for point in alike if point.cost_ends]
         label = joined(sorted((point.label for point in alike), key=lambda name: (len(name), name)))
-        yield Point(
-            label if middle.kind == "pruned" else f"{middle.kind} {label}",
-            middle.kind,
-            middle.group,
-            middle.sizes,
-            middle.cost,
-            middle.score,
-            (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None,
-            middle.score_ends,
-            all(point.stable for point in alike),
-            middle.lower_is_better,
+        yield replace(
+            middle,
+            label=label if middle.kind == "pruned" else f"{middle.kind} {label}",
+            cost_ends=(min(low for low, _ in ends), max(high for _, high in ends)) if ends else None,
+            stable=all(point.stable for point in alike),
         )
 
 

@@ -62,9 +62,6 @@ class ModelSummary(Displayed):
     weight_bytes: int
     peak_bytes: int | None
 
-    def _headline(self) -> str:
-        return self._totals()
-
     def _parts(self) -> Iterator[str | Table]:
         total = self.macs or 1
         rows = [
@@ -83,9 +80,9 @@ class ModelSummary(Displayed):
         ]
         headings = ("module", "type", "input", "output", "parameters", "MACs", "share", "activations", "calls")
         yield Table(headings, rows, text=("type", "input", "output"))
-        yield self._totals()
+        yield self._headline()
 
-    def _totals(self) -> str:
+    def _headline(self) -> str:
         frozen = f" ({count(self.params - self.trainable)} frozen)" if self.params > self.trainable else ""
         peak = "" if self.peak_bytes is None else f", {size(self.peak_bytes)} at the peak of a forward pass"
         return (
@@ -110,7 +107,7 @@ class ModelSummary(Displayed):
         """Return a page that needs no other file."""
         from prunekit.report.rendering import rendered
 
-        totals = self._totals().partition(": ")[2]
+        totals = self._headline().partition(": ")[2]
         return rendered("summary.html", summary=self, totals=totals, records=self.rows())
 
 

@@ -24,15 +24,24 @@ from prunekit.utils.user_code import is_reference
 FACTORY = "FILE.py:FACTORY"
 Part = TypeVar("Part")
 Log = Callable[[str], object]
-MEASURED = {
-    "metrics.json": ("dense", "pruned"),
-    "sensitivity.json": ("groups",),
-    "profile.json": ("setting", "checks"),
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run that has a page of its own."""
+
+    read_as: str  # name of the figures in `Run`
+    needs: tuple[str, ...]  # the keys that they must have
+    template: str  # of its page
+    command: str | None = None  # that makes such a run; None: as its metrics say
+
+
+KINDS = {
+    "metrics.json": Kind("metrics", ("dense", "pruned"), "page.html"),
+    "sensitivity.json": Kind("analysis", ("groups",), "sensitivity.html", "sensitivity"),
+    "profile.json": Kind("profile", ("setting", "checks"), "profile.html", "profile"),
 }
-"""The file with the figures of each kind of run, and the keys that it must have."""
-COMMANDS = {"sensitivity.json": "sensitivity", "profile.json": "profile"}
-TEMPLATES = {"metrics.json": "page.html", "sensitivity.json": "sensitivity.html", "profile.json": "profile.html"}
-"""Templates of the pages of each kind of run, by the file that holds its figures."""
+"""Kinds of runs, by the files that hold their figures."""
 RUN = Path("resume", "run.json")
 """File of a run that has not finished; it exists while the run can be resumed."""
 FORMER = "report.old.html"
@@ -118,7 +127,7 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log, *, w
             "sections": [part for part in _shown(ordered(sections), lambda one: one.html(run), note, whole) if part],
         }
     return rendered(
-        TEMPLATES[kind],
+        KINDS[kind].template,
         run=run,
         state=state or str(run.status.get("state", "unknown")),
         environment=[(key, _text(value)) for key, value in flattened(run.environment) if value != {}],
@@ -149,11 +158,7 @@ def _text(value: Any) -> str:
 
 
 def missing(run_folder: StrPath) -> list[str]:
-    """Return what is missing in the folder of a run, a sentence each with what to do.
-
-    Raises:
-        ArtifactError: the folder does not exist.
-    """
+    """Return what is missing in the folder of a run, a sentence each with what to do."""
     folder = Path(run_folder)
     run = read_run(folder, whole=False)
     kept = [f"the page that was there before is {folder / FORMER}"] if (folder / FORMER).exists() else []
@@ -164,15 +169,15 @@ def missing(run_folder: StrPath) -> list[str]:
 def gaps(run: Run, name: str = "metrics.json") -> Iterator[str]:
     """Yield a sentence for each file of a run that is damaged, and for figures that are missing."""
     yield from (f"{reason}; what it held is missing here" for file, reason in run.damaged.items() if file != name)
-    found = {"metrics.json": run.metrics, "sensitivity.json": run.analysis, "profile.json": run.profile}[name]
-    lacking = [key for key in MEASURED[name] if not found.get(key)]
+    found = getattr(run, KINDS[name].read_as)
+    lacking = [key for key in KINDS[name].needs if not found.get(key)]
     if lacking:
         yield _unmeasured(run, name, ", ".join(map(repr, lacking)))
 
 
 def _unmeasured(run: Run, name: str, lacking: str) -> str:
     state, file = str(run.status.get("state", "unknown")), run.folder / name
-    begun = again(run, COMMANDS.get(name) or _job(run))
+    begun = again(run, KINDS[name].command or _job(run))
     command = begun.command if begun else ""
     redo = f"`{command}` makes the run again" if command else "make the run again from its recipe"
     if not file.exists() and state != "finished":
@@ -202,9 +207,10 @@ def _job(run: Run) -> str | None:
 
 def figures_of(run: Run) -> str:
     """Return the name of the file with a run's figures, by the files there or by where its folder is."""
-    there = [name for name in COMMANDS if (run.folder / name).exists()]
+    analyses = [name for name, kind in KINDS.items() if kind.command]
+    there = [name for name in analyses if (run.folder / name).exists()]
     place = f"{run.folder.resolve().parent.name}.json"
-    return there[0] if there else place if place in COMMANDS and not run.metrics else "metrics.json"
+    return there[0] if there else place if place in analyses and not run.metrics else "metrics.json"
 
 
 @dataclass(frozen=True)
@@ -235,18 +241,14 @@ def _own(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
     Only the factory of a model is in the recipe.
     """
-    if _at(recipe, "model", "zoo") == "own":
-        named = str(_at(recipe, "model", "name"))
+    known = dict(flattened(recipe))
+    if known.get("model.zoo") == "own":
+        named = str(known.get("model.name"))
         yield "model", named if ":" in named else FACTORY
-    if _at(recipe, "data", "source") == "own":
+    if known.get("data.source") == "own":
         yield "data", FACTORY
-    if "own" in (_at(recipe, part, "optimizer") for part in ("baseline", "sparsify", "finetune")):
+    if "own" in (known.get(f"{part}.optimizer") for part in ("baseline", "sparsify", "finetune")):
         yield "optimizer", FACTORY
-
-
-def _at(recipe: Mapping[str, Any], part: str, key: str) -> Any:
-    found = recipe.get(part)
-    return found.get(key) if isinstance(found, Mapping) else None
 
 
 def lines(metrics: Mapping[str, Any], folder: Path) -> list[str]:
