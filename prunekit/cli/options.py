@@ -30,12 +30,7 @@ def _set_debug(context: click.Context, parameter: click.Parameter, value: bool) 
 
 
 debug_option = click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_set_debug,
-    help="Show tracebacks of errors.",
+    "--debug", is_flag=True, expose_value=False, is_eager=True, callback=_set_debug, help="Show tracebacks of errors."
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout; everything else goes to stderr."
@@ -105,12 +100,7 @@ def model_options(function: Decorated, *, images: bool = False) -> Decorated:
         task_option,
         images_option if images else data_option,
         click.option("--zoo", type=zoos, help=ZOO),
-        click.option(
-            "--input-shape",
-            callback=_shape,
-            metavar="1x3x224x224",
-            help="Shape of one input, batch first.",
-        ),
+        click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
         own_model_option,
     ):

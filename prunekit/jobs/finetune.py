@@ -49,16 +49,11 @@ from prunekit.jobs.stages.deployment_stage import (
 )
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
 from prunekit.jobs.stages.measurement_stage import (
-    COUPLING_COLUMNS,
-    LOCK_COLUMNS,
-    SCORE_COLUMNS,
-    coupling_rows,
     layer_rows,
-    lock_rows,
     measure_models,
     metrics_of,
-    score_rows,
     write_detections,
+    write_plan,
 )
 from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary
 from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
@@ -78,7 +73,6 @@ from prunekit.measure.verification import Verification, verify
 from prunekit.models.zoo import load_factory
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency_budget_search import with_profile
-from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan
 from prunekit.repair.repair_report import RepairReport
@@ -238,21 +232,13 @@ class FinetuneRun:
             if inputs.stats is not None:
                 inputs.stats.save(self.folder.path / "statistics")
             planned = self.search.find(inputs)
-            self._write_plan(planned)
+            write_plan(self.folder.path, planned)
             self._log_plan(planned)
             if inputs.patches is not None:
                 rows = curve_rows(planned.plan.channel_map, planned.curves(inputs.patches))
                 write_csv(self.folder.path / "sensitivity.csv", rows, CURVE_COLUMNS)
             cache_plan(self.folder, planned)
         return planned
-
-    def _write_plan(self, planned: Planned) -> None:
-        """Write a plan into the run's folder, with its scores, locks and groups."""
-        folder, plan = self.folder.path, planned.plan
-        plan.save(folder)
-        write_csv(folder / "scores.csv", score_rows(plan, planned.scores), SCORE_COLUMNS)
-        write_csv(folder / "locks.csv", lock_rows(plan), LOCK_COLUMNS)
-        write_csv(folder / "coupling.csv", coupling_rows(plan), COUPLING_COLUMNS)
 
     def _log_plan(self, planned: Planned) -> None:
         chart = planned.plan.channel_map
@@ -263,9 +249,7 @@ class FinetuneRun:
         )
         if gone := [branch.name for branch in planned.plan.gone]:
             self.log(f"plan: {len(gone)} of {plural(len(chart.branches.found), 'block')} gone: {listed(gone, 10)}")
-        for text in planned.locked_by_trial:
-            self.log(f"plan: locked after the trial: {text}")
-        for text in planned.unseen:
+        for text in (*(f"locked after the trial: {lock}" for lock in planned.locked_by_trial), *planned.unseen):
             self.log(f"plan: {text}")
 
     def repair(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
@@ -293,10 +277,10 @@ class FinetuneRun:
             plan = self.schedule.in_force()
             if planned is not None:
                 planned = self.schedule.finished(planned)
-                self._write_plan(planned)
+                write_plan(self.folder.path, planned)
         elif planned is not None and plan.element_masks:
             planned = replace(planned, plan=plan)
-            self._write_plan(planned)
+            write_plan(self.folder.path, planned)
         require_same_plan(plan, "after training")
         return planned, plan
 
@@ -350,7 +334,9 @@ class FinetuneRun:
         (small, proof), plan, folder = compacted, planned.plan, self.folder
         with self._stage("measure"):
             share, attempt, target = sparsity(model, plan), Attempts(self.log), self.search.latency
-            final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
+            final = None
+            if target is not None:
+                final = attempt("time", lambda: self.search.deliver(planned, self._final(dense)))
             models = dense, control, None if deployed is None else deployed.model
             measured = measure_models(self.prepared, folder, *models, attempt=attempt, final=final)
             masks = attempt("activation masks", lambda: self._measure_activations(small))
@@ -366,23 +352,18 @@ class FinetuneRun:
         return metrics
 
     @main_process_only
-    def export(self, dense: nn.Module, deployed: Deployed | None, metrics: dict[str, Any]) -> dict[str, Any]:
+    def export(self, dense: nn.Module, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics with the rows of exported files, and their shortfalls."""
-        folder, attempt = "model" if deployed is None else DEPLOYED, Attempts(self.log, done="made")
-        model = self.prepared.load_model(self.folder.path / folder, dense)
+        attempt, model = Attempts(self.log, done="made"), self._final(dense)
         with self._stage("export"):
-            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
+            rows = export_models(self.prepared, self.folder, self._final_folder, model, attempt=attempt, dense=dense)
         metrics |= {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
         write_json(self.folder.path / "metrics.json", metrics)
         return metrics
 
     @computed_by_main
     def conclude(
-        self,
-        dense: nn.Module,
-        plan: Plan,
-        compacted: tuple[nn.Module, Verification],
-        metrics: dict[str, Any],
+        self, dense: nn.Module, plan: Plan, compacted: tuple[nn.Module, Verification], metrics: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the metrics in every process, once the log says what fell short."""
         write_summary(self.folder, self.job, self.search.channel_map, plan, (dense, compacted[0]), metrics)
@@ -392,10 +373,13 @@ class FinetuneRun:
             self.log(f"shortfall: {shortfall}")
         return metrics
 
-    def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult | None:
-        """Return the time of the final model, loaded from its folder: the deployed one, if there is one."""
-        folder = DEPLOYED if self.job.deploy.wanted else "model"
-        return self.search.deliver(planned, self.prepared.load_model(self.folder.path / folder, dense))
+    @property
+    def _final_folder(self) -> str:
+        return DEPLOYED if self.job.deploy.wanted else "model"
+
+    def _final(self, dense: nn.Module) -> nn.Module:
+        """Return the final model, loaded from its folder: the deployed one, if there is one."""
+        return self.prepared.load_model(self.folder.path / self._final_folder, dense)
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """Return figures of the activation masks, with thresholds found again, because training has changed them."""
@@ -443,19 +427,15 @@ def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
         (True, Stage("compact", work.compact, ("model", "dense", "plan"), ("compacted",))),
         (training, Stage("control", work.control, ("dense",), ("control",), counted=job.control)),
         (not training, Stage("control", lambda run: None, (), ("control",), counted=False)),
-        (
-            True,
-            Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable),
-        ),
+        (True, Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable)),
         (True, Stage("measure", work.measure, MEASURED, ("metrics",))),
-        (bool(job.export), Stage("export", work.export, EXPORTED, ("metrics",), require=require_formats)),
+        (bool(job.export), Stage("export", work.export, ("dense", "metrics"), ("metrics",), require=require_formats)),
         (True, Stage("conclude", work.conclude, CONCLUDED, ("metrics",), counted=False)),
     )
     return [each for runs, each in stages if runs]
 
 
 MEASURED = ("dense", "control", "model", "planned", "compacted", "deployed")
-EXPORTED = ("dense", "deployed", "metrics")
 CONCLUDED = ("dense", "plan", "compacted", "metrics")
 
 

@@ -15,12 +15,7 @@ from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.run.command_subject import (
-    RECIPE_ONLY,
-    Own,
-    Subject,
-    bound_splits,
-)
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
 from prunekit.jobs.run.job_subject import share_model
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure

@@ -211,10 +211,7 @@ def _histograms(
 ) -> Sequence[Row]:
     weights = weight_distributions(model)
     activations = activation_distributions(model, images, layers, device=device)
-    return [
-        *rows_of(weights, model=name, kind="weights"),
-        *rows_of(activations, model=name, kind="activations"),
-    ]
+    return [*rows_of(weights, model=name, kind="weights"), *rows_of(activations, model=name, kind="activations")]
 
 
 def channel_findings(

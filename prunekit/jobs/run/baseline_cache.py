@@ -15,11 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from prunekit.channels.trace import trace
-from prunekit.distributed.process_group import (
-    main_has,
-    main_process_only,
-    size,
-)
+from prunekit.distributed.process_group import main_has, main_process_only, size
 from prunekit.errors import PrunekitError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, own_source

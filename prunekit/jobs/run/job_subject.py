@@ -19,12 +19,7 @@ from prunekit.criteria.criterion import CRITERIA
 from prunekit.data.loader import Batches, batches
 from prunekit.data.sources import missing_data
 from prunekit.data.splits import Splits
-from prunekit.distributed.process_group import (
-    in_turn,
-    require_equal,
-    share_tensors,
-    wait_for_all,
-)
+from prunekit.distributed.process_group import in_turn, require_equal, share_tensors, wait_for_all
 from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import require_unfrozen

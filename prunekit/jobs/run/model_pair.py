@@ -135,14 +135,7 @@ def single_model(subject: Subject, job: JobSettings | None = None, own: Own = RE
     notes = () if subject.trained else (f"{subject.name}: its weights are random",)
     model = set_mode(subject.model, False)
     return ModelPair(
-        model,
-        subject.name,
-        subject.sample_shape,
-        subject.splits,
-        models={DENSE: model},
-        own=own,
-        notes=notes,
-        job=job,
+        model, subject.name, subject.sample_shape, subject.splits, models={DENSE: model}, own=own, notes=notes, job=job
     )
 
 

@@ -108,12 +108,7 @@ def write_report(folder: Path) -> Path:
 
 @contextmanager
 def run_folder(
-    output: Path,
-    name: str,
-    log: Log,
-    resolved: str,
-    finish: Finish | None = None,
-    again: Path | None = None,
+    output: Path, name: str, log: Log, resolved: str, finish: Finish | None = None, again: Path | None = None
 ) -> Iterator[RunFolder]:
     """Make `output/name/<time>/`, and mark it finished, failed or interrupted when the block ends.
 

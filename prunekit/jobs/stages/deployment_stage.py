@@ -123,13 +123,7 @@ def require_formats(prepared: JobSubject) -> None:
 
 
 def export_models(
-    prepared: JobSubject,
-    run: RunFolder,
-    folder: str,
-    model: nn.Module,
-    *,
-    attempt: Attempts,
-    dense: nn.Module,
+    prepared: JobSubject, run: RunFolder, folder: str, model: nn.Module, *, attempt: Attempts, dense: nn.Module
 ) -> list[dict[str, Any]]:
     """Export a job's finished model to every format of the recipe, and return a row of figures for each file."""
     splits = prepared.splits

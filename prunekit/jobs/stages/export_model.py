@@ -390,11 +390,7 @@ def checked_batches(samples: tuple[Any, ...], batch: int | None) -> Iterator[tup
 
 
 def described_interface(
-    model: nn.Module,
-    example: tuple[Any, ...],
-    target: Subject,
-    dynamic: Sequence[str] = (),
-    batch: int | None = None,
+    model: nn.Module, example: tuple[Any, ...], target: Subject, dynamic: Sequence[str] = (), batch: int | None = None
 ) -> ModelInterface:
     """Return the interface of an export: what is known of the model, with axes as they are asked for."""
     try:

@@ -291,7 +291,18 @@ def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[st
     return rows
 
 
-def score_rows(plan: Plan, scores: ImportanceScores) -> list[dict[str, Any]]:
+def write_plan(folder: Path, planned: Planned) -> None:
+    """Write a plan into a run's folder, with tables of its scores, locks and groups."""
+    plan = planned.plan
+    plan.save(folder)
+    locks = [asdict(lock) for lock in plan.channel_map.locks]
+    coupled = ("group", "channels", "kept", "module", "tensor", "axis", "position")
+    write_csv(folder / "scores.csv", _score_rows(plan, planned.scores), ("group", "channel", "score", "kept"))
+    write_csv(folder / "locks.csv", locks, ("reason", "module", "operator", "channels"))
+    write_csv(folder / "coupling.csv", _coupling_rows(plan), coupled)
+
+
+def _score_rows(plan: Plan, scores: ImportanceScores) -> list[dict[str, Any]]:
     """Return the score of every free label, by group, and whether it is kept."""
     return [
         {"group": group.name, "channel": index, "score": float(scores[label]), "kept": int(plan.keep[label])}
@@ -301,7 +312,7 @@ def score_rows(plan: Plan, scores: ImportanceScores) -> list[dict[str, Any]]:
     ]
 
 
-def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
+def _coupling_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return every axis of a parameter or buffer that carries channels of a group.
 
     Axis 0 of a weight is a module's output, the others its input; in transposed convolutions it is the other way round.
@@ -316,13 +327,3 @@ def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
             row = {"group": group.name, "channels": len(group.labels), "kept": kept, "module": module}
             rows.append(row | {"tensor": tensor, "axis": axis, "position": positions[module]})
     return rows
-
-
-def lock_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return every lock with its module, operator and reason."""
-    return [asdict(lock) for lock in plan.channel_map.locks]
-
-
-SCORE_COLUMNS = ("group", "channel", "score", "kept")
-COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
-LOCK_COLUMNS = ("reason", "module", "operator", "channels")

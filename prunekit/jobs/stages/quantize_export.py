@@ -99,12 +99,7 @@ def require_calibration(target: Subject) -> None:
 
 
 def quantize_export(
-    target: Subject,
-    exported: Exported,
-    request: ExportRequest,
-    *,
-    dense: nn.Module | None = None,
-    log: Log,
+    target: Subject, exported: Exported, request: ExportRequest, *, dense: nn.Module | None = None, log: Log
 ) -> Exported:
     """Quantize an exported file to int8, as a file beside it, whose name ends in `-int8`.
 
