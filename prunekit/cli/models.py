@@ -136,9 +136,9 @@ def _job(recipe: str, overrides: Sequence[str], options: ModelOptions) -> JobSet
 def job_to_read(
     recipe: str, overrides: Sequence[str], options: ModelOptions, *, whole: bool = True, **given: Any
 ) -> JobSettings:
-    """Return the job of a recipe for a command that runs only parts of it; `whole`: its model is used, not only data.
+    """Return the job of a recipe for a command that runs only parts of it, without the recipe's model unless `whole`.
 
-    Code that is not allowed is then an error only if it is about to run.
+    Code that is not allowed is an error only if it is about to run.
     """
     given = {"factory": options.factory if whole else None, "data": options.data, "task": options.task, **given}
     given.setdefault("seed", options.seed)

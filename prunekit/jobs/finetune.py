@@ -36,7 +36,7 @@ from prunekit.jobs.run.baseline_cache import save_weights, train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
-from prunekit.jobs.run.resume import StageClock, cache_plan, cached_plan, find_run, identity_of, note, run_recipe
+from prunekit.jobs.run.resume import IDENTITY, StageClock, cache_plan, cached_plan, find_run, identity_of, run_recipe
 from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised, run_folder, write_report
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import (
@@ -126,10 +126,12 @@ def finetune(
     with one_for_all():
         if resume is not None:
             resumed = main_process_only(find_run)(resume, job.output / job.name, identity, log)
-        search = _profiled(search, job) or search
+        if is_main():
+            search = with_profile(search, job.deploy)
+            search.require_reachable()
         wait_for_all()
         with run_folder(job.output, job.name, log, text, finish, resumed) as run, one_for_all(), threads(job.threads):
-            note(run, identity)
+            write_json(run.resume / IDENTITY, identity)
             for line in prepared.splits.notes:
                 run.log(f"data: {line}")
             work = FinetuneRun(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
@@ -141,14 +143,6 @@ def finetune(
 
 prune_job = partial(finetune, training=False)
 """`finetune` without fine-tuning."""
-
-
-@main_process_only
-def _profiled(search: PlanSearch, job: JobSettings) -> PlanSearch:
-    """Return the search with a profile of the target, once its budgets are known to be within reach."""
-    search = with_profile(search, job.deploy)
-    search.require_reachable()
-    return search
 
 
 class FinetuneRun:
@@ -178,13 +172,13 @@ class FinetuneRun:
 
     @contextmanager
     def _stage(self, name: str, clock: str | None = None) -> Iterator[None]:
-        """Announce a stage, and add its seconds to those of its name in the metrics."""
+        """Announce a stage, and add the seconds that it takes to the clock, under its name or another one."""
         self.counter.begin(name)
         with self.clock.stage(clock or name):
             yield
 
     def baseline(self) -> tuple[nn.Module, nn.Module]:
-        """Return the dense model with its weights, trained first where it has none, and as the model to go on with."""
+        """Return the dense model, which is trained first if it has no weights, twice: it is also the model to prune."""
         with self._stage("dense model", "baseline"):
             baseline = train_baseline(
                 self.prepared,
@@ -272,7 +266,7 @@ class FinetuneRun:
         return model
 
     def final_plan(self, planned: Planned | None, plan: Plan) -> tuple[Planned | None, Plan]:
-        """Return the plan after training, which a schedule has changed; the same in all processes."""
+        """Return the plan after training, which a schedule has changed, and check that all processes have the same."""
         if self.schedule is not None:
             plan = self.schedule.in_force()
             if planned is not None:

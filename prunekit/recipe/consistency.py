@@ -78,7 +78,7 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
 
 
 def _task(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that images with boxes, and texts, come with the task that they are for, and the other way round."""
+    """Check that data is of the kind that the task takes: images with boxes, texts, or images with a label each."""
     task, data = values.get("task", "image_classification"), _section(values, "data") or {}
     source = data.get("source", "digits")
     if source in BOXED and task != "detection":

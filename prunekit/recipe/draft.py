@@ -143,7 +143,7 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
 
 
 def _text_task(model: Mapping[str, Any]) -> str:
-    """Return the task that a model is for, of those that take texts: by what it has on top, or can have."""
+    """Return which of the tasks that take texts a model is for, by the head that it has, or can have."""
     settings = ModelSettings(**model)
     if settings.folder is not None:
         found = head_of(settings.folder)
@@ -225,7 +225,7 @@ def _shown(recipe: Path, path: Path) -> str:
 
 
 def _is_text(asked: str) -> bool:
-    """Return whether data is a file of text, or a folder that has such at its top."""
+    """Return whether data is a file of text, or a folder with such files at its top."""
     path = Path(asked)
     files = path.glob("*") if path.is_dir() else [path] if path.is_file() else []
     return any(file.suffix in SUFFIXES for file in files)

@@ -99,7 +99,7 @@ def evaluate(
 
 
 def _bound(splits: Splits, target: Subject, dense: Callable[[], nn.Module] | None) -> Splits:
-    """Return the data with its task complete, see `Task.bound`."""
+    """Return the data with a task that has got from the dense model what only that knows; see `Task.bound`."""
     if not splits.task.from_dense:
         return bound_splits(splits, target.model)
     if splits.task.binding is not None and dense is None:

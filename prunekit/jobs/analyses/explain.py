@@ -47,7 +47,7 @@ NOISY = 0.1
 LAYERS = 12
 """How many layers are run alone: the slowest."""
 LARGER, LONG_MS = (8, 4, 2), 1500.0
-"""How many times larger a batch is tried: the most for which the dense model should take no longer than this."""
+"""A larger batch that is tried has the most times the samples for which the dense model should take at most so long."""
 ROUNDS = 11
 """Timed forward passes of each model in a job, at most."""
 SPLIT = [f"{model}_{part}ms" for model in ("dense", "pruned") for part in ("", "outside_", "operators_")]

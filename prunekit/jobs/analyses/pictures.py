@@ -17,7 +17,7 @@ from prunekit.inspection.capture.layer_hooks import Layers, channels_of, select_
 from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
-from prunekit.inspection.visualize.feature_maps import LayerFeatures, View, feature_maps
+from prunekit.inspection.visualize.feature_maps import View, feature_maps
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
@@ -55,22 +55,11 @@ def write_features(
     for features in found:
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
         write_png(folder / file, draw(features, settings.grid, name))
-        rows.append(_row(features, file))
+        facts = {name: getattr(features, name) for name in ("path", "call", "view", "what", "channels", "kept", "note")}
+        kept = None if features.kept is None else int(features.kept.sum())
+        rows.append({**facts, "kept": kept, "picture": file})
     write_png(folder / INPUT, pair.picture(values[0]))
     return {"model": pair.name, "image": name, "models": list(pair.models), "input": INPUT, "layers": rows}
-
-
-def _row(features: LayerFeatures, file: str) -> dict[str, Any]:
-    return {
-        "path": features.path,
-        "call": features.call,
-        "view": features.view,
-        "what": features.what,
-        "channels": features.channels,
-        "kept": None if features.kept is None else int(features.kept.sum()),
-        "note": features.note,
-        "picture": file,
-    }
 
 
 FindClassMap = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]

@@ -214,9 +214,9 @@ def analyze_sensitivity(
     measured_as: Task | str | None = None,
     progress: bool = False,
 ) -> Sensitivity:
-    """Return the same as `sensitivity`, without bars but those of the measurement.
+    """Do what `sensitivity` does, and show no bars but those of the measurement.
 
-    `measured_as` is the task of `measured_on`; None: that of all.
+    `measured_as` is the task of the samples in `measured_on`; None: `task`.
     """
     calibration = joined_samples(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])

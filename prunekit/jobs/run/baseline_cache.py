@@ -168,7 +168,7 @@ def _baseline_folder(prepared: JobSubject) -> Path:
 
     The folder is in the user's cache: every run shares it, whatever output folder it has.
     """
-    job = prepared.job
+    job, device = prepared.job, prepared.device
     assert job.baseline is not None
     named = {name for _, name, _ in registered_names(TrainSettings, job.baseline) if is_reference(name)}
     key = digest(
@@ -183,7 +183,7 @@ def _baseline_folder(prepared: JobSubject) -> Path:
             "batch": job.data.batch,
             "seed": job.seed,
             "threads": job.threads,
-            "device": _device_name(prepared.device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_name()}",
             "processes": size(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
@@ -196,7 +196,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {cpu_name()}"

@@ -79,7 +79,7 @@ class Subject:
 
     @property
     def knows_inputs(self) -> bool:
-        """True if the shapes of its inputs are known: an exported file may take some of any size."""
+        """True if the shapes of the inputs are known; an exported file may take inputs of any size."""
         return self.inputs is not None or bool(self.sample_shape)
 
     @property
@@ -136,7 +136,7 @@ class Subject:
             )
 
     def data(self, settings: DataSettings | None, own: Own, purpose: str, task: str | None = None) -> Splits:
-        """Return its data: that of its job, of the settings, or the user's own, fed as the model says."""
+        """Return the data of the model: that of its job, that of the settings, or the user's own."""
         if self.splits is not None:
             return self.splits
         known = self.interface
@@ -158,11 +158,11 @@ class Subject:
         return job_splits(settings, own, task)
 
     def fed_by(self, splits: Splits) -> Subject:
-        """Return the same with data, whose samples are its inputs."""
+        """Return the subject with data whose samples become its example inputs."""
         return replace(self, splits=splits, sample_shape=splits.sample_shape, inputs=inputs_of_task(self.model, splits))
 
     def with_data(self, settings: DataSettings | None, own: Own, purpose: str, task: str | None = None) -> Subject:
-        """Return the same with its data; as it is where none is named."""
+        """Return the subject with the data that is named, or as it is if none is."""
         if self.splits is not None or (settings is None and own.data is None):
             return self
         return self.fed_by(self.data(settings, own, purpose, task))
@@ -184,9 +184,9 @@ def job_splits(data: DataSettings, own: Own, task: str = "image_classification")
 
 
 def bound_splits(splits: Splits, dense: nn.Module) -> Splits:
-    """Return data whose task is completed by what the dense model alone knows, see `Task.bound`.
+    """Return data with a task that has got from the dense model what only that knows; see `Task.bound`.
 
-    If the targets are that model's outputs, a copy gives them, because the model itself is pruned.
+    If the targets are that model's outputs, a copy of it gives them, because the model itself is pruned.
     """
     if splits.task.binding is None:
         return splits

@@ -66,7 +66,7 @@ from prunekit.utils.user_code import ForbiddenReference, is_reference, run_facto
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JobSubject(Subject):
-    """The subject of a job: its dense model as its constructor, weights file or factory gives it, with its data."""
+    """The subject of a job: the dense model as its constructor, weights file or factory gives it, with the data."""
 
     splits: Splits  # the data of the job, with its task
     job: JobSettings  # the settings
@@ -124,7 +124,7 @@ class JobSubject(Subject):
 
 
 def job_subject(job: JobSettings, own: Own, shape: tuple[int, ...] | None = None) -> Subject:
-    """Return a job's dense model as training would begin, with its data; `shape` is another one of its input."""
+    """Return a job's dense model before any training, with its data; `shape` replaces the shape of a sample."""
     require_sources(job, own)
     splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)

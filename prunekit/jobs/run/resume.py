@@ -41,6 +41,8 @@ from prunekit.utils.tensors import require_same_kind
 from prunekit.utils.user_code import absolute_reference, is_reference
 
 AUTO = "auto"
+IDENTITY = "run.json"
+"""File in the folder `resume` of a run with what only the same job has; see `identity_of`."""
 
 
 def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) -> Path | None:
@@ -92,7 +94,7 @@ def _status(folder: Path) -> dict[str, Any]:
 
 
 def _identity(folder: Path) -> dict[str, Any] | None:
-    return _object(folder / RESUME / "run.json")
+    return _object(folder / RESUME / IDENTITY)
 
 
 def _object(path: Path) -> dict[str, Any] | None:
@@ -120,11 +122,6 @@ def identity_of(prepared: JobSubject, *, training: bool) -> dict[str, Any]:
     }
     plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
     return plain
-
-
-def note(run: RunFolder, identity: Mapping[str, Any]) -> None:
-    """Write the identity of a run into its folder."""
-    write_json(run.resume / "run.json", identity)
 
 
 def run_recipe(job: JobSettings, own: Own) -> str:
@@ -184,7 +181,7 @@ class StageClock:
 
 
 def cache_plan(run: RunFolder, planned: Planned) -> None:
-    """Write the plan with the results of its trial; a schedule replaces the one in the run's folder at its end."""
+    """Write the plan with the results of its trial, as a schedule replaces the plan in the run's folder in the end."""
     planned.plan.save(run.resume / "planned")
     attempts = [asdict(attempt) for attempt in planned.attempts]
     write_state(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -66,14 +65,20 @@ def calibrate_model(prepared: JobSubject, model: nn.Module, *, log: Log) -> Cali
         "model": digest(prepared.structure),
         "weights": weights_digest(model),
         "data": prepared.splits.fingerprint,
-        "calibration": digest(_settings(job, prepared.device)),
+        "calibration": digest(
+            [asdict(job.calibration), job.data.batch, job.seed, prepared.device.type, _wants_ranks(job)]
+        ),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
     cached = _cached(path, facts, log)
     if main_has(cached):
         return CalibrationResult(cached or ChannelStats({}), path, path.with_suffix(".csv"), reused=True)
-    stats = _saved(_collected(prepared, model, log), path, facts, log)
-    return CalibrationResult(ChannelStats({}) if stats is None else stats, path, path.with_suffix(".csv"), reused=False)
+    stats = _collected(prepared, model, log)
+    if is_main():
+        stats.require_finite()
+        stats = replace(stats, provenance={**stats.provenance, **facts})
+        stats.save(path)
+    return CalibrationResult(stats, path, path.with_suffix(".csv"), reused=False)
 
 
 @main_process_only
@@ -90,14 +95,6 @@ def _cached(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
     return None
 
 
-@main_process_only
-def _saved(collected: ChannelStats, path: Path, facts: dict[str, str], log: Log) -> ChannelStats:
-    collected.require_finite()
-    stats = replace(collected, provenance={**collected.provenance, **facts})
-    stats.save(path)
-    return stats
-
-
 def _collected(prepared: JobSubject, model: nn.Module, log: Log) -> ChannelStats:
     """Collect statistics; processes share the batches, and the main one merges the results."""
     job = prepared.job
@@ -112,18 +109,13 @@ def _collected(prepared: JobSubject, model: nn.Module, log: Log) -> ChannelStats
 
 
 def merged_statistics(collectors: Collectors, model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
-    """Return the merged statistics of all processes, each of its share of the batches; empty outside the main one."""
+    """Return what all processes collect, each from its share of the batches, merged; empty outside the main one."""
     collectors.dealt(rank(), size())
     mine = images.dealt(rank(), size())
     seen = collectors.run(model, mine, device) if len(mine) else None
     share_corrupt(images)
     parts = (part for part in gather_on_main(seen) if part is not None)
     return reduce(ChannelStats.merge, parts) if is_main() else ChannelStats({})
-
-
-def _settings(job: JobSettings, device: torch.device) -> list[Any]:
-    """Return the settings that the statistics of a model and its data depend on."""
-    return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_ranks(job)]
 
 
 def _wants_ranks(job: JobSettings) -> bool:
@@ -200,7 +192,7 @@ def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, lo
 def criterion_inputs(
     prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
 ) -> CriterionInputs:
-    """Collect what the job's criterion reads on the calibration samples; the main process has all of it."""
+    """Return what the job's criterion reads, collected on the calibration samples; the main process gets all of it."""
     job, stats = prepared.job, None
     if with_stats or needs_activations(job.prune.criterion):
         stats = calibrate_model(prepared, model, log=log).stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -177,6 +177,7 @@ def metrics_of(
     }
 
 
+UNTOLD = "what pruning costs cannot be told by it"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -194,21 +195,16 @@ def shortfalls(measured: Measurements, share: Sparsity, job: JobSettings, label:
         left = counted / whole
         if left > facts.as_cost(asked):
             found.append(f"budget {name} {asked}: {facts.found_as.format(facts.as_cost(left))}")
-    found += _chances(measured.accuracies, label)
+    for name, reached in measured.accuracies.items():
+        if reached.at_chance:  # of the dense model, comparisons mean nothing
+            chance = _at_chance(name, reached, label)
+            found.append(chance if name not in ("dense", "control") else f"{chance}: {UNTOLD}")
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
             found.append(f"the {row['model']} model is slower ({setting_text(row)}): {row['median']:.2f}x")
     found += [f"latency not measured: {text}" for text in failure_lines(measured.latency.failures)]
     found += measured.failures
     return found + missed_targets(measured.activations)
-
-
-def _chances(accuracies: Mapping[str, Scores], label: str) -> Iterator[str]:
-    """Yield a sentence on each model that is no better than chance; if the dense one is, comparisons mean nothing."""
-    for name, found in accuracies.items():
-        if found.at_chance:
-            said = _at_chance(name, found, label)
-            yield said if name not in ("dense", "control") else f"{said}: what pruning costs cannot be told by it"
 
 
 DETECTIONS = "detections"

@@ -160,7 +160,7 @@ def _calibration(
 
 
 def _with_lower_better(found: Quantized) -> Quantized:
-    """Return a quantized file with its scores instead of the merits, their negatives, that it was chosen by."""
+    """Return a quantized file with its scores in place of their negatives, which it was chosen by."""
     scores = [None if merit is None else -merit for merit in (found.float_score, found.score)]
     return replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
 

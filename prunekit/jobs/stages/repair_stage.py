@@ -30,7 +30,7 @@ COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 def repair_masked(
     prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
-    """Return the masked model on the CPU, the report of its repair, and the plan; with a pattern it has its zeros.
+    """Return the masked model on the CPU, the report of its repair, and the plan, with masks of the job's pattern.
 
     The main process repairs once in a run, and shares weights and masks. There is no report if nothing was fitted.
     """

@@ -156,10 +156,10 @@ def _ends(row: Mapping[str, Any], low: str = "low", high: str = "high") -> tuple
 
 
 def once(points: Sequence[Point]) -> Iterator[Point]:
-    """Yield points, with those of a dense model or control that runs share merged into one.
+    """Yield the points, but one alone for a dense model or a control that several runs share.
 
-    They are of one model if group, score and sizes are the same. Each run measured its latency again: the point gets
-    the middle one, with a bar from the lowest end to the highest.
+    Runs share a model if group, score and sizes are equal. Each of them measured its latency again: the point gets the
+    middle one, with a bar from the lowest end to the highest.
     """
     together: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
@@ -273,7 +273,7 @@ def _mark(axes: Any, point: Point, color: str) -> None:
 
 
 def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
-    """Label each mark, marks at the same place once, where the label covers no other label and no mark."""
+    """Label the marks where a label covers no other label and no mark; marks at one place have a label together."""
     ends = [end for point in points for end in (point.score, *(point.score_ends or ()))]
     span = (max(ends, default=1.0) - min(ends, default=0.0)) or 1.0
     placed: list[tuple[Point, list[str]]] = []
