@@ -45,12 +45,8 @@ CANCELED = 1e-4
 NOT_FINITE = "NaN or Inf where the other model has none"
 """The difference where a masked model divides by zero."""
 
-WIDE = {
-    torch.float32: torch.float64,
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128,
-}
+WIDE = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64)
+WIDE[torch.complex64] = torch.complex128
 NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 

@@ -46,6 +46,8 @@ from prunekit.utils.tensors import gather, map_samples, map_tensors
 
 TensorId = tuple[int, int]
 """A tensor: the number of the operator that returned it, and the number of the result."""
+Preparation = Callable[[nn.Module], object]
+"""Changes a copy of the model before it runs."""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in known_names.FLOAT_DTYPES.items()}
 
 
@@ -148,7 +150,7 @@ def record_memory(
     batch: int = 1,
     dtype: str = "fp32",
     *,
-    prepare: Callable[[nn.Module], object] = lambda model: None,
+    prepare: Preparation = lambda model: None,
 ) -> Recording:
     """Record a forward pass in eval mode without gradients, on `batch` samples made of those of an example.
 
@@ -173,13 +175,7 @@ def record_memory(
 
 
 def _recorded(
-    model: nn.Module,
-    example: tuple[Any, ...],
-    batch: int,
-    dtype: torch.dtype,
-    prepare: Callable[[nn.Module], object],
-    *,
-    fake: bool,
+    model: nn.Module, example: tuple[Any, ...], batch: int, dtype: torch.dtype, prepare: Preparation, *, fake: bool
 ) -> Recording:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -382,7 +382,7 @@ def _is_part(search: RunSearch, number: int) -> bool:
 def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Branch | None:
     """Return the part that a module computes; None if its output channels may not all go, or are not its own."""
     chart, operator = search.chart, search.operators[made]
-    axis = _joined_axis(search, made)
+    axis = search.operators[search.consumers[made][0]].axis(1)  # along which its first reader concatenates it
     fields = [chart.resolve(one) for one in operator.outputs[0] if one.span == (axis,)]
     shape = tuple(operator.call[2][0])
     if len(fields) != 1:
@@ -398,14 +398,6 @@ def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Br
     inner = [labels for labels in search.groups_of(inside) if not np.isin(labels, rows).any()]
     instead = (Replacement(path, empty=axis),)
     return Branch(path, (*ending, *inner), rows, instead, layers=search.weights_of(inside))
-
-
-def _joined_axis(search: RunSearch, made: int) -> int:
-    """Return the axis along which the first reader of a result concatenates it."""
-    reader = search.operators[search.consumers[made][0]]
-    args, named, _ = reader.call
-    axis = args[1] if len(args) > 1 else named.get("dim", 0)
-    return int(axis) % len(search.operators[made].call[2][0])
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

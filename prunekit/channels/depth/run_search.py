@@ -58,12 +58,12 @@ class RunSearch:
     def candidates(self) -> Iterator[Candidate]:
         """Yield the summands that layers compute for one sum alone; if both of a sum are, the one with more layers."""
         for sums in self._sums():
-            found = [Candidate(sums[0], ends[0], self.cone(ends)) for side in range(2)
-                     if (ends := [self.operators[one].reads[side] for one in sums])
-                     and all(self._only_for(end, one) for end, one in zip(ends, sums, strict=True))]  # fmt: skip
-            found = [one for one in found if self.weight(one.inside)]
-            if found:
-                yield max(found, key=lambda one: self.weight(one.inside))
+            sides = [[self.operators[one].reads[side] for one in sums] for side in range(2)]
+            alone = [ends for ends in sides if all(map(self._only_for, ends, sums))]
+            found = [Candidate(sums[0], ends[0], self.cone(ends)) for ends in alone]
+            best = max(found, key=lambda one: self.weight(one.inside), default=None)
+            if best is not None and self.weight(best.inside):
+                yield best
 
     def _sums(self) -> Iterator[list[int]]:
         """Yield the sums of two results of one shape: the same sum in every pass of the run."""

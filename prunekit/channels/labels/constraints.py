@@ -133,9 +133,9 @@ class Repeated(Constraint):
     Either copies are removed with their source, or the same copies of every source, which stays.
     """
 
-    source: Labels  # labels of what was repeated, in the place of each of the copies
-    repeats: Labels  # labels of the number of repetitions, the same
-    copies: Labels  # labels of the copies
+    source: Labels  # for each copy, the label of what was repeated
+    repeats: Labels  # for each copy, a label that all first copies share, another of all second ones, ...
+    copies: Labels  # a label of its own for each copy
     rank: ClassVar[int] = 0
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
@@ -202,7 +202,7 @@ class Nested(Constraint):
 class Contracted(Constraint):
     """A field was summed over some of its axes, as queries and keys are over the positions in each head.
 
-    Either a head is removed with all its labels and with what is left of it, or a position is removed in all heads.
+    Either a head is removed with all its positions and its entry in the sum, or a position is removed in all heads.
     """
 
     labels: Labels  # (positions, heads)
@@ -212,9 +212,9 @@ class Contracted(Constraint):
     rank: ClassVar[int] = 0
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
-        """Make a head one class with what is left of it; or a position one class in all heads, and lock what is left.
+        """Make each head one class with its label in the sum; or each position one in all heads, and lock the sum.
 
-        Where all that is left has to stay, as what the model returns does, only positions can be removed.
+        Where the whole sum has to stay, as what the model returns does, only positions can be removed.
         """
         if removal != Removal.POSITIONS and union.find(self.part).any():
             union.merge(self.labels, self.part[None])
@@ -237,7 +237,7 @@ class Normalized(Constraint):
     positions: Labels  # labels of the result's positions, (positions,)
 
     def begin(self, union: LabelUnion, removal: Removal) -> None:
-        """Make a row one class and lock the positions, or a position one class in all rows and lock these."""
+        """Make each row one class and lock the positions; or each position one class in all rows, and lock the rows."""
         if removal != Removal.POSITIONS:
             union.merge(self.labels, self.rows[None])
             union.lock(self.positions)

@@ -115,7 +115,8 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
         fixed = isinstance(expression, ast.Constant) or (new[axis] == 1 and not isinstance(expression, ast.BinOp))
         if rows is None and (position is not None or (axis in linked and not fixed)):
             rows = np.zeros((new[axis], 1), dtype=np.int64)
-        if rows is not None and not _is_rest(expression):
+        is_rest = isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.USub)  # as -1 is
+        if rows is not None and not is_rest:
             yield axis, expression, position, rows
 
 
@@ -128,7 +129,7 @@ def _of_made(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
 
 def _of_split(operator: TracedOperator, node: ast.expr, *, equal: bool = False) -> Iterator[Sized]:
     expression = node if is_chunk(node) else parts_argument(node)
-    axis = _axis(operator, 2)
+    axis = operator.axis(2)
     rows = [_rows(fields, axis) for fields in operator.outputs]
     if expression is None or not rows or any(part is None for part in rows):
         return
@@ -166,7 +167,7 @@ def _of_scale(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
 
 def _of_slice(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     shape, *given = operator.call[0]
-    axis = _axis(operator, 1)
+    axis = operator.axis(1)
     bounds = slice_of_axis(node, axis, len(shape))
     rows = _rows(operator.inputs, axis)
     if bounds is None or rows is None or bounds.step is not None:
@@ -177,23 +178,12 @@ def _of_slice(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
             yield axis, expression, None, rows[:position]
 
 
-def _axis(operator: TracedOperator, argument: int) -> int:
-    args, named, outs = operator.call
-    axis = args[argument] if len(args) > argument else named.get("dim", 0)
-    return int(axis) % len(outs[0])
-
-
 def _rows(fields: Iterable[Field], axis: int) -> Labels | None:
     """Return the labels along an axis, a row for each position, of the first field that spans it; None without one."""
     for field in fields:
         if axis in field.span:
             return rows_along(field.labels, axis)
     return None
-
-
-def _is_rest(node: ast.expr) -> bool:
-    """Return whether a size is given as -1."""
-    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
 
 
 @dataclass(frozen=True, eq=False)

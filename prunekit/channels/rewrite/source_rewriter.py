@@ -93,13 +93,11 @@ def _of_kind(name: str, old: Any, value: Any) -> Any:
     if integers(old) is None:
         raise KeyError(name)
     new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value
-    if type(new) is not type(old) or not _shrunk(integers(old) or [], integers(new) or []):
+    before, after = integers(old) or [], integers(new) or []
+    fits = type(new) is type(old) and len(before) == len(after)
+    if not fits or not all(b == a or 0 < b < a for a, b in zip(before, after, strict=True)):
         raise ValueError(f"{name}: {value!r} in place of {old!r}")
     return new
-
-
-def _shrunk(old: list[int], new: list[int]) -> bool:
-    return len(old) == len(new) and all(b == a or 0 < b < a for a, b in zip(old, new, strict=True))
 
 
 def integers(value: Any) -> list[int] | None:
@@ -158,7 +156,8 @@ def _with_sizes(cls: type, places: frozenset[CodePlace]) -> type:
         for name in sorted({place.function for place in places})
     }
     told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_prunekit_places": places}
-    if not _reduces_as_usual(cls):
+    usual = all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+    if not usual:  # else an instance is pickled by its class and state, and so restored by itself
         methods["__reduce_ex__"] = _reduce_as_sized
     made: type = _kind_of(type(cls))(cls.__name__, (cls,), {**methods, **told})
     return made
@@ -188,11 +187,6 @@ def sized_class(cls: type, names: list[str]) -> type:
             f"{cls.__module__}.{cls.__qualname__}: expected the Python that this model was pruned with, and there is "
             f"no {error} in it; load the model where the class is as it was then"
         ) from error
-
-
-def _reduces_as_usual(cls: type) -> bool:
-    """Return whether instances are pickled by their class and state, so that a sized class is restored by itself."""
-    return all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
 
 
 def _reduce_as_sized(module: nn.Module, protocol: Any) -> Any:
@@ -345,12 +339,14 @@ class ExpressionReplacer(ast.NodeTransformer):
     def _replaced(self, place: CodePlace, node: ast.expr) -> ast.expr:
         self.left.remove(place)
         size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
-        if place.axis is not None:
+        if place.axis is not None:  # the attribute is an order: `ordered(x, axis, order)`
             self.generic_visit(node)
-            return _in_order(node if place.whole else _source_of(node), place.axis, size)
-        if is_unscaled_attention(node):
+            source = node if place.whole else _source_of(node)
+            return ast.Call(ast.Name(ORDERED, ast.Load()), [source, ast.Constant(place.axis), size], [])
+        if is_unscaled_attention(node):  # the attribute is the width of a head
             self.generic_visit(node)
-            return _with_scale(node, size)
+            scale = ast.keyword("scale", ast.BinOp(size, ast.Pow(), ast.Constant(-0.5)))
+            return ast.Call(node.func, node.args, [*node.keywords, scale])
         if is_chunk(node):
             self.generic_visit(node)
             return _in_parts(node, size)
@@ -364,21 +360,10 @@ class ExpressionReplacer(ast.NodeTransformer):
         return None
 
 
-def _with_scale(node: ast.Call, width: ast.expr) -> ast.Call:
-    """Return a call of attention with the scale for heads of a given width."""
-    scale = ast.BinOp(width, ast.Pow(), ast.Constant(-0.5))
-    return ast.Call(node.func, node.args, [*node.keywords, ast.keyword("scale", scale)])
-
-
 def _source_of(node: ast.expr) -> ast.expr:
     """Return the tensor that an expression rearranges."""
     picked = picked_from(node)
     return rearranged_by(node) if picked is None and isinstance(node, ast.Call) else picked or node
-
-
-def _in_order(node: ast.expr, axis: int, order: ast.expr) -> ast.expr:
-    """Return a tensor with the positions of one axis in a given order."""
-    return ast.Call(ast.Name(ORDERED, ast.Load()), [node, ast.Constant(axis), order], [])
 
 
 def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
@@ -399,8 +384,8 @@ class SizedMethod:
 
     def text(self, base: str, names: Mapping[str, str]) -> str:
         """Return the source of the method as it runs in a subclass: decorators, comments and all, from column 0."""
-        node, source = self._definition()
-        exchange = _TextReplacer(node, source, [*self.places], base, self.base.__name__, names)
+        node, source = self.definition()
+        exchange = _TextReplacer(self, base, names)
         made = exchange.visit(copy.deepcopy(node))
         lines = source.splitlines(keepends=True)
         behind = len(lines) - (node.end_lineno or 0)
@@ -413,7 +398,7 @@ class SizedMethod:
 
     def globals(self) -> dict[str, Any]:
         """Return by name the globals of the method's module that it reads."""
-        node, _ = self._definition()
+        node, _ = self.definition()
         code = self.function.__code__
         read = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
         known = {name: value for name, value in self.function.__globals__.items() if not hasattr(builtins, name)}
@@ -423,7 +408,8 @@ class SizedMethod:
         """Return the variables of functions around the class that the method reads, which no other file has."""
         return sorted({*self.function.__code__.co_freevars} - {"__class__"})
 
-    def _definition(self) -> tuple[ast.FunctionDef, str]:
+    def definition(self) -> tuple[ast.FunctionDef, str]:
+        """Return the syntax tree of the method as it was written, and the text of its file."""
         found = definition(self.function.__code__)
         assert found is not None  # it was compiled from there
         return found
@@ -446,17 +432,9 @@ class _TextReplacer(ExpressionReplacer):
     `base` is the expression for the class that defines the method, `names` are new names of globals.
     """
 
-    def __init__(
-        self,
-        node: ast.FunctionDef,
-        source: str,
-        places: list[CodePlace],
-        base: str,
-        class_name: str,
-        names: Mapping[str, str],
-    ) -> None:
-        super().__init__(node, source, places)
-        self.base, self.class_name, self.names = base, class_name.lstrip("_"), names
+    def __init__(self, method: SizedMethod, base: str, names: Mapping[str, str]) -> None:
+        super().__init__(*method.definition(), [*method.places])
+        self.base, self.class_name, self.names = base, method.base.__name__.lstrip("_"), names
 
     def change(self, node: ast.expr) -> Callable[[Any], ast.expr] | None:
         """Return the function that makes the new expression of an old one; None if that stays."""

@@ -136,7 +136,7 @@ def _joint(flow: LabelFlow, tensors: Sequence[Any], axis: int) -> dict[tuple[int
     ]
     result = {}
     for span in parts[0] if parts else ():
-        if all(span in fields for fields in parts):
+        if all(span in own for own in parts):
             fields = [own[span] for own in parts]
             labels = np.concatenate([field.labels for field in fields], axis)
             flow.constraints.append(Rectangle(np.moveaxis(labels, axis, -1).reshape(-1, labels.shape[axis])))
@@ -168,9 +168,11 @@ def pick(flow: LabelFlow, call: OperatorCall) -> None:
         axis = call.args[1] % call.args[0].dim()
         replay(flow, call, [axis], _why(flow, call.args[2], call.args[0].shape[axis]))
         return
-    if call.name in ("aten.index", "aten._unsafe_index") and _index_rows(flow, call):
-        return
-    flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+    picked = None if call.name == "aten.as_strided" else _picked(flow, call)
+    if picked is None:
+        flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+    else:  # the axes of the indices are in place of those that are picked from
+        flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in picked.fields])
 
 
 def _in_stored_order(flow: LabelFlow, call: OperatorCall) -> bool:
@@ -205,15 +207,6 @@ def _why(flow: LabelFlow, index: torch.Tensor, size: int) -> str:
     if flow.model is None or index.dim() != 1 or len(index) != size:
         return PICKED
     return STORED_ORDER if any(tensor is index for _, tensor in named_tensors(flow.model)) else PICKED
-
-
-def _index_rows(flow: LabelFlow, call: OperatorCall) -> bool:
-    """Replace the axes that are picked from by those of the indices; return False if the labels cannot follow."""
-    picked = _picked(flow, call)
-    if picked is None:
-        return False
-    flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in picked.fields])
-    return True
 
 
 @dataclass(frozen=True)

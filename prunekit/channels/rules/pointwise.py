@@ -89,10 +89,10 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
 def _taken(
     flow: LabelFlow, tensors: Sequence[torch.Tensor], operands: Sequence[Operand], index: int, here: Expression
 ) -> Operand:
-    """Return an operand; one that forward makes gets the labels of the axis that it meets, to be taken at those left.
+    """Return an operand; a tensor that forward makes gets the labels of the axis that it meets.
 
-    It keeps its size, and has values where channels are removed. Axes of an input are left alone, and so is the first
-    axis, which may grow with the batch.
+    It keeps its size, and has values where channels are removed: the compact model takes its positions of channels that
+    are left. Axes of an input are left alone, and so is the first axis, which may grow with the batch.
     """
     tensor, (shape, fields), (_, others) = tensors[index], operands[index], operands[1 - index]
     live = [field for field in fields if not flow.is_made(field) or flow.union.find(field.labels).any()]

@@ -50,9 +50,8 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
                 full[axis] = old[axis]
             for axis in right:
                 target[axis] = new[axis]
-            if len([axis for axis in right if new[axis] > 1]) > 1:
-                splits.append([axis for axis in right if new[axis] > 1])
-    return np.broadcast_to(labels, full).reshape(target), splits
+            splits.append([axis for axis in right if new[axis] > 1])
+    return np.broadcast_to(labels, full).reshape(target), [axes for axes in splits if len(axes) > 1]
 
 
 Trait.RESHAPES_IN_PLACE.declare(*aten("squeeze_ unsqueeze_ transpose_ t_"))
@@ -151,9 +150,6 @@ def layout(flow: LabelFlow, call: OperatorCall) -> None:
         flow.lock(fields, "strides written in place")
 
 
-_INDICES = (torch.int64, torch.int32)
-
-
 def _repeated(call: OperatorCall) -> list[int]:
     """Return the axes along which one position is repeated."""
     sizes = [*[1] * (call.out.dim() - call.args[0].dim()), *call.args[0].shape]
@@ -168,7 +164,7 @@ def expand(flow: LabelFlow, call: OperatorCall) -> None:
     """
     source, out = call.args[0], call.out
     fields = [field.behind(out.dim() - source.dim()) for field in flow.fields(source)]
-    axes = _repeated(call) if fields or out.dtype in _INDICES else ()
+    axes = _repeated(call) if fields or out.dtype in (torch.int64, torch.int32) else ()
     flow.set(out, [*fields, *flow.made_labels(out, axes)])
 
 

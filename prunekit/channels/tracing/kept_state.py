@@ -2,11 +2,12 @@
 
 A hidden state that forward writes anew loses the channels that the layers around it lose. What forward makes only where
 it is missing, such as a table of positions, is left out of a compact model, whose forward makes it in its own size.
-Which is which is tried on copies, because a model that has run before holds results of that run.
+Copies of the model are run to tell the one from the other, because a model that has run before holds results of that
+run.
 
-Of auxiliary losses in attributes, which no output and no later call reads, the compact model computes its own. A mean
-over channels is another number where some are gone, and so would lock them: operators that lead to nothing else neither
-lock nor are tried.
+Auxiliary losses in attributes, which no output and no later call reads, may be other numbers in the compact model. A
+mean over channels is another one where some are gone, and so would lock them: operators that lead to nothing but such
+numbers lock nothing, and the trial does not compare them.
 """
 
 from __future__ import annotations

@@ -242,17 +242,15 @@ class LabelMode(OperatorMode):
         return True
 
     def _written(self, target: Any, known: tuple[Field, ...]) -> None:
-        """Record labels that an in-place write brings into a tensor: its size depended on them from the start.
+        """Record labels that an in-place write brings into a tensor, whose size depended on them from the start.
 
-        In a view they are locked, because the other views of its storage do not have them, unless those have labels on
-        each of their axes: these are coupled by then. What is no longer zero is not zero in those either.
+        Where the tensor is a view they are locked, because the other views of its storage do not have them; but not
+        joint labels on axes all of which had labels before, with which the write has merged them. Entries that are no
+        longer zero are not zero in the other views either.
         """
         spans, axes = {field.span for field in known}, {axis for field in known for axis in field.span}
-        fresh = [
-            field
-            for field in self.flow.fields(target)
-            if field.span not in spans and not (len(field.span) > 1 and set(field.span) <= axes)
-        ]
+        unknown = [field for field in self.flow.fields(target) if field.span not in spans]
+        fresh = [field for field in unknown if len(field.span) == 1 or not set(field.span) <= axes]
         now_zero = {field.span for field in self.flow.fields(target) if field.zero}
         if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
             self.flow.forget_zeros(self.storages.sharing(target), lost)

@@ -19,6 +19,9 @@ from prunekit.channels.tracing.execution import Alternatives
 from prunekit.channels.tracing.storages import shape_of
 from prunekit.utils.inputs import concatenate
 
+Examples = list[tuple[Any, ...]]
+"""Inputs of a model, each as positional arguments (see `prunekit.utils.inputs.as_example`)."""
+
 
 @dataclass(eq=False, slots=True)
 class TracedOperator:
@@ -39,6 +42,11 @@ class TracedOperator:
     reads: tuple[int, ...] = ()  # the numbers of the operators whose results it read; -1: the model's inputs
     tensors: tuple[str, ...] = ()  # names of the parameters and buffers that it read
     aside: bool = False  # leads only to numbers that the model keeps aside
+
+    def axis(self, argument: int) -> int:
+        """Return the axis that it works along, given as an argument of a position or by the name `dim`; 0 without."""
+        args, named, outs = self.call
+        return int(args[argument] if len(args) > argument else named.get("dim", 0)) % len(outs[0])
 
 
 @dataclass(frozen=True, slots=True)

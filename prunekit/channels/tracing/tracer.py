@@ -47,7 +47,7 @@ from prunekit.channels.tracing.kept_state import (
 from prunekit.channels.tracing.label_mode import LabelMode
 from prunekit.channels.tracing.operator_mode import OnMeta
 from prunekit.channels.tracing.substitutes import substitute_all
-from prunekit.channels.tracing.traced_run import TracedRun
+from prunekit.channels.tracing.traced_run import Examples, TracedRun
 from prunekit.errors import ModelError, PrunekitError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.utils.context import same_draws, seeded, takes_gradients
@@ -90,7 +90,7 @@ class Trace:
 
 def trace_model(
     model: nn.Module,
-    examples: list[tuple[Any, ...]],
+    examples: Examples,
     *,
     both_modes: bool = True,
     read: ReadOutputs = ALL_READ,
@@ -147,7 +147,7 @@ class _Attempt:
         return tensor.detach().to(torch.float32 if self.wide and tensor.dtype in HALF else tensor.dtype, copy=True)
 
 
-def _traced_on_values(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
+def _traced_on_values(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
     """Return the trace of the first attempt on values that runs: as it is, with gradients, in float32."""
     try:
         try:
@@ -169,7 +169,7 @@ def _traced_on_values(model: nn.Module, examples: list[tuple[Any, ...]], how: _A
         ) from error
 
 
-def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> Trace:
+def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
     """Return the trace of one attempt; where it finds out more about the model, that of another with it."""
     stand_in, meta = how.stand_in, how.meta
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
@@ -230,9 +230,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt) -> 
     return _again(model, examples, how, trace, clone) or trace
 
 
-def _again(
-    model: nn.Module, examples: list[tuple[Any, ...]], how: _Attempt, trace: Trace, clone: nn.Module
-) -> Trace | None:
+def _again(model: nn.Module, examples: Examples, how: _Attempt, trace: Trace, clone: nn.Module) -> Trace | None:
     """Trace a model once more with what its trace shows of it; return None if that is all known by now."""
     if how.aside is None and any(run.aside for run in trace.runs):
         inputs = [map_tensors(example, how.stand_in) for example in examples]

@@ -62,7 +62,7 @@ from prunekit.channels.tracing.execution import (
 from prunekit.channels.tracing.kept_state import drop_remade_
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun, is_counted
+from prunekit.channels.tracing.traced_run import Examples, TracedOperator, TracedRun, is_counted
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws
@@ -444,7 +444,7 @@ class Comparison:
     # channel_map, keep: the plan
     channel_map: ChannelMap
     keep: Keep
-    examples: list[tuple[Any, ...]]  # inputs of the model
+    examples: Examples  # inputs of the model
     references: dict[TracedRun, Reference] = field(default_factory=dict)  # results of the masked model, by run
     skipping: frozenset[str] = frozenset()  # paths of modules that may compute their results in another way
 

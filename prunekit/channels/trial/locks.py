@@ -121,7 +121,8 @@ class LockSearch:
     def before_failure(self, divergence: Divergence, run: TracedRun) -> list[LockRecord]:
         """Return locks at the last operator that a failed one reads from and that prunes, in all modules of a class."""
         feeding = _feeding(run, number_of(run, divergence.started))
-        last = next((operator for operator in feeding if self._prunes(_labels_at([operator]))), None)
+        final = self.channel_map.traced.final
+        last = next((one for one in feeding if not self.keep[final[_labels_at([one])]].all()), None)
         if last is None:
             return []
         classes = {path: type(module) for path, module in self.model.named_modules()}
@@ -131,9 +132,6 @@ class LockSearch:
         locked = [last] if cls.__module__.startswith("torch.") else [one for one in alike if one.name == last.name]
         reason = f"the compact model fails: {_in_words(divergence)}"
         return [LockRecord(reason, one.module, one.name, _labels_at([one])) for one in locked]
-
-    def _prunes(self, labels: Labels) -> bool:
-        return not self.keep[self.channel_map.traced.final[labels]].all()
 
     def _of_tensors(self, divergence: Divergence) -> list[Labels]:
         """Return the labels of the tensors of a module that failed in a method that another module called."""

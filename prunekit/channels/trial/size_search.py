@@ -57,7 +57,7 @@ from prunekit.channels.tracing.call_sites import (
     value_of,
 )
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
+from prunekit.channels.tracing.traced_run import Examples, TracedOperator, TracedRun
 from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, Failure, OperatorKey, Outcome, watch_operators
 from prunekit.errors import ModelError
@@ -68,7 +68,7 @@ from prunekit.utils.tensors import map_samples
 class BatchAxes:
     """The axes that grow with the batch, from a trace with twice the batch, which is made on first use."""
 
-    def __init__(self, model: nn.Module, trace: Trace, examples: list[tuple[Any, ...]]) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, examples: Examples) -> None:
         self._model, self._trace, self._examples = model, trace, examples
 
     def of(self, operator: TracedOperator) -> frozenset[int]:
@@ -126,7 +126,7 @@ Numbers = dict[tuple[str, CodePlace], int]
 class ScaleSearch:
     """Search for numbers that the Python of a compact model makes of its widths, and that have to stay dense."""
 
-    def __init__(self, model: nn.Module, examples: list[tuple[Any, ...]]) -> None:
+    def __init__(self, model: nn.Module, examples: Examples) -> None:
         self._model, self._examples = model, examples
 
     def at(self, divergence: Divergence, run: TracedRun, compact: nn.Module) -> list[SizeAttribute]:

@@ -48,6 +48,7 @@ from prunekit.channels.map_builder import (
 )
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
+from prunekit.channels.tracing.traced_run import Examples
 from prunekit.channels.tracing.tracer import Trace
 from prunekit.channels.trial.comparison import Comparison, Divergence, Failure, Outcome
 from prunekit.channels.trial.locks import (
@@ -62,6 +63,8 @@ from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import PlanError
 
 MORE_EXAMPLES = "; no example runs this module, whose inputs may be pruned: give one that does as more_examples"
+Choice = Callable[[ChannelMap], Keep]
+"""Makes the plan for a channel map."""
 AGAIN = 4
 """How often the Python of modules of one class may fail before all of their channels are locked."""
 
@@ -77,12 +80,7 @@ class TrialResult:
 
 
 def run_trial(
-    model: nn.Module,
-    channel_map: ChannelMap,
-    choose: Callable[[ChannelMap], Keep],
-    examples: list[tuple[Any, ...]],
-    *,
-    plain: bool = False,
+    model: nn.Module, channel_map: ChannelMap, choose: Choice, examples: Examples, *, plain: bool = False
 ) -> TrialResult:
     """Plan, compare, lock what differs, and plan again until masked and compact model agree everywhere.
 
@@ -150,8 +148,8 @@ class _Trial:
     """State that all turns of a trial share."""
 
     model: nn.Module  # the dense model; never changed
-    choose: Callable[[ChannelMap], Keep]  # makes the plan for a channel map
-    examples: list[tuple[Any, ...]]
+    choose: Choice
+    examples: Examples
     plain: bool  # whether all modules keep their classes
     trace: Trace  # of the model
     # (class, operator, call) -> paths of the modules that differed or failed there, in all turns so far
@@ -332,11 +330,11 @@ TACTICS = (
 """Tried in this order in every turn; from the fourth on, the models are known to part."""
 
 
-def _comparison(model: nn.Module, channel_map: ChannelMap, keep: Keep, examples: list[tuple[Any, ...]]) -> Comparison:
+def _comparison(model: nn.Module, channel_map: ChannelMap, keep: Keep, examples: Examples) -> Comparison:
     return Comparison(model, masked_indices(channel_map, keep), channel_map, keep, examples)
 
 
-def _with_positions(choose: Callable[[ChannelMap], Keep], channel_map: ChannelMap) -> Keep:
+def _with_positions(choose: Choice, channel_map: ChannelMap) -> Keep:
     """Return a plan with all positions of blocks, which run as they are then."""
     keep = choose(channel_map).copy()
     for block in channel_map.blocks.values():
@@ -355,7 +353,7 @@ def _staying(channel_map: ChannelMap, gone: tuple[Branch, ...], divergence: Dive
     return [BranchLock(branch.name, f"without it the models differ: {divergence.detail}") for branch in found]
 
 
-def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: list[tuple[Any, ...]]) -> bool:
+def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: Examples) -> bool:
     """Return whether a model with stated sizes and orders, and with all its channels, computes the same."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
     compact = narrowed(model, channel_map, keep, {})
@@ -363,7 +361,7 @@ def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: list[t
 
 
 def with_untraced_sizes(
-    model: nn.Module, settled: TrialResult, examples: list[tuple[Any, ...]]
+    model: nn.Module, settled: TrialResult, examples: Examples
 ) -> tuple[TrialResult, tuple[str, ...]]:
     """Return the result of a trial with sizes that only methods read which no example runs, and notes on them.
 

@@ -31,7 +31,7 @@ from prunekit.channels.rewrite.source_rewriter import integers, original_of, set
 from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
+from prunekit.channels.tracing.traced_run import Examples, TracedOperator, TracedRun
 from prunekit.channels.trial.size_search import axes_of_size, within
 from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
@@ -54,12 +54,7 @@ class UntracedSizes:
 
 
 def untraced_sizes(
-    model: nn.Module,
-    compact: nn.Module,
-    channel_map: ChannelMap,
-    keep: Keep,
-    kept: KeptIndices,
-    examples: list[tuple[Any, ...]],
+    model: nn.Module, compact: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices, examples: Examples
 ) -> UntracedSizes:
     """Return the sizes that methods of a compact model read which its trial did not run."""
     repeats = tuple(_unread_repeats(model, channel_map, keep))
@@ -98,7 +93,7 @@ class _UntracedSearch:
     channel_map: ChannelMap
     keep: Keep
     kept: KeptIndices
-    examples: list[tuple[Any, ...]]
+    examples: Examples
     # path of a module -> its methods that read attributes which may be sizes, and its other forwards
     found: dict[str, dict[str, FunctionType]] = field(init=False)
 
