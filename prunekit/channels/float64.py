@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from prunekit.channels.cut.shorter_model import ConstantModule
 from prunekit.channels.cut.slicing import KeptIndices, blank
-from prunekit.channels.tracing.execution import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import ModuleStack, as_in_trace
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import is_plain
 from prunekit.channels.tracing.traced_run import TracedRun
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
-from prunekit.utils.context import LARGE, release_freed, same_draws, seeded
+from prunekit.utils.context import LARGE, release_freed
 from prunekit.utils.inputs import call
 from prunekit.utils.private_torch import without_torch_dispatch
 from prunekit.utils.tensors import AT_ONCE, gather, in_parts, map_tensors
@@ -273,7 +273,7 @@ def _write(table: dict[str, Any], entries: dict[str, Any]) -> None:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode and in float64, by operators that the trace knows."""
-    with mode_for_trace(model, False), torch.no_grad(), plain_attention(), AS_DOUBLE[0]():
+    with as_in_trace(model, False), AS_DOUBLE[0]():
         yield
 
 
@@ -310,10 +310,10 @@ def first_calls(
             args, named = given[path]
             found[path] = ForwardCall(args, named, [tensor.clone() for tensor in gather(output)])
 
-    with seeded(0), Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
+    with Float64WhileRunning(model, to_double, borrowed=run.borrowed) as running:
         stack = ModuleStack(running.model, enter, leave)
         errors = [Exception] if partly else []
-        with suppress(*errors), same_draws(running.model), evaluating(running.model), stack:
+        with suppress(*errors), evaluating(running.model), stack:
             call(running.model, float64_inputs(example))
     return found
 

@@ -19,12 +19,12 @@ from torch import nn
 
 from prunekit.channels.cut.slicing import resize, take
 from prunekit.channels.float64 import ForwardCall, evaluating, first_calls, same_tensors, to_double
+from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.constraints import Interchangeable, TensorAxis, around
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.hooks.model_copy import has_gradients, named_tensors, with_tensors
-from prunekit.utils.context import seeded
 from prunekit.utils.tensors import gather, map_tensors
 
 AROUND = 3
@@ -83,13 +83,8 @@ def _with_sizes_around(model: nn.Module, blocks: list[Interchangeable]) -> tuple
     seen: set[tuple[str, str]] = set()
     for index, block in enumerate(blocks):
         names = {(name, vars(model.get_submodule(path))[name]) for path, name, of_part in block.sizes if not of_part}
-        outside = [path.rpartition(".")[0] for path in around(block.module)]
-        more = {
-            (path, name)
-            for path in outside
-            for name, value in names
-            if vars(model.get_submodule(path)).get(name) == value
-        }
+        outside = [(path.rpartition(".")[0], name, value) for path in around(block.module) for name, value in names]
+        more = {(path, name) for path, name, value in outside if vars(model.get_submodule(path)).get(name) == value}
         sizes = (*block.sizes, *((path, name, False) for path, name in sorted(more - seen)))
         blocks[index] = replace(block, sizes=sizes)
         seen |= more
@@ -103,18 +98,14 @@ def _places(model: nn.Module, chart: ChannelMap) -> list[list[tuple[str, tuple[T
         (name, index, axis) for name, own in trace.labels.items() for index, axis in enumerate(own) if axis is not None
     ]
     on_stacks = {axis.tobytes() for name, _, axis in axes if len(trace.labels[name]) > 1}
-    sizes = {
-        record.module: record.labels.size
-        for record in trace.flow.locks
-        if record.operator in Trait.PICKS_FROM_STACK and record.labels.tobytes() in on_stacks
-    }
+    picked = [record for record in trace.flow.locks if record.operator in Trait.PICKS_FROM_STACK]
+    sizes = {record.module: record.labels.size for record in picked if record.labels.tobytes() in on_stacks}
     locked = [(name, index, axis.size) for name, index, axis in axes if not final[axis].any()]
     result = []
     for module, size in sizes.items():
-        chain = [
-            (path, tuple((name, index) for name, index, n in locked if n == size and name.startswith(f"{path}.")))
-            for path in islice(around(module), AROUND)
-        ]
+        fitting = [(name, index) for name, index, n in locked if n == size]
+        chain = [(path, tuple(one for one in fitting if is_inside(one[0], [path])))
+                 for path in islice(around(module), AROUND)]  # fmt: skip
         result.append([(path, own) for path, own in chain if len(own) > 1])
     return [chain for chain in result if chain]
 
@@ -205,7 +196,7 @@ class _Block:
         for (path, name), value in (attributes or {}).items():
             vars(copy.get_submodule(path))[name] = value
         args, named = map_tensors((self.call.args, self.call.named), torch.clone)
-        with suppress(Exception), seeded(0), evaluating(copy):
+        with suppress(Exception), evaluating(copy):
             return gather(copy(*args, **named))
         return None
 

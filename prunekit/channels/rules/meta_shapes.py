@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _UNARY = (
     "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "elu", "selu", "leaky_relu", "tanh", "sigmoid",
-    "hardsigmoid", "softplus", "mish", "neg", "exp", "clone",
+    "hardsigmoid", "softplus", "mish", "neg", "exp",
 )  # fmt: skip
-
-
-_BINARY = ["add", "sub", "mul", "div"]
+_BINARY = ("add", "sub", "mul", "div")
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,10 +21,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if kwargs else _like(args[0])
-
-
-def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
 
 
 def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,10 +41,6 @@ def _binary_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
-
-
-def _batch_norm_eval(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return NotImplemented if args[5] else _batch_norm(args, kwargs)
 
 
 def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,16 +82,13 @@ def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if kwargs or len(args) > 2 or not args[0].is_contiguous() else _like(args[0])
 
 
-Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-
-
 SHORTCUTS: dict[str, Shortcut] = {
-    **{f"aten.{name}": _same for name in _UNARY},
-    **{f"aten.{name}_": _written for name in _UNARY if name != "clone"},
+    **{f"aten.{name}": _same for name in (*_UNARY, "clone")},
+    **{f"aten.{name}_": lambda args, kwargs: args[0] for name in _UNARY},
     **{f"aten.{name}": _binary for name in _BINARY},
     **{f"aten.{name}_": _binary_written for name in _BINARY},
     "aten._native_batch_norm_legit_no_training": _batch_norm,
-    "aten.native_batch_norm": _batch_norm_eval,
+    "aten.native_batch_norm": lambda args, kwargs: NotImplemented if args[5] else _batch_norm(args, kwargs),
     "aten.convolution": _convolution,
     "aten.native_layer_norm": _layer_norm,
     "aten.addmm": _addmm,

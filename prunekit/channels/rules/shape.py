@@ -229,9 +229,7 @@ def roll(flow: LabelFlow, call: OperatorCall) -> None:
     replay(flow, call, [axis % call.out.dim() for axis in dims], BY_POSITION)
 
 
-@register_rule(
-    "aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
-)
+@register_rule(*aten("constant_pad_nd"), *aten("reflection_pad replication_pad", ("1d", "2d", "3d")))
 def pad(flow: LabelFlow, call: OperatorCall) -> None:
     """Lock positions added to a labeled axis; lock the axis where positions are cut off or copied."""
     amounts, last = call.args[1], call.out.dim() - 1

@@ -176,12 +176,15 @@ def _has_text(function: Any) -> bool:
     return code is not None and SIZED_FILE in code.co_filename
 
 
+_parse = lru_cache(maxsize=16)(ast.parse)
+
+
 @lru_cache(maxsize=1024)
 def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
     """Return the syntax tree of a method and the text of its file; None if that cannot be read."""
     source = "".join(linecache.getlines(code.co_filename))
     try:
-        functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in ast.walk(_parse(source)) if isinstance(node, ast.FunctionDef)]
     except SyntaxError:
         return None
     for node in functions:
@@ -189,11 +192,6 @@ def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
         if node.name == code.co_name and code.co_firstlineno in lines:
             return node, source
     return None
-
-
-@lru_cache(maxsize=16)
-def _tree(source: str) -> ast.Module:
-    return ast.parse(source)
 
 
 @lru_cache(maxsize=4096)

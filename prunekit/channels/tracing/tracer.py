@@ -172,24 +172,11 @@ def _traced_on_values(model: nn.Module, examples: Examples, how: _Attempt) -> Tr
 def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
     """Return the trace of one attempt; where it finds out more about the model, that of another with it."""
     stand_in, meta = how.stand_in, how.meta
-    stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
-    clone = with_tensors(model, stand_ins)
+    clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
     flow = LabelFlow(clone)
     flow.substituted = substitute_all(clone)
-    fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
-    shared: dict[TensorAxis, Labels] = {}
-    for found in how.interchangeable:
-        name, axis = found.axes[0]
-        flow.interchangeable[found.module] = positions_of(found, stand_ins[name].shape[axis], flow.union)
-        shared.update(dict.fromkeys(found.axes, flow.interchangeable[found.module].labels))
-    flow.first_made = flow.union.size
+    labels = _label_all(flow, clone, how)
     state = label_state(clone, map_tensors(examples[0], stand_in), flow, stand_in, meta=meta)
-    labels = {}
-    for name, tensor in named_tensors(clone):
-        own = {axis: vector for (other, axis), vector in shared.items() if other == name}
-        nonzero = {axis for other, axis in how.divided if other == name}
-        labels[name], fresh = _label(flow, tensor, fresh, own, nonzero)
-        flow.divided += [vector for axis, vector in enumerate(labels[name]) if axis in nonzero and vector is not None]
     given = weakref.ref(model)
 
     def traced() -> nn.Module:
@@ -209,15 +196,7 @@ def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
             _run(clone, inputs, run, trace, how)
         run.asks_mode.update(watch.read_by)
         if watch.was_read and how.both_modes:
-            try:
-                with mode_for_trace(clone, True):
-                    _run(clone, inputs, run.again(training=True, repeats=True), trace, how)
-            except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
-                if meta:
-                    raise
-                reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
-                flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
-                trace.norms.abandon()
+            _run_in_train_mode(clone, inputs, run.again(training=True, repeats=True), trace, how)
     if state.labels and is_batched(examples[0]):  # the methods that begin it anew for another number of samples run too
         run = trace.runs[0].again(doubled=True)
         inputs = run.inputs([map_tensors(examples[0], stand_in)])
@@ -257,6 +236,25 @@ def _divisors(trace: Trace, clone: nn.Module) -> frozenset[TensorAxis]:
     )
 
 
+def _label_all(flow: LabelFlow, clone: nn.Module, how: _Attempt) -> dict[str, tuple[Labels | None, ...]]:
+    """Give the parameters and buffers of the copy labels, before any others, and return these by name and axis."""
+    tensors = dict(named_tensors(clone))
+    fresh = flow.union.new(sum(sum(tensor.shape) for tensor in tensors.values()))
+    shared: dict[TensorAxis, Labels] = {}
+    for found in how.interchangeable:
+        name, axis = found.axes[0]
+        flow.interchangeable[found.module] = positions_of(found, tensors[name].shape[axis], flow.union)
+        shared.update(dict.fromkeys(found.axes, flow.interchangeable[found.module].labels))
+    flow.first_made = flow.union.size
+    labels = {}
+    for name, tensor in tensors.items():
+        own = {axis: vector for (other, axis), vector in shared.items() if other == name}
+        nonzero = {axis for other, axis in how.divided if other == name}
+        labels[name], fresh = _label(flow, tensor, fresh, own, nonzero)
+        flow.divided += [vector for axis, vector in enumerate(labels[name]) if axis in nonzero and vector is not None]
+    return labels
+
+
 def _label(
     flow: LabelFlow, tensor: torch.Tensor, fresh: Labels, shared: Mapping[int, Labels], nonzero: Container[int]
 ) -> tuple[tuple[Labels | None, ...], Labels]:
@@ -274,6 +272,19 @@ def _label(
     labeled_axes = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), i not in nonzero) for i, axis in labeled_axes])
     return tuple(axes), fresh
+
+
+def _run_in_train_mode(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace, how: _Attempt) -> None:
+    """Run the copy once more in train mode; what only that uses is locked if it does not run."""
+    try:
+        with mode_for_trace(clone, True):
+            _run(clone, example, run, trace, how)
+    except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
+        if how.meta:
+            raise
+        reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses is locked"
+        trace.flow.locks.append(LockRecord(reason, trace.flow.module, "", np.zeros(0, dtype=np.int64)))
+        trace.norms.abandon()
 
 
 def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace, how: _Attempt) -> None:

@@ -185,9 +185,8 @@ def _silence(noise: torch.Tensor, operator: TracedOperator, channel_map: Channel
     """Set the noise of removed channels to 0, in place: the compact model draws none for them."""
     for labeled in operator.outputs[0]:
         kept = keep[channel_map.resolve(labeled)]
-        if kept.ndim == noise.dim() and all(
-            own in (1, size) for own, size in zip(kept.shape, noise.shape, strict=True)
-        ):
+        pairs = zip(kept.shape, noise.shape, strict=False)
+        if kept.ndim == noise.dim() and all(own in (1, size) for own, size in pairs):
             noise.mul_(torch.from_numpy(kept).to(noise.dtype))
 
 
@@ -265,10 +264,12 @@ class RecordedValues:
 class Reference:
     """The results of a masked model."""
 
-    values: RecordedValues  # the name of every operator, and the kept entries of its outputs
-    outputs: list[torch.Tensor]  # the tensors of the model's output
-    decisions: dict[OperatorKey, Decision]  # those that the compact model has to repeat
-    precision: Precision = OWN  # in which both models run
+    precision: Precision  # in which both models run
+    # the name of every operator, and the kept entries of its outputs
+    values: RecordedValues = field(default_factory=RecordedValues)
+    outputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the model's output
+    # those that the compact model has to repeat
+    decisions: dict[OperatorKey, Decision] = field(default_factory=dict)
     failed: Divergence | None = None  # where the narrow copy of one of its norms raised
     # of operators that return whole numbers or booleans, the numbers among their arguments
     numbers: dict[OperatorKey, Any] = field(default_factory=dict)
@@ -292,9 +293,7 @@ def record_reference(
     away = [*narrow, *(path for branch in gone for path in branch.modules)]
     every = operators_by_key(run).items()
     operators = {key: one for key, one in every if key[0] not in small and not is_inside(key[0], away)}
-    values = RecordedValues()
-    decisions: dict[OperatorKey, Decision] = {}
-    numbers: dict[OperatorKey, Any] = {}
+    reference = Reference(precision)
 
     def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         operator = operators.get(key)
@@ -303,23 +302,22 @@ def record_reference(
         if name in Trait.NOISE:
             _silence(outs[0], operator, channel_map, keep)
         kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
-        values.add(key, name, kept, outs)
+        reference.values.add(key, name, kept, outs)
         if not any(map(has_gradients, outs)):
-            numbers[key] = _numbers(arguments)
-        if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):
-            found = decision(name, arguments, outs)
-            if found is not None:
-                decisions[key] = found
+            reference.numbers[key] = _numbers(arguments)
+        whole = all(keep[channel_map.resolve(field)].all() for field in operator.inputs)
+        if whole and (found := decision(name, arguments, outs)) is not None:
+            reference.decisions[key] = found
 
     if channel_map.state:
         drop_remade_(masked, channel_map.state)
     try:
         with NarrowNorms(masked, channel_map, keep) if narrow else nullcontext():
             outputs = _forward(masked, example, run, see, precision)
-        return Reference(values, values.kept(outputs), decisions, precision, numbers=numbers)
+        return replace(reference, outputs=reference.values.kept(outputs))
     except _Diverged as parted:
         if parted.divergence.module in narrow:
-            return Reference(values, [], decisions, precision, parted.divergence, numbers)
+            return replace(reference, failed=parted.divergence)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
 

@@ -20,7 +20,6 @@ from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from prunekit.channels.cut.slicing import KeptIndices
@@ -30,10 +29,9 @@ from prunekit.channels.labels.fields import rows_along
 from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
 from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.tracing.execution import mode_for_trace, plain_attention
+from prunekit.channels.tracing.execution import as_in_trace
 from prunekit.channels.tracing.traced_run import Examples, TracedOperator, TracedRun
 from prunekit.channels.trial.size_search import axes_of_size, within
-from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import call
 
@@ -201,10 +199,9 @@ class _UntracedSearch:
         for run in self.channel_map.traced.trace.runs:
             for way in (RUN_PRECISIONS[-1], RUN_PRECISIONS[0]):
                 running, example = float64_copy(self.compact, way.convert), way.inputs(run.inputs(self.examples))
-                modes = mode_for_trace(running, run.training), torch.no_grad(), plain_attention(), way.precision()
                 with ExitStack() as stack, suppress(Exception):  # of a model whose code asks for the other precision
-                    for mode in (seeded(0), *modes):
-                        stack.enter_context(mode)
+                    stack.enter_context(as_in_trace(running, run.training))
+                    stack.enter_context(way.precision())
                     stack.callback(sys.settrace, before)
                     sys.settrace(enter)
                     call(running, example)
@@ -371,5 +368,5 @@ def _does_the_same(twin: nn.Module, name: str, call: ForwardCall, *, changes: bo
             method()
         return (twin if changes else method)(*args, **named)
 
-    with seeded(0), evaluating(twin):
+    with evaluating(twin):
         return call.gives(run)
