@@ -182,9 +182,11 @@ def _step(
             output = called(images)
             loss = taking.total_loss(F.cross_entropy(output, labels), images, output, labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        taking.before_step(done)
+        for part in parts:
+            part.before_step(done)
         optimizer.step()
-        taking.after_step(done, True)
+        for part in parts:
+            part.after_step(done, True)
         optimizer.zero_grad()
 
     with taking.active(TrainingRun(model, optimizer, setting.device, STEPS, 1)):

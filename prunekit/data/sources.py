@@ -22,12 +22,7 @@ from prunekit.data import coco, yolo
 from prunekit.data.annotated_images import AnnotatedImages, BoxAugmentation, BoxedImages
 from prunekit.data.augmentation import Draw
 from prunekit.data.coco import GET_COCO
-from prunekit.data.datasets import (
-    CorruptImages,
-    FolderImages,
-    Indexable,
-    TensorImages,
-)
+from prunekit.data.datasets import CorruptImages, FolderImages, Indexable, TensorImages
 from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.library_datasets import open_rows, open_sets
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder

@@ -226,11 +226,12 @@ class TrainingLoop:
         at, best = self.state.position, self.state.best
         if not self.settings.epochs:
             best.keep()
-        self.bar.skip((at.epoch - 1) * len(self.train) + at.batch)
+        self.bar.bar.update((at.epoch - 1) * len(self.train) + at.batch)  # done before the run was resumed
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
             row = self._epoch(at, until)
-            self.state.callbacks.after_epoch(row)
+            for callback in self.state.callbacks:
+                callback.after_epoch(row)
             at.next_epoch(row, self.steps)
             if on_epoch is not None:
                 on_epoch(row)
@@ -271,12 +272,14 @@ class TrainingLoop:
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), self.settings.accumulate):
             self._add_gradients([batch for _, batch in group], at, start)
             at.step += 1
-            callbacks.before_step(at.step)
+            for callback in callbacks:
+                callback.before_step(at.step)
             self._require_finite_gradients([batch for _, batch in group], at)
             at.lr = self.state.optimizer.param_groups[0]["lr"]
             stepped = self._step()
             at.made += stepped
-            callbacks.after_step(at.step, stepped)
+            for callback in callbacks:
+                callback.after_step(at.step, stepped)
             if stepped:
                 self.state.schedule.step()
             self.state.optimizer.zero_grad()
@@ -435,10 +438,6 @@ class ProgressBar:
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
         self.extra: Mapping[str, Any] = {}
         self.due = 0.0
-
-    def skip(self, batches: int) -> None:
-        """Count batches that were done before this run was resumed."""
-        self.bar.update(batches)
 
     def epoch(self, number: int, epochs: int) -> None:
         """Begin an epoch."""

@@ -198,7 +198,7 @@ class RunState:
         """Return the whole state, from which another run can continue."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
-        kinds = tuple(type(callback) for callback in self.callbacks.callbacks)
+        kinds = tuple(type(callback) for callback in self.callbacks)
         return PausedRun(self._state(gather_values(self._own()), self._training()), tuple(parameters), kinds)
 
     def write_result(self) -> None:
@@ -354,6 +354,6 @@ def identity_of(
         "task": splits.task.name,
         "images": [len(splits.train), len(splits.validation)],
         "model": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in named_tensors(model)},
-        "callbacks": [type(callback).__name__ for callback in callbacks.callbacks],
+        "callbacks": [type(callback).__name__ for callback in callbacks],
         "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
     }

@@ -186,10 +186,13 @@ class ContextCallback(Callback):
 
 
 class CallbackList:
-    """Several callbacks as one, called in their order."""
+    """Several callbacks, whose contexts, losses and answers are put together."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = tuple(callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self.callbacks)
 
     @contextmanager
     def active(self, run: TrainingRun) -> Iterator[None]:
@@ -217,21 +220,6 @@ class CallbackList:
             if (added := callback.added_loss(inputs, output, targets)) is not None:
                 loss = loss + added
         return loss
-
-    def before_step(self, step: int) -> None:
-        """Call every callback before a step."""
-        for callback in self.callbacks:
-            callback.before_step(step)
-
-    def after_step(self, step: int, made: bool) -> None:
-        """Call every callback after a step."""
-        for callback in self.callbacks:
-            callback.after_step(step, made)
-
-    def after_epoch(self, row: EpochRow) -> None:
-        """Call every callback after an epoch."""
-        for callback in self.callbacks:
-            callback.after_epoch(row)
 
     def eligible_for_best(self) -> bool:
         """Return whether every callback agrees that the weights may be kept as the best."""
