@@ -8,7 +8,7 @@ import pytest
 
 from prunekit.measure.causes import overhead_causes, width_causes
 from prunekit.measure.causes.breakdown import Breakdown, OperatorFigures, OperatorRow, operator_rows
-from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, rounded
+from prunekit.measure.causes.width_causes import KernelTimes, TimedWidths, WidthTimes, rounded
 from prunekit.measure.latency.timing import Contention, Estimate, PairedTiming
 
 PRUNED_MS = 10.0
@@ -117,7 +117,8 @@ def test_launch_bound_is_time_that_channels_do_not_shorten() -> None:
 def kernel(dense_ms: float, *, spread: float = 0.01, module: str = "conv") -> KernelTimes:
     ratio = dense_ms / 2
     relative = Estimate(ratio, ratio * (1 - spread), ratio * (1 + spread))
-    return KernelTimes(module, 4.0, (256, 256), (512, 512), 4.0, 2.0, dense_ms, relative)
+    now, dense = TimedWidths((256, 256), 2.0), TimedWidths((512, 512), dense_ms)
+    return KernelTimes(module, 4.0, now, dense, 4.0, relative)
 
 
 def test_kernels_that_are_slower_at_these_widths_name_both() -> None:
@@ -138,7 +139,8 @@ def test_kernels_that_are_hardly_or_not_surely_slower_are_none() -> None:
 
 def width(up_ms: float, *, step: int = 8, spread: float = 0.01, module: str = "conv") -> WidthTimes:
     relative = Estimate(up_ms / 2.0, up_ms / 2.0 * (1 - spread), up_ms / 2.0 * (1 + spread))
-    return WidthTimes(module, 4.0, step, (57, 57), (56, 56), (64, 64), 2.0, 1.6, up_ms, relative)
+    now, down, up = TimedWidths((57, 57), 2.0), TimedWidths((56, 56), 1.6), TimedWidths((64, 64), up_ms)
+    return WidthTimes(module, 4.0, step, now, down, up, relative)
 
 
 def test_widths_are_a_cause_where_more_channels_cost_no_more() -> None:
@@ -153,7 +155,7 @@ def test_widths_are_a_cause_where_more_channels_cost_no_more() -> None:
     assert flat is not None
     line = 1.6 + 0.4 * (57**2 - 56**2) / (64**2 - 56**2)
     assert flat.ms == pytest.approx(4.0 * (1 - line / 2.0))
-    for slower in (width(2.2), width(2.0, spread=0.3), replace(width(2.0), down_ms=2.0)):
+    for slower in (width(2.2), width(2.0, spread=0.3), replace(width(2.0), down=TimedWidths((56, 56), 2.0))):
         assert width_causes.off_step_widths([slower], PRUNED_MS) is None
     assert width_causes.off_step_widths([], PRUNED_MS) is None
 

@@ -120,11 +120,11 @@ def test_a_layer_is_run_at_its_pruned_widths_rounded() -> None:
     layer = record_calls(nn.Conv2d(13, 21, 3), (torch.randn(1, 13, 6, 6),))["", "convolution"].layer
     assert layer is not None
     found = list(experiments.width_times("conv", 5.0, layer, (13, 64), CPU))
-    assert [(one.step, one.now, one.down, one.up) for one in found] == [
+    assert [(one.step, one.now.widths, one.down.widths, one.up.widths) for one in found] == [
         (8, (13, 21), (13, 16), (13, 24)),
         (16, (13, 21), (13, 16), (13, 32)),
     ]
-    assert all(one.now_ms > 0 and one.row_ms == 5 for one in found)
+    assert all(one.now.ms > 0 and one.row_ms == 5 for one in found)
     assert list(experiments.width_times("conv", 5.0, layer, (13, 21), CPU)) == []
 
 
@@ -135,7 +135,7 @@ def test_a_layer_is_run_at_the_dense_widths(groups: int, widths: tuple[int, int]
     assert layer is not None
     found = experiments.kernel_times("conv", 5.0, layer, widths, CPU)
     assert found is not None
-    assert (found.now, found.dense, found.more_macs) == (layer.widths, widths, more)
+    assert (found.now.widths, found.dense.widths, found.more_macs) == (layer.widths, widths, more)
     assert found.row_ms == 5
-    assert min(found.now_ms, found.dense_ms) > 0
+    assert min(found.now.ms, found.dense.ms) > 0
     assert experiments.kernel_times("conv", 5.0, layer, layer.widths, CPU) is None

@@ -16,8 +16,8 @@ from prunekit.compaction.zero_patterns import zero_patterns
 from prunekit.hooks.hook import HOOK_TABLES, is_inert, is_ours
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.causes.breakdown import IsolatedLayer, Widths
-from prunekit.measure.causes.width_causes import KernelTimes, WidthTimes, relative_macs, rounded
-from prunekit.measure.latency.timing import PairedTiming, paired_ratio, time_paired, time_runs
+from prunekit.measure.causes.width_causes import KernelTimes, TimedWidths, WidthTimes, relative_macs, rounded
+from prunekit.measure.latency.timing import PairedTiming, Times, paired_ratio, time_paired, time_runs
 from prunekit.measure.memory_format import difference_in_format, images_channels_last
 from prunekit.utils.context import threads as with_threads
 from prunekit.utils.inputs import call
@@ -174,14 +174,17 @@ def width_times(
     if not found:
         return
     widths = [layer.widths, *(one for _, pair in found for one in pair)]
-    times = time_runs([layer.build(pair) for pair in widths], device)
-    now, medians = times[0], np.median(times, axis=1)
-    for index, (step, (down, up)) in enumerate(found):
+    times, timed = _timed(layer, widths, device)
+    for index, (step, _) in enumerate(found):
         below, above = 1 + 2 * index, 2 + 2 * index
-        yield WidthTimes(
-            module, row_ms, step, layer.widths, down, up, float(medians[0]), float(medians[below]),
-            float(medians[above]), paired_ratio(times[above], now), layer.tied,
-        )  # fmt: skip
+        ratio = paired_ratio(times[above], times[0])
+        yield WidthTimes(module, row_ms, step, timed[0], timed[below], timed[above], ratio, layer.tied)
+
+
+def _timed(layer: IsolatedLayer, widths: Sequence[Widths], device: torch.device) -> tuple[Times, list[TimedWidths]]:
+    """Run a layer alone at several widths, and return the times (widths, rounds) and their medians."""
+    times = time_runs([layer.build(pair) for pair in widths], device)
+    return times, [TimedWidths(pair, float(np.median(row))) for pair, row in zip(widths, times, strict=True)]
 
 
 def kernel_times(
@@ -190,10 +193,9 @@ def kernel_times(
     """Return the times of a layer alone, at its widths and at the dense model's; None if these are the same."""
     if layer.widths == dense:
         return None
-    now, whole = time_runs([layer.build(layer.widths), layer.build(dense)], device)
+    times, (now, whole) = _timed(layer, [layer.widths, dense], device)
     more = relative_macs(dense, tied=layer.tied) / relative_macs(layer.widths, tied=layer.tied)
-    medians = float(np.median(now)), float(np.median(whole))
-    return KernelTimes(module, row_ms, layer.widths, dense, more, *medians, paired_ratio(whole, now))
+    return KernelTimes(module, row_ms, now, whole, more, paired_ratio(times[1], times[0]))
 
 
 def share_without(layer: IsolatedLayer, widths: Widths, device: torch.device) -> float:

@@ -6,7 +6,7 @@ Steps are the vectors of a CPU, the tiles of a tensor core.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -89,20 +89,26 @@ SLACK = 1.01
 
 
 @dataclass(frozen=True)
+class TimedWidths:
+    """A layer run alone at some widths."""
+
+    widths: Widths  # (input, output) channels
+    ms: float  # median
+
+    def __str__(self) -> str:
+        return f"{self.widths[0]}→{self.widths[1]} {self.ms:.3g} ms"
+
+
+@dataclass(frozen=True)
 class WidthTimes:
     """The times of a layer run alone: at its widths in the pruned model, and at widths rounded to a step."""
 
     module: str  # its path
     row_ms: float  # its time in the model
     step: int  # 8 or 16
-    # now, down, up: (input, output) channels
-    now: Widths
-    down: Widths
-    up: Widths
-    # now_ms, down_ms, up_ms: medians
-    now_ms: float
-    down_ms: float
-    up_ms: float
+    now: TimedWidths
+    down: TimedWidths
+    up: TimedWidths
     up_over_now: Estimate  # paired ratio of times
     tied: bool = False  # whether input and output channels are the same ones, as in a depthwise convolution
 
@@ -119,12 +125,12 @@ class WidthTimes:
     @property
     def saved_ms(self) -> float:
         """Time in the model above the line between the widths rounded down and up, or above the time rounded up."""
-        down, now, up = (self._macs(widths) for widths in (self.down, self.now, self.up))
-        line = self.down_ms + (self.up_ms - self.down_ms) * (now - down) / (up - down)
-        return self.row_ms * max(0.0, 1 - min(line, self.up_ms) / self.now_ms)
+        down, now, up = map(self._macs, (self.down, self.now, self.up))
+        line = self.down.ms + (self.up.ms - self.down.ms) * (now - down) / (up - down)
+        return self.row_ms * max(0.0, 1 - min(line, self.up.ms) / self.now.ms)
 
-    def _macs(self, widths: Widths) -> int:
-        return relative_macs(widths, tied=self.tied)
+    def _macs(self, one: TimedWidths) -> int:
+        return relative_macs(one.widths, tied=self.tied)
 
 
 def relative_macs(widths: Widths, *, tied: bool) -> int:
@@ -148,10 +154,10 @@ def rounded(widths: Widths, dense: Widths, step: int, *, tied: bool) -> tuple[Wi
     return (down[0], down[1]), (up[0], up[1])
 
 
-def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | None:
+def off_step_widths(found: Iterable[WidthTimes], pruned_ms: float) -> Cause | None:
     """Return the time of layers that would be no slower with more channels, for the step that saves most."""
     by_step: dict[int, list[WidthTimes]] = defaultdict(list)
-    for layer in times:
+    for layer in found:
         if layer.free:
             by_step[layer.step].append(layer)
     if not by_step:
@@ -160,25 +166,14 @@ def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | No
     layers = _worth_naming(most, pruned_ms)
     if not layers:
         return None
+    times = "; ".join(f"{layer.module} {layer.now}, {layer.up}, {layer.down}" for layer in layers[:3])
     return Cause(
         name="widths off the hardware's steps",
         ms=sum(layer.saved_ms for layer in layers),
-        evidence=f"widths rounded up to {step} make {plural(len(layers), 'layer')} no slower: {_step_times(layers)}",
+        evidence=f"widths rounded up to {step} make {plural(len(layers), 'layer')} no slower: {times}",
         fix=f"prune.round_to={step} (prunekit.prune(..., round_to={step}))",
         modules=tuple(layer.module for layer in layers),
     )
-
-
-def _step_times(layers: Sequence[WidthTimes]) -> str:
-    return "; ".join(
-        f"{layer.module} {_text(layer.now)} {layer.now_ms:.3g} ms, {_text(layer.up)} {layer.up_ms:.3g} ms, "
-        f"{_text(layer.down)} {layer.down_ms:.3g} ms"
-        for layer in layers[:3]
-    )
-
-
-def _text(widths: Widths) -> str:
-    return f"{widths[0]}→{widths[1]}"
 
 
 SLOWER = 0.9
@@ -191,13 +186,9 @@ class KernelTimes:
 
     module: str  # its path
     row_ms: float  # its time in the model
-    # now, dense: (input, output) channels
-    now: Widths
-    dense: Widths
+    now: TimedWidths
+    dense: TimedWidths
     more_macs: float  # multiply-accumulates at the dense widths over those now
-    # now_ms, dense_ms: medians
-    now_ms: float
-    dense_ms: float
     dense_over_now: Estimate  # paired ratio of times
 
     @property
@@ -211,31 +202,26 @@ class KernelTimes:
         return self.row_ms * max(0.0, 1 - self.dense_over_now.median / self.more_macs)
 
 
-def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | None:
+def slower_kernels(found: Iterable[KernelTimes], pruned_ms: float) -> Cause | None:
     """Return the time of layers that do fewer multiply-accumulates per second than at the dense model's widths."""
-    layers = _worth_naming([layer for layer in times if layer.slower], pruned_ms)
+    layers = _worth_naming([layer for layer in found if layer.slower], pruned_ms)
     if not layers:
         return None
+    times = "; ".join(
+        f"{layer.module} {layer.now}, {layer.dense} for {layer.more_macs:.3g} times as many" for layer in layers[:3]
+    )
     return Cause(
         name="slower kernels at these widths",
         ms=sum(layer.saved_ms for layer in layers),
         evidence=(
             f"fewer multiply-accumulates in a second than at the dense model's widths, each alone, in "
-            f"{plural(len(layers), 'layer')}: {_kernel_times(layers)}"
+            f"{plural(len(layers), 'layer')}: {times}"
         ),
         fix=(
             "name the time and not the multiply-accumulates: prune.budget.speedup with this prune.target; such plans "
             "know what each layer takes at which widths, and where the library chooses another kernel"
         ),
         modules=tuple(layer.module for layer in layers),
-    )
-
-
-def _kernel_times(layers: Sequence[KernelTimes]) -> str:
-    return "; ".join(
-        f"{layer.module} {_text(layer.now)} {layer.now_ms:.3g} ms, {_text(layer.dense)} {layer.dense_ms:.3g} ms for "
-        f"{layer.more_macs:.3g} times as many"
-        for layer in layers[:3]
     )
 
 
