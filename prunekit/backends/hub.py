@@ -23,15 +23,15 @@ from prunekit.backends.standalone import (
     Standalone,
     build_of,
     require_same,
-    save_tensors,
     write_files,
 )
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.folded_norms import folds_of
-from prunekit.compaction.model_folder import FORMAT, MANIFEST, WEIGHTS, load, read_manifest
+from prunekit.compaction.model_folder import FORMAT, MANIFEST, WEIGHTS, load, read_manifest, stored_tensors
 from prunekit.errors import ArtifactError, RunError, UsageError
 from prunekit.hooks.model_copy import foreign_methods, named_tensors
 from prunekit.hooks.wrappers import require_values
+from prunekit.models.bitmask import write_tensors
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import load_factory
 from prunekit.utils.files import sha256, with_checksum, write_json, write_text
@@ -63,7 +63,8 @@ class Hub(FolderBackend):
         require_values(source.model, "a file")
         build = build_of(source)
         path.mkdir()
-        sparse = save_tensors(source.model, path / WEIGHTS)
+        tensors, sparse = stored_tensors(source.model)
+        write_tensors(tensors, path / WEIGHTS)
         manifest = _manifest(source, build)
         # other libraries read these weights too: they are plain, also where those of the folder are compressed
         manifest |= {"format": FORMAT, "compression": None}

@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from prunekit.backends.backend import FileBackend, register_backend
@@ -29,17 +28,17 @@ from prunekit.backends.folders.model_file import (
     MANIFEST,
     WEIGHTS,
     FileContents,
-    stored,
     text_of_file,
 )
 from prunekit.channels.float64 import largest_gap, largest_value
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.execution import first_outputs
-from prunekit.channels.tracing.storages import is_plain, parts_of
-from prunekit.compaction.model_folder import read_manifest
+from prunekit.channels.tracing.storages import parts_of
+from prunekit.compaction.model_folder import read_manifest, stored_tensors
 from prunekit.errors import ArtifactError, RunError, UsageError, raised_as, reason_of
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import require_values
+from prunekit.models.bitmask import write_tensors
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import from_build
 from prunekit.reading.text_files import read_json
@@ -134,14 +133,16 @@ def write_files(source: ExportSource, path: Path, *, weights: bool = True) -> li
     model = source.model
     require_values(model, "a file")
     builder, dense, empty, changes, notes = _built(source)
-    sparse = save_tensors(model, path / WEIGHTS) if weights else _sparse_of(model)
+    own, sparse = stored_tensors(model)
+    if weights:
+        write_tensors(own, path / WEIGHTS)
     tensors = {
         f"{place}.{name}".lstrip("."): tensor.contiguous().clone()
         for place, named in changes.tensors.items()
         for name, tensor in named.items()
     }
     if tensors:
-        save_file(tensors, path / ATTRIBUTES, metadata={"format": "pt"})
+        write_tensors(tensors, path / ATTRIBUTES)
     files = [WEIGHTS, *([ATTRIBUTES] if tensors else [])]
     checksums = {name: sha256(path / name) for name in files}
     written = f"Written by prunekit {version('prunekit')}."
@@ -216,24 +217,6 @@ def build_of(source: ExportSource) -> Mapping[str, Any] | None:
         return given
     build = read_manifest(source.folder).get("build") if source.folder is not None else None
     return build if from_build(build) is not None else None
-
-
-def save_tensors(model: nn.Module, path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Write all parameters and buffers, and return layout and shape of those that are sparse."""
-    tensors = stored(model)
-    sparse = _sparse_of(model)
-    for name in sparse:
-        tensors |= {f"{name}:{i}": part for i, part in enumerate(parts_of(tensors.pop(name)))}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    return sparse
-
-
-def _sparse_of(model: nn.Module) -> dict[str, tuple[str, list[int]]]:
-    return {
-        name: (str(tensor.layout).removeprefix("torch."), list(tensor.shape))
-        for name, tensor in stored(model).items()
-        if not is_plain(tensor)
-    }
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from prunekit.backends.folders import included_parts
@@ -54,7 +53,7 @@ class FileContents:
     interface: ModelInterface  # of the model
     checksums: Mapping[str, str]  # SHA-256 of the files of tensors by name
     channels_last: bool  # whether kernels are channels last
-    sparse: Mapping[str, tuple[str, list[int]]]  # layout and shape of sparse tensors, by name
+    sparse: Mapping[str, list[Any]]  # layout and shape of sparse tensors, by name
     written: str  # by what, and from what, in words
 
 
@@ -375,8 +374,3 @@ def main(images: list[str]) -> None:
             else:
                 print(f"output: {{tuple(scores.shape)}}")
 '''
-
-
-def stored(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers by their first name, on the CPU."""
-    return {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
