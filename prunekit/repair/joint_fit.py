@@ -41,7 +41,7 @@ class LayerPair:
     """Two layers in N windows of samples, see `SampleWindows`."""
 
     first: PatchGeometry  # how the first layer reads, without padding
-    second: PatchGeometry  # the same of the second
+    second: PatchGeometry  # how the second layer reads, without padding
     inputs: Tensor  # (N, d, ...) of the first
     there: Tensor  # (N, 1, ...) 0 where the second reads padding, else 1
     rest: Tensor  # (N, o, ...) summand at the end of the second's chain

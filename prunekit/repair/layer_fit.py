@@ -49,11 +49,9 @@ class LayerFitter(LayerWeights):
 
     def refit(self, layer: LayerCall, dense: LayerSample | None, running: LayerSample | None) -> None:
         """Fit a layer, group by group if it is a grouped convolution, and write what lowers the error."""
-        if dense is None or running is None:
-            self.reports.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
-            return
-        if not 0 < dense.fitted < sum(map(sum, dense.totals)):
-            self.reports.append(LayerRepair(layer.weight, note="not read on these images"))
+        note = why_not_read(dense, running)
+        if note or dense is None or running is None:
+            self.reports.append(LayerRepair(layer.weight, note=note))
             return
         if layer.weight in self._plan.lost:
             self.reports.append(self._fit_constant(layer, dense, running))
@@ -258,6 +256,13 @@ class LayerFitter(LayerWeights):
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
         return WeightChange(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
+
+
+def why_not_read(dense: LayerSample | None, running: LayerSample | None) -> str:
+    """Return why a layer cannot be fitted to its samples; empty if it can."""
+    if dense is None or running is None:
+        return "the model takes another path under masks"
+    return "" if 0 < dense.fitted < sum(map(sum, dense.totals)) else "not read on these images"
 
 
 def bias_names(layer: LayerCall) -> tuple[str | None, ...]:

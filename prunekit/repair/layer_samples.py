@@ -68,9 +68,9 @@ class LayerSample:
     before: Tensor | None = None
     there: Tensor | None = None  # (n, 1, ...) False where the layer reads padding in the windows
     window_outputs: Tensor | None = None  # (n * positions, output channels) as `outputs`, in the windows
-    window_others: Tensor | None = None  # the same of `others`
+    window_others: Tensor | None = None  # as `others`, in the windows
     windows_fitted: int = 0  # number of windows to fit on
-    totals: tuple[tuple[int, ...], ...] = ()  # number of rows of each call from which those are drawn, batch by batch
+    totals: tuple[tuple[int, ...], ...] = ()  # rows of each call, of which samples are drawn, batch by batch
 
 
 class SampleGatherer:
@@ -157,7 +157,7 @@ class SampleGatherer:
     def _run_batch(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> bool:
         """Run a batch in the first of four ways in which its pass makes the calls of its route; False if none is."""
         for prepare in (self._continue, self._restart, self._take_known_route, self._find_route):
-            if not prepare(i):  # this way is not another one than those that were tried
+            if not prepare(i):  # this way is the same as one that was tried
                 continue
             try:
                 self._pass(i, requests, step, ahead=ahead)

@@ -45,8 +45,7 @@ class FitProblem:
     fitted: int  # number of rows to fit on; the rest are held out
     rectified: bool = False  # whether only the positive part of it is used
     biased: bool = True  # whether there is a bias to write to, its own or the norm's
-    # (N,) that inputs, present and wanted ends were multiplied with, float64: how much each row counts; None: all the
-    # same
+    # (N,) float64 factors of rows that count differently, in the inputs and both ends already; None: rows count alike
     factors: Tensor | None = None
 
     def weighted(self, factors: Tensor) -> FitProblem:

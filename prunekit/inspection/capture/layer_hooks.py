@@ -180,7 +180,8 @@ class LayerHooks(PassHooks):
             found = _first(self.on_tensor(key, values, axis), values)
         gradient: What = "grad_input" if side == "input" else "grad_output"
         if gradient in self.what and (found.requires_grad if side == "input" else found.grad_fn is not None):
-            found = found.view_as(found) if side == "input" else found  # what this reader alone sends back
+            # A view of its own has the gradient that this reader alone sends back.
+            found = found.view_as(found) if side == "input" else found
             hook_gradient(found, tensor_hook(self, self.gradients(path, gradient, axis), 0))
         return None if found is values else found
 

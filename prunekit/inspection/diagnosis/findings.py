@@ -193,9 +193,9 @@ class NonlinearityInputs:
 class GradientNorms:
     """Norms of the gradients of the loss, the largest over the batches."""
 
-    outputs: Mapping[str, float]  # those of the outputs of modules, by path
-    model: float  # that of the model's output
-    # those of trainable parameters, by name; None if the loss depends on the parameter in no batch
+    outputs: Mapping[str, float]  # norm of the gradient of each module's output, by path
+    model: float  # norm of the gradient of the model's output
+    # norm of the gradient of each trainable parameter, by name; None if the loss depends on it in no batch
     parameters: Mapping[str, float | None]
     # path of the first module in the backward pass whose gradient was NaN or Inf; None if all are finite
     not_finite: str | None

@@ -34,7 +34,7 @@ from prunekit.statistics.channel_stats_collector import StatsCollector
 from prunekit.tasks.batches import LabeledBatch
 from prunekit.tasks.classification import cross_entropy
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of, gradients_of, seeded, set_mode, training_mode
+from prunekit.utils.context import device_of, gradients_of, same_attributes, seeded, set_mode, training_mode
 from prunekit.utils.inputs import call, select_samples, to_device
 
 Loss = Callable[[Any, Any], Tensor]
@@ -276,15 +276,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
     Running statistics change in train mode, and a model's own forward may replace its buffers by other tensors.
     """
-    owners = [(module, dict(module._buffers.items())) for module in model.modules()]
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     try:
-        yield
+        with same_attributes(model):
+            yield
     finally:
-        for module, buffers in owners:
-            for name, buffer in buffers.items():
-                module._buffers[name] = buffer
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 if not torch.equal(tensor, value):

@@ -62,7 +62,7 @@ def column_by_column(
 
 
 def _order(pattern: Pattern, inputs: int, taps: int) -> tuple[Tensor, int]:
-    """Return the columns in an order in which those of a unit, or of a group of M, are next to each other; and M."""
+    """Return an order of the columns that puts those of a unit, or of a group of M, side by side; and their number."""
     if pattern.kept_of is not None:
         of = pattern.kept_of[1]
         return torch.arange(inputs * taps).view(inputs // of, of, taps).transpose(1, 2).flatten(), of

@@ -13,7 +13,7 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers, highest, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs
-from prunekit.repair.layer_fit import LayerFitter
+from prunekit.repair.layer_fit import LayerFitter, why_not_read
 from prunekit.repair.layer_samples import LayerSample
 from prunekit.repair.layer_walk import RepairSetup
 from prunekit.repair.least_squares import MOST_GROUPS, WeightChange, chunks
@@ -87,10 +87,8 @@ class PatternFitter(LayerFitter):
         if target is None:
             if self._zeros.fitted:
                 super().refit(layer, dense, running)
-        elif dense is None or running is None:
-            self.choose_by_size(target, "the model takes another path under masks")
-        elif not 0 < dense.fitted < sum(map(sum, dense.totals)):
-            self.choose_by_size(target, "not read on these images")
+        elif (note := why_not_read(dense, running)) or dense is None or running is None:
+            self.choose_by_size(target, note)
         elif len(kept_groups(layer, self._plan)) > MOST_GROUPS:
             self._many_groups(target, dense, running)
         else:

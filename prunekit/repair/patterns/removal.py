@@ -247,7 +247,7 @@ def _batches(counts: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def grouped_masked_least_squares(gram: Tensor, right: Tensor, keep: Tensor) -> Tensor:
-    """Return the same for many small groups, each with its own Gram matrix: (g, d, d), (g, o, d), (g, o, d)."""
+    """Solve as `MaskedLeastSquares` does for many small groups at once: (g, d, d), (g, o, d), (g, o, d)."""
     both = keep[..., :, None] & keep[..., None, :]  # (g, o, d, d)
     matrix = torch.where(both, gram[:, None], 0.0)
     matrix.diagonal(dim1=-2, dim2=-1).add_((~keep).to(gram.dtype))

@@ -113,7 +113,7 @@ def _unit_costs(
     pattern: Pattern,
     ridge: float,
 ) -> Tensor:
-    """Return what removing each unit of a layer costs for each weight of it, of some outputs where there are many."""
+    """Return for each unit of a layer what its removal costs per weight; of some outputs alone where there are many."""
     outputs, inputs, taps = layer.shape
     groups = len(moments.grams)
     scale = relative_scale(moments, modules)[layer.rows] * moments.output_gain ** (TRUST / 2)
