@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -86,58 +86,54 @@ def builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     fast in that, and `finetune.precision` chooses what is computed in.
     """
     head = settings.head or IMAGES
-    return _of_type(settings.name, head) if settings.folder is None else _of_folder(settings.folder, head)
+    if settings.folder is None:
+        return partial(_of_type, settings.name, head)
+    return partial(_of_folder, settings.folder, head)
 
 
-def _of_type(name: str, head: Head) -> Callable[..., nn.Module]:
-    def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
-        library = _library()
-        _require_known(name, arguments)
-        try:
-            config = library.AutoConfig.for_model(name, **arguments, **_labels(head, num_classes))
-        except Exception as error:  # its validation has a family of errors of its own
-            reraise_shortage(error)
-            raise ValueError(str(error)) from error
-        model: nn.Module = getattr(library, CLASSES[head][0]).from_config(config)
-        return model
-
-    return build
+def _of_type(name: str, head: Head, /, num_classes: int | None = None, **arguments: Any) -> nn.Module:
+    library = _library()
+    _require_known(name, arguments)
+    try:
+        config = library.AutoConfig.for_model(name, **arguments, **_labels(head, num_classes))
+    except Exception as error:  # its validation has a family of errors of its own
+        reraise_shortage(error)
+        raise ValueError(str(error)) from error
+    model: nn.Module = getattr(library, CLASSES[head][0]).from_config(config)
+    return model
 
 
-def _of_folder(folder: Path, head: Head) -> Callable[..., nn.Module]:
-    def build(num_classes: int | None = None, **arguments: Any) -> nn.Module:
-        library = _library()
-        config = _config(folder)
-        _require_known(config.model_type, arguments)
-        try:
-            with _without_bars():
-                model, found = getattr(library, CLASSES[head][0]).from_pretrained(
-                    str(folder),
-                    local_files_only=True,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    dtype=torch.float32,
-                    output_loading_info=True,
-                    **arguments,
-                    **_labels(head, num_classes),
-                )
-        except Exception as error:  # OSError, ValueError, RuntimeError, errors of safetensors
-            reraise_shortage(error)
-            raise ModelError(
-                f"{folder}: {CLASSES[head][0]} of transformers cannot load it: {error}; expected the files that "
-                "`save_pretrained` writes, with safetensors, of a model that needs no code of its own and has such a "
-                "head and as many classes as the data"
-            ) from error
-        missing = sorted(found["missing_keys"])
-        if missing and head in WHOLE:
-            raise ModelError(
-                f"{folder}: expected the weights of a model with the head {head}, and {len(missing)} are not there: "
-                f"{listed(missing, 3)}; set model.head, or the recipe's task, to what the model was trained for"
+def _of_folder(folder: Path, head: Head, /, num_classes: int | None = None, **arguments: Any) -> nn.Module:
+    library = _library()
+    config = _config(folder)
+    _require_known(config.model_type, arguments)
+    try:
+        with _without_bars():
+            model, found = getattr(library, CLASSES[head][0]).from_pretrained(
+                str(folder),
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **arguments,
+                **_labels(head, num_classes),
             )
-        made: nn.Module = model.train()
-        return made
-
-    return build
+    except Exception as error:  # OSError, ValueError, RuntimeError, errors of safetensors
+        reraise_shortage(error)
+        raise ModelError(
+            f"{folder}: {CLASSES[head][0]} of transformers cannot load it: {error}; expected the files that "
+            "`save_pretrained` writes, with safetensors, of a model that needs no code of its own and has such a "
+            "head and as many classes as the data"
+        ) from error
+    missing = sorted(found["missing_keys"])
+    if missing and head in WHOLE:
+        raise ModelError(
+            f"{folder}: expected the weights of a model with the head {head}, and {len(missing)} are not there: "
+            f"{listed(missing, 3)}; set model.head, or the recipe's task, to what the model was trained for"
+        )
+    made: nn.Module = model.train()
+    return made
 
 
 def structure_of(settings: ModelSettings) -> ModelSettings:

@@ -168,9 +168,9 @@ def zeros_of(specs: Sequence[InputSpec]) -> tuple[Any, ...]:
     """Return an example of zeros by the specifications of its tensors."""
     if sum(prod(spec.shape) for spec in specs) > MOST_VALUES:
         raise ValueError(f"expected at most {MOST_VALUES:,} values, got shapes {[spec.shape for spec in specs]!r:.99}")
-    zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-    named = Keywords((spec.name, zero) for spec, zero in zip(specs, zeros, strict=True) if spec.name is not None)
-    given = [zero for spec, zero in zip(specs, zeros, strict=True) if spec.name is None]
+    zeros = [(spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in specs]
+    named = Keywords((name, zero) for name, zero in zeros if name is not None)
+    given = [zero for name, zero in zeros if name is None]
     return (*given, named) if named else tuple(given)
 
 
