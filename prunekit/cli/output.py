@@ -22,14 +22,10 @@ PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→":
 
 
 class Console:
-    """The console of a command; among several processes only the first writes.
-
-    Args:
-        as_json: whether the result is one JSON object on stdout.
-    """
+    """The console of a command; among several processes only the first writes."""
 
     def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+        self.as_json = as_json  # whether the result is one JSON object on stdout
         # A program started without a stderr (`2>&-`) has None there.
         self._speaks = leads()
         self.progress = self._speaks and sys.stderr is not None and sys.stderr.isatty()
@@ -56,12 +52,7 @@ class Console:
     def show(self, found: Displayed, payload: Mapping[str, Any], name: str, folder: Path | None, **texts: Any) -> None:
         """Write an analysis: as JSON into a folder, if there is one, and to stdout as text or JSON.
 
-        Args:
-            found: the analysis.
-            payload: what is written as JSON.
-            name: of the file, without its suffix.
-            folder: where it is written.
-            texts: `before` and `after` the text of the analysis; `most` and `all_in` as for `text_of`.
+        Texts come `before` and `after` that of the analysis; `most` and `all_in` are as for `text_of`.
         """
         save(payload, folder, f"{name}.json", self)
         before, after = texts.pop("before", ""), texts.pop("after", "")

@@ -160,10 +160,10 @@ def _with_absolute_paths(job: JobSettings, document: Document, folder: Path) -> 
     Paths in overrides are relative to the working directory, and don't change.
     """
     data, model = job.data, job.model
-    if data.root is not None and _only_in(folder, data.root) and document.place(("data", "root")).line:
-        data = replace(data, root=folder / data.root)
-    if data.tokenizer is not None and _only_in(folder, data.tokenizer) and document.place(("data", "tokenizer")).line:
-        data = replace(data, tokenizer=folder / data.tokenizer)
+    for key in ("root", "tokenizer"):
+        path = getattr(data, key)
+        if path is not None and _only_in(folder, path) and document.place(("data", key)).line:
+            data = replace(data, **{key: folder / path})
     named = Path(model.name)
     if model.zoo == "hf" and (folder / named).is_dir() and _only_in(folder, named):
         model = replace(model, name=str(folder / named)) if document.place(("model", "name")).line else model
@@ -286,11 +286,10 @@ MOST_PARTS = 32
 
 
 def apply_override(document: Document, override: str) -> Document:
-    """Return a new document with one override applied.
+    """Return a new document with one override applied, `a.b=value`.
 
-    Args:
-        override: `a.b=value`; the value is YAML (`null` unsets a key), and below a mapping with free keys, such as
-            `prune.ratios`, the rest of the key is one name, which may contain dots.
+    The value is YAML (`null` unsets a key). Below a mapping with free keys, such as `prune.ratios`, the rest of the key
+    is one name, which may contain dots.
     """
     origin = Origin(f"override {override!r}")
     key, equals, text = override.partition("=")
@@ -324,15 +323,14 @@ def _put(document: Document, path: KeyPath, value: Document) -> Document:
             target[key] = {}
             created[path[:depth]] = value.places[()]
         if not isinstance(target[key], dict):
-            return _with_problem(document, _not_a_mapping(value.places[()], path[:depth], path))
+            name = ".".join(map(str, path[:depth]))
+            text = f"expected {name} to be a mapping, but it holds a value; set {name} itself"
+            return _with_problem(document, Problem(value.places[()], path, text))
         target = target[key]
     target[path[-1]] = value.values
-    return Document(
-        values,
-        _replaced(document.keys, path, {(): value.places[()], **value.keys}),
-        _replaced({**document.places, **created}, path, value.places),
-        document.problems,
-    )
+    keys = _replaced(document.keys, path, {(): value.places[()], **value.keys})
+    places = _replaced({**document.places, **created}, path, value.places)
+    return replace(document, values=values, keys=keys, places=places)
 
 
 def _replaced(
@@ -343,10 +341,5 @@ def _replaced(
     return kept | {(*path, *key): origin for key, origin in new.items()}
 
 
-def _not_a_mapping(origin: Origin, parent: KeyPath, path: KeyPath) -> Problem:
-    name = ".".join(map(str, parent))
-    return Problem(origin, path, f"expected {name} to be a mapping, but it holds a value; set {name} itself")
-
-
 def _with_problem(document: Document, *problems: Problem) -> Document:
-    return Document(document.values, document.keys, document.places, (*document.problems, *problems))
+    return replace(document, problems=(*document.problems, *problems))

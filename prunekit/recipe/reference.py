@@ -235,8 +235,7 @@ def _non_defaults(settings: Any) -> dict[str, Any]:
     found = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if value != default:
+        if value != (field.default if field.default_factory is MISSING else field.default_factory()):
             found[field.name] = yaml_value(value, field.name)
     return found
 

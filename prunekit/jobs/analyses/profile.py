@@ -8,7 +8,7 @@ from prunekit.deploy.deployment_transform import transform_of
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.resume import run_recipe
-from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
+from prunekit.jobs.run.run_folder import AnalysisRun, environment, run_folder, write_report
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.measurement_effort import Effort
 from prunekit.pruning.profiling import Profile, layer_setting, profile
@@ -27,7 +27,6 @@ def profile_job(
     networks: int = Effort.networks,
     again: bool = False,
     log: Log = stage,
-    finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> AnalysisRun[Profile]:
     """Profile a job's dense model, which need not be trained, on the job's `prune.target`."""
@@ -39,7 +38,7 @@ def profile_job(
     chart = trace(prepared.model, example)
     inputs_like(example)  # raises if the model cannot be timed
     transform = transform_of(prepared.model, example, job.deploy)
-    with run_folder(job.output / job.name, "profile", log, text, finish) as run:
+    with run_folder(job.output / job.name, "profile", log, text, write_report) as run:
         machine = describe_machine()
         result = profile(
             prepared.model,

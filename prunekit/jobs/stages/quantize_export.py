@@ -62,19 +62,15 @@ def export_target(
     *,
     folder: Path | None = None,
     facts: Mapping[str, Any] | None = None,
-    dense: nn.Module | None = None,
     log: Log,
 ) -> Exported:
-    """Export a model, and quantize the file if the request asks for it.
-
-    Arguments and errors are those of `export_float` and `quantize_export`.
-    """
+    """Export a model, and quantize the file if the request asks for it; see `export_float` and `quantize_export`."""
     if request.quantize is None:
         return export_float(target, request, folder=folder, facts=facts, log=log)
     require_quantizable(request)
     require_calibration(target)
-    found = export_float(target, request, folder=folder, facts=facts, log=log)
-    if dense is None and folder is not None and request.timed:
+    found, dense = export_float(target, request, folder=folder, facts=facts, log=log), None
+    if folder is not None and request.timed:
         with suppress(PrunekitError):  # of the user's own code, or without a run around the folder
             dense = load_model_pair(folder).models.get(DENSE)
     return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))

@@ -71,9 +71,8 @@ def canvas(
 ) -> Iterator[tuple[Figure, Any]]:
     """Yield a figure of the page's width and its panels in a flat array.
 
-    Args:
-        grid: positions of the panels, as for `Figure.subplots_adjust`; None: they are fitted around their labels, which
-            takes as long as drawing.
+    `grid` places the panels, as for `Figure.subplots_adjust`; without it they are fitted around their labels, which
+    takes as long as drawing.
     """
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{name} {width}"}):

@@ -31,35 +31,57 @@ LARGEST_DETECTIONS = 2_500_000
 @register_section("detections", about="test images with boxes, dense beside pruned", order=95)
 def detections(run: Run) -> dict[str, Any] | None:
     """Return the pictures of boxes in test images: as labeled, and as the models find them."""
-    return _unless_none("detections", detections_data(run.folder / "detections"))
+    folder = run.folder / "detections"
+    facts = read_facts(folder / "detections.json", {"images", "models"}, "images and models")
+    if facts is None:
+        return None
+    return {"detections": {**facts, "images": list(_with_data(folder, facts["images"], LARGEST_DETECTIONS))}}
 
 
 @register_section("maps", about="class activation and saliency maps", order=100)
 def maps(run: Run) -> dict[str, Any] | None:
-    """Return the class activation and saliency maps, which show the places that the models look at."""
-    return _unless_none("maps", list(maps_data(run.folder / "maps")) or None)
+    """Return the class activation and saliency maps, of where the models look, the newest first."""
+    left, found = LARGEST_MAPS, []
+    files = (run.folder / "maps").glob("*.json")
+    for path in sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.name)):
+        facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
+        picture = read_picture(path.with_suffix(".png"))
+        left -= len(picture)
+        name = path.with_suffix(".png").relative_to(run.folder)
+        found.append({**(facts or {}), "file": str(name), "data": as_data(picture) if left >= 0 else None})
+    return {"maps": found} if found else None
 
 
 @register_section("features", about="pictures of feature maps", order=110)
 def features(run: Run) -> dict[str, Any] | None:
     """Return the pictures of feature maps of an image."""
-    return _unless_none("features", features_data(run.folder / "features"))
+    found = features_data(run.folder / "features")
+    return None if found is None else {"features": found}
 
 
 @register_section("filters", about="the filters of the first layer", order=120)
 def filters(run: Run) -> dict[str, Any] | None:
     """Return the picture of the first layer's filters."""
-    return _unless_none("filters", filters_data(run.folder / "filters"))
+    folder, keys = run.folder / "filters", {"layer", "models", "filters", "shape", "kept"}
+    facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
+    return facts and {"filters": {**facts, "data": as_data(read_picture(folder / "filters.png"))}}
 
 
 @register_section("statistics", about="dead and redundant channels", order=130)
 def statistics(run: Run) -> dict[str, Any] | None:
-    """Return the numbers of dead and redundant channels, with a link to all histograms."""
-    return _unless_none("statistics", histogram_counts(run.folder / "histograms", run.page_folder))
-
-
-def _unless_none(name: str, data: Any) -> dict[str, Any] | None:
-    return None if data is None else {name: data}
+    """Return how many channels of each model are dead and redundant, with a link to all histograms."""
+    folder, keys = run.folder / "histograms", {"images", "threshold", "channels", "findings"}
+    facts = read_facts(folder / FACTS, keys, "channels and findings") if (folder / PAGE).is_file() else None
+    if facts is None:
+        return None
+    found = Counter((row["model"], row["finding"]) for row in facts["findings"])
+    rows = [
+        {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}
+        for model, channels in facts["channels"].items()
+    ]
+    page = linked(folder / PAGE, run.page_folder / "report.html")
+    known = {"images": facts["images"], "threshold": facts["threshold"]}
+    return {"statistics": {**known, "page": page, "rows": rows}}
 
 
 def write_histograms(folder: Path, run: Path | None = None) -> Path:
@@ -80,21 +102,6 @@ def write_histograms(folder: Path, run: Path | None = None) -> Path:
         scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
         summary=by_layer(facts["findings"]),
     )
-
-
-def histogram_counts(folder: Path, start: Path) -> dict[str, Any] | None:
-    """Return how many channels of each model are dead and redundant, by `histograms.json` in a folder."""
-    keys = {"images", "threshold", "channels", "findings"}
-    facts = read_facts(folder / FACTS, keys, "channels and findings") if (folder / PAGE).is_file() else None
-    if facts is None:
-        return None
-    found = Counter((row["model"], row["finding"]) for row in facts["findings"])
-    rows = [
-        {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}
-        for model, channels in facts["channels"].items()
-    ]
-    page = linked(folder / PAGE, start / "report.html")
-    return {"images": facts["images"], "threshold": facts["threshold"], "page": page, "rows": rows}
 
 
 def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -128,30 +135,6 @@ def _with_data(folder: Path, rows: list[dict[str, Any]], most: int) -> Iterator[
         most -= len(picture)
         file = f"{folder.name}/{row['picture']}"
         yield {**row, "file": file, "data": as_data(picture) if most >= 0 else None}
-
-
-def filters_data(folder: Path) -> dict[str, Any] | None:
-    """Return `filters.json` of a folder, with the picture as data; None if there is none."""
-    keys = {"layer", "models", "filters", "shape", "kept"}
-    facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
-    return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
-
-
-def detections_data(folder: Path) -> dict[str, Any] | None:
-    """Return `detections.json` of a folder, with the pictures as data; None if there is none."""
-    facts = read_facts(folder / "detections.json", {"images", "models"}, "images and models")
-    return facts and {**facts, "images": list(_with_data(folder, facts["images"], LARGEST_DETECTIONS))}
-
-
-def maps_data(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON files of a folder of maps, each with its picture as data, the newest first."""
-    left = LARGEST_MAPS
-    for path in sorted(folder.glob("*.json"), key=lambda file: (-file.stat().st_mtime_ns, file.name)):
-        facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
-        picture = read_picture(path.with_suffix(".png"))
-        left -= len(picture)
-        name = path.with_suffix(".png").relative_to(folder.parent)
-        yield {**(facts or {}), "file": str(name), "data": as_data(picture) if left >= 0 else None}
 
 
 def read_facts(path: Path, keys: set[str], expected: str) -> dict[str, Any] | None:
