@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.googlenet import GoogLeNetOutputs
-from torchvision.models.inception import InceptionOutputs
 
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.model_copy import with_tensors
@@ -220,6 +218,12 @@ def auxiliary(output: Any) -> tuple[tuple[float, Tensor], ...]:
     The weights are 0.3 for GoogLeNet (Szegedy et al. 2015, section 5) and 0.4 for Inception v3, as in torchvision's
     training reference.
     """
+    if isinstance(output, Tensor):
+        return ()
+    # not above: torchvision imports torch's compiler, longer than all that loads or times a model
+    from torchvision.models.googlenet import GoogLeNetOutputs
+    from torchvision.models.inception import InceptionOutputs
+
     heads: tuple[tuple[float, Tensor | None], ...] = ()
     if isinstance(output, GoogLeNetOutputs):
         heads = ((0.3, output.aux_logits1), (0.3, output.aux_logits2))

@@ -14,7 +14,6 @@ from annotated_types import Ge, Gt, Le, MinLen
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms.v2.functional import InterpolationMode, center_crop, pil_to_tensor, resize
 
 from prunekit.errors import ArtifactError, DataError, SettingsError, reraise_shortage
 from prunekit.known_names import PositiveInt
@@ -97,6 +96,8 @@ class Preprocessing(Checked):
 
     def pixels(self, image: Image.Image) -> Tensor:
         """Return the input (channels, height, width) of a Pillow image in RGB."""
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
         image = self.cropped(image)
         values = pil_to_tensor(image).float() / self.white
         if image.size != (self.width, self.height):
@@ -119,7 +120,9 @@ class Preprocessing(Checked):
                 f"preprocessing: an image of {image.width:,} x {image.height:,} pixels would have more than "
                 f"{MOST_PIXELS:,} with a shorter side of {self.shorter_side:,}"
             )
-        smaller = resize(image, [self.shorter_side], InterpolationMode(self.interpolation))
+        from torchvision.transforms.v2.functional import center_crop
+
+        smaller = _resize(image, [self.shorter_side], self.interpolation)
         return center_crop(smaller, [self.height, self.width])  # type: ignore[no-any-return]
 
     def placement(self, width: int, height: int) -> tuple[int, int, int, int]:
@@ -138,7 +141,7 @@ class Preprocessing(Checked):
     def _padded(self, image: Image.Image, padding: float) -> Image.Image:
         left, top, width, height = self.placement(*image.size)
         canvas = Image.new("RGB", (self.width, self.height), (round(255 * padding),) * 3)
-        canvas.paste(resize(image, [height, width], InterpolationMode(self.interpolation)), (left, top))
+        canvas.paste(_resize(image, [height, width], self.interpolation), (left, top))
         return canvas
 
     def resized(self, images: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ class Preprocessing(Checked):
             return F.interpolate(
                 images, (self.height, self.width), mode=self.interpolation, align_corners=False, antialias=shrinks
             )
-        return resize(images, [self.height, self.width], InterpolationMode(self.interpolation))  # type: ignore[no-any-return]
+        return _resize(images, [self.height, self.width], self.interpolation)  # type: ignore[no-any-return]
 
     def normalized(self, images: Tensor) -> Tensor:
         """Return images (..., C, H, W) of values in 0..1, in RGB or one channel, normalized: (..., channels, H, W)."""
@@ -195,6 +198,13 @@ class AttachedPreprocessing(Preprocessing):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self.as_dict(),)
+
+
+def _resize(image: Any, size: list[int], interpolation: str) -> Any:
+    # not above: torchvision imports torch's compiler, longer than all that loads or times a model
+    from torchvision.transforms.v2.functional import InterpolationMode, resize
+
+    return resize(image, size, InterpolationMode(interpolation))
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
