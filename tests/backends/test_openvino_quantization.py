@@ -75,7 +75,7 @@ def test_a_file_of_openvino_keeps_names_any_batch_and_its_information(outlier: P
     openvino.save_model(model, tmp_path / "float.xml", compress_to_fp16=False)
     calibration = [{"x": drawn(count, SHAPE, count)} for count in (20, 43, 1)]
     settings = QuantizeSettings(max_drop=None)
-    float_file, modules = tmp_path / "float.xml", NodeModules(outlier)
+    float_file, modules = tmp_path / "float.xml", NodeModules(outlier).of_names
 
     def quantizer(folder: Path) -> OpenvinoQuantizer:
         return OpenvinoQuantizer(float_file, folder, calibration, settings.images, modules)

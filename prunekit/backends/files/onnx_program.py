@@ -124,26 +124,11 @@ CASTS = ("QuantizeLinear", "DequantizeLinear")
 """Operators of quantized files, which belong to what made their input."""
 
 
-def _name_of_node(operator: str) -> str:
+def name_of_node(operator: str) -> str:
     """Return the name of the node, or of its result, that a runtime made an operator of this name from."""
     match = RENAMED.fullmatch(operator)
     assert match is not None
     return match["name"]
-
-
-class ModuleNames:
-    """The modules that operators were made from, by the names of nodes and of what they return.
-
-    Attributes:
-        of_names: path of the innermost module by name; "" is the model's own code.
-    """
-
-    def __init__(self, of_names: Mapping[str, str]) -> None:
-        self.of_names = of_names
-
-    def of(self, name: str) -> str | None:
-        """Return the module of an operator by its name in a runtime; None for one that the runtime has added."""
-        return self.of_names.get(_name_of_node(name))
 
 
 class NodeModules:
@@ -172,7 +157,7 @@ class NodeModules:
 
     def of(self, name: str, *, convolution: bool = False) -> str | None:
         """Return the module of an operator by its name in a runtime; None for one that the runtime has added."""
-        given = _name_of_node(name)
+        given = name_of_node(name)
         node = self._nodes.get(given) or self._made_by.get(given)
         while node is not None and node.op_type in CASTS:
             node = self._made_by.get(node.input[0])

@@ -8,14 +8,14 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prunekit.backends.files.onnx_program import ModuleNames, NodeModules
+from prunekit.backends.files.onnx_program import NodeModules, name_of_node
 from prunekit.backends.files.openvino_core import MODULES, openvino_core
 from prunekit.backends.int8.quantizer import (
     SENSITIVITY_SAMPLES,
@@ -48,23 +48,24 @@ OF_TORCH = re.compile(r"__module\.(?P<path>[^/]+)/.*")
 """Names of operators that OpenVINO gives where it has converted a torch module itself."""
 
 
-def _module_names(file: Path, model: Any) -> NodeModules | ModuleNames | None:
-    """Return the names of modules that a file carries; None if it has none."""
+def _module_names(file: Path, model: Any) -> Mapping[str, str] | None:
+    """Return the paths of modules by the names of nodes and results, as a file carries them; None if it has none."""
     if file.suffix == ".onnx":
-        return NodeModules(file)
+        return NodeModules(file).of_names
     if not model.has_rt_info(MODULES):
         return None
     try:
         found = json.loads(str(model.get_rt_info(MODULES).value))
     except ValueError:  # of a file that was damaged, or made by others: names are for people
         return None
-    return ModuleNames(found) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 class OpenvinoQuantizer(Quantizer):
     """Quantizes a model in OpenVINO's format, in a folder for files, which are left there.
 
-    Layers have the names of `modules`, or those in the file; correcting biases changes no time.
+    Layers have the names of `modules` (paths by the names of nodes), or those in the file; correcting biases changes no
+    time.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class OpenvinoQuantizer(Quantizer):
         folder: Path,
         batches: Iterable[Batch],
         images: int,
-        modules: NodeModules | ModuleNames | None = None,
+        modules: Mapping[str, str] | None = None,
         *,
         correct_biases: bool = True,
     ) -> None:
@@ -103,12 +104,12 @@ class OpenvinoQuantizer(Quantizer):
     def _layer(self, node: Any) -> str:
         name = str(node.get_friendly_name())
         if self._modules is not None:
-            found, reader = self._modules.of(name), node
+            found, reader = self._modules.get(name_of_node(name)), node
             while found is None and len(readers := reader.output(0).get_target_inputs()) == 1:
                 reader = next(iter(readers)).get_node()  # of an operator that was taken apart, the last has its name
                 if not reader.get_output_size():
                     break
-                found = self._modules.of(str(reader.get_friendly_name()))
+                found = self._modules.get(name_of_node(str(reader.get_friendly_name())))
             return name if found is None else found
         match = OF_TORCH.fullmatch(name)
         return name if match is None else match["path"]
