@@ -258,7 +258,7 @@ def fitted(example: tuple[Any, ...], interface: ModelInterface) -> tuple[Any, ..
         spec = next(specs)
         samples = spec.shape[0] if tensor.dim() and spec.shape else None
         if samples == BATCH and tensor.shape[0] == 1:
-            samples = 2  # of one sample, torch.export takes the batch to be one always
+            samples = 2  # torch.export would take a batch of one sample to be of one always
         if isinstance(samples, int) and samples != tensor.shape[0]:
             tensor = tensor[torch.arange(samples) % tensor.shape[0]]
         fits = tensor.dim() == len(spec.shape) and all(

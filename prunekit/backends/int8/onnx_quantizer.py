@@ -56,17 +56,18 @@ class OnnxQuantizer(Quantizer):
         self.notes = [int8_note()]
         self._metadata = known_metadata(model)
         self._large = any(weight.data_location for weight in model.graph.initializer)
-        self._nodes = _nodes_by_layer(file, model)
-        self.layers = tuple(self._nodes)
+        self._modules = NodeModules(file).of_nodes
+        self._nodes = _nodes_by_layer(model, self._modules)
         self._kinds = (*WEIGHTED, *(() if _precise(model) else (*JOINING, *PASSING)))
         self.batches = calibration_batches(batches, _inputs(model), images, file.name)
-        self._staged = self._prepared(model)
+        self._staged = self._prepared()
+        self.layers = tuple(self._nodes)
         # Without VNNI, pairs of products of 8 bits are added in 16, which overflow: weights are kept in 7.
         self._narrow = platform.machine().lower() in ("x86_64", "amd64") and int8_instructions() == ()
         if self._narrow:
             self.notes.append("weights have 7 bits, as the sums of this CPU's 8-bit instructions may overflow")
 
-    def _prepared(self, model: Any) -> Path:
+    def _prepared(self) -> Path:
         """Return a copy with a name for every node, prepared by ONNX Runtime if it is not of torch's exporter.
 
         That exporter has folded constants and norms already, and the preparation would lose its metadata.
@@ -74,13 +75,12 @@ class OnnxQuantizer(Quantizer):
         import onnx
 
         path = self._folder / "float.onnx"
-        if NodeModules(self.file).of_nodes:
+        if self._modules:
             staged = onnx.load(self.file)
+            _name_nodes(staged)
         else:
             staged = self._preprocessed()
-            self._nodes = _nodes_by_layer(None, staged)
-            self.layers = tuple(self._nodes)
-        _name_nodes(staged)
+            self._nodes = _nodes_by_layer(staged, {})
         if "onnx.quant.pre_process" not in known_metadata(staged):
             staged.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
         onnx.save(staged, path, save_as_external_data=self._large, location="float.data")
@@ -148,10 +148,9 @@ class OnnxQuantizer(Quantizer):
 
         nodes = onnx.load(file, load_external_data=False).graph.node
         dequantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
-        modules, returned = NodeModules(self.file).of_nodes, returned_layers(restored)
-        done, floats = set[str](), dict[str, str]()
+        returned, done, floats = returned_layers(restored), set[str](), dict[str, str]()
         for node in nodes:
-            layer = modules.get(node.name, node.name)
+            layer = self._modules.get(node.name, node.name)
             if layer in returned:
                 floats[layer] = returned[layer]
             elif node.op_type in WEIGHTED and set(node.input[:2]) <= dequantized:
@@ -202,10 +201,9 @@ def _name_nodes(model: Any) -> None:
         node.name = node.name or f"{node.op_type}_{index}"
 
 
-def _nodes_by_layer(file: Path | None, model: Any) -> dict[str, list[str]]:
-    """Return the nodes that are quantized by the path of their module, or by their own name without one."""
+def _nodes_by_layer(model: Any, modules: Mapping[str, str]) -> dict[str, list[str]]:
+    """Name all nodes, and return those that are quantized by the path of their module, or by their own name."""
     _name_nodes(model)
-    modules: Mapping[str, str] = NodeModules(file).of_nodes if file is not None else {}
     weights = {one.name for one in model.graph.initializer}
     kinds = WEIGHTED if _precise(model) else (*WEIGHTED, *JOINING)
     found: dict[str, list[str]] = {}

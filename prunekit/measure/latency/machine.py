@@ -144,8 +144,6 @@ def clock_mhz(device: str = "cpu") -> float | None:
 
 def _gpu_clock_mhz(device: str) -> float | None:
     """Return the clock of the multiprocessors; the driver is asked by UUID, as CUDA may number GPUs otherwise."""
-    import torch  # not above: tests/conftest.py reads cores and quotas without torch
-
     uuid = torch.cuda.get_device_properties(torch.device(device)).uuid
     command = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.current.sm", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
