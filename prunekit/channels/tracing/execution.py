@@ -6,7 +6,8 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -140,50 +141,45 @@ def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = was
 
 
-class TrainModeWatch:
-    """Detects whether the forward pass of a model depends on the train mode of any module but torch's own layers.
+@dataclass
+class ModeReads:
+    """Which modules of a model, torch's own layers aside, read whether they are in train mode."""
 
-    A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
-    active each such module has a subclass of its class, on which `training` is a property that sets `was_read`.
+    some: bool  # whether one did, or may have, as a scripted one may
+    paths: set[str] = field(default_factory=set)  # of those that did
+
+
+@contextmanager
+def train_mode_watch(model: nn.Module) -> Iterator[ModeReads]:
+    """Detect whether the forward pass of a model depends on the train mode of any module but torch's own layers.
+
+    A module's own Python can only behave differently in train mode if it reads `self.training`. During the watch each
+    such module has a subclass of its class, on which `training` is a property that takes note.
     """
+    own = {one: path for path, one in model.named_modules() if not is_layer_of_torch(one)}
+    classes = {one: type(one) for one in own if not isinstance(one, torch.jit.ScriptModule)}
+    reads, twins = ModeReads(len(classes) < len(own)), dict[type, type]()
 
-    def __init__(self, model: nn.Module) -> None:
-        own = {one: path for path, one in model.named_modules() if not is_layer_of_torch(one)}
-        self._paths = {one: path for one, path in own.items() if not isinstance(one, torch.jit.ScriptModule)}
-        self._modules = list(self._paths)
-        self.read_by: set[str] = set()  # paths of the modules that read their mode
-        self.was_read = len(self._modules) < len(own)  # whether one did, or may have, as a scripted one may
-        self._twins: dict[type, type] = {}
+    def read(module: nn.Module) -> bool:
+        reads.some = True
+        reads.paths.add(own.get(module, ""))
+        return bool(module.__dict__["training"])
 
-    def __enter__(self) -> TrainModeWatch:
-        self._classes = [type(module) for module in self._modules]
-        with ExitStack() as entering:
-            entering.callback(self.__exit__)
-            for module, cls in zip(self._modules, self._classes, strict=True):
-                try:
-                    module.__class__ = self._twin(cls)
-                except TypeError:  # instances of this class cannot change it
-                    self.was_read = True
-            entering.pop_all()
-        return self
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
 
-    def _twin(self, cls: type) -> type:
-        if cls not in self._twins:
-
-            def read(module: nn.Module) -> bool:
-                self.was_read = True
-                self.read_by.add(self._paths.get(module, ""))
-                return bool(module.__dict__["training"])
-
-            def write(module: nn.Module, value: bool) -> None:
-                module.__dict__["training"] = value
-
+    try:
+        for module, cls in classes.items():
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            self._twins[cls] = type(cls.__name__, (cls,), {"training": property(read, write), **names})
-        return self._twins[cls]
-
-    def __exit__(self, *error: object) -> None:
-        for module, cls in zip(self._modules, self._classes, strict=True):
+            try:
+                if cls not in twins:
+                    twins[cls] = type(cls.__name__, (cls,), {"training": property(read, write), **names})
+                module.__class__ = twins[cls]
+            except TypeError:  # instances of this class cannot change it
+                reads.some = True
+        yield reads
+    finally:
+        for module, cls in classes.items():
             module.__class__ = cls
 
 

@@ -25,13 +25,13 @@ from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import (
     Alternatives,
     ModuleStack,
-    TrainModeWatch,
     alternatives_of,
     channel_axis,
     fused_away,
     hint_at_child,
     mode_for_trace,
     plain_operators,
+    train_mode_watch,
 )
 from prunekit.channels.tracing.kept_state import (
     NO_STATE,
@@ -192,10 +192,10 @@ def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
             raise ModelError(calls.refused)  # it may run with values
         how = replace(how, read=calls.read)
         run = TracedRun(index, False, gradients=how.gradients, calls=calls, alternatives=how.alternatives or {})
-        with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
+        with mode_for_trace(clone, False), train_mode_watch(clone) as reads:
             _run(clone, inputs, run, trace, how)
-        run.asks_mode.update(watch.read_by)
-        if watch.was_read and how.both_modes:
+        run.asks_mode.update(reads.paths)
+        if reads.some and how.both_modes:
             _run_in_train_mode(clone, inputs, run.again(training=True, repeats=True), trace, how)
     if state.labels and is_batched(examples[0]):  # the methods that begin it anew for another number of samples run too
         run = trace.runs[0].again(doubled=True)
