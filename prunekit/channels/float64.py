@@ -139,14 +139,10 @@ def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def with_zeros(convert: Convert, kept: KeptIndices) -> Convert:
-    """Return `convert` followed by zeros in place of removed entries."""
-
-    def masked(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        converted = convert(name, tensor)
-        return blank(converted, kept[name]) if name in kept else converted
-
-    return masked
+def with_zeros(convert: Convert, kept: KeptIndices, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a converted tensor with zeros in place of removed entries."""
+    converted = convert(name, tensor)
+    return blank(converted, kept[name]) if name in kept else converted
 
 
 def float64_copy(model: nn.Module, convert: Convert) -> nn.Module:

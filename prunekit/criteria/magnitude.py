@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from prunekit.statistics.layer_stats import IntArray
 )
 def l1(evidence: Evidence) -> Scores:
     """Return the mean |w| of a label's slices (Li et al. 2017, "Pruning filters for efficient ConvNets")."""
-    return _mean_power(evidence, 1)
+    return mean_over_slices(evidence, partial(_add_powers, 1))
 
 
 @register_criterion(
@@ -30,7 +31,7 @@ def l1(evidence: Evidence) -> Scores:
 )
 def l2(evidence: Evidence) -> Scores:
     """Return the root mean square of a label's slices (the l2 norm that Li et al. 2017 compare with)."""
-    return _mean_power(evidence, 2)
+    return mean_over_slices(evidence, partial(_add_powers, 2))
 
 
 @register_criterion(
@@ -59,17 +60,13 @@ def _share_of_rest(squares: Scores) -> Scores:
     return squares / np.where(rest > 0, rest, 1)
 
 
-def _mean_power(evidence: Evidence, power: int) -> Scores:
-    """Return the mean over a label's axes of its slice's norm, relative to the size of the slice."""
-
-    def measure(found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
-        wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-        for axis, sums in _power_sums(wide, power, list(labeled)).items():
-            values = sums.numpy() * (weight.shape[axis] / max(weight.numel(), 1))
-            require_finite(name, values)
-            found.add(labeled[axis], values, exponent=1 / power)
-
-    return mean_over_slices(evidence, measure)
+def _add_powers(power: int, found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
+    """Add the norms of a weight's slices, relative to the sizes of the slices."""
+    wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+    for axis, sums in _power_sums(wide, power, list(labeled)).items():
+        values = sums.numpy() * (weight.shape[axis] / max(weight.numel(), 1))
+        require_finite(name, values)
+        found.add(labeled[axis], values, exponent=1 / power)
 
 
 BLOCK = 1 << 18

@@ -141,30 +141,22 @@ def flush_subnormals(model: nn.Module, example: Any) -> FlushedModel:
         ({'0.weight': 4}, [0.0, 0.0, 0.0, 0.0])
     """
     model = unwrapped(model)
-    return _flushed(model, as_example(model, example))
+    return without_subnormals(model, as_example(model, example), strict=True)
 
 
-def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> FlushedModel:
-    """Return what `flush_subnormals` returns; the model itself if it computes something else without such numbers."""
-    try:
-        return _flushed(model, example)
-    except VerificationError as error:  # the model takes their logarithm, or divides by them
-        count = sum(count_subnormals(model).values())
-        return FlushedModel(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")
-
-
-def _flushed(model: nn.Module, example: tuple[Any, ...]) -> FlushedModel:
+def without_subnormals(model: nn.Module, example: tuple[Any, ...], *, strict: bool = False) -> FlushedModel:
+    """Return what `flush_subnormals` does; unless strict, the model itself if its outputs change by that."""
     if next(_holding(model), None) is None:
         return FlushedModel(model, {}, 0.0)
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
     flushed = with_tensors(model, own)
     counts = flush_subnormals_in_place(flushed)
-    return FlushedModel(flushed, counts, compare_outputs(model, flushed, example))
-
-
-def count_subnormals(model: nn.Module) -> dict[str, int]:
-    """Return how many subnormal numbers each parameter and buffer holds, for those that hold any."""
-    return {name: int(found.sum()) for name, _, found in _holding(model)}
+    try:
+        return FlushedModel(flushed, counts, compare_outputs(model, flushed, example))
+    except VerificationError as error:  # the model takes their logarithm, or divides by them
+        if strict:
+            raise
+        return FlushedModel(model, {}, 0.0, f"{sum(counts.values())} subnormal numbers stay: {error}")
 
 
 @torch.no_grad()

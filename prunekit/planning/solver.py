@@ -304,7 +304,7 @@ def _fill(parts: list[GroupPart], counts: Labels, fits: Callable[[Labels], bool]
         part = parts[index]
         if counts[index] < part.counts[-1]:
             candidate = counts.copy()
-            candidate[index] = part.at_least(int(counts[index]) + 1)
+            candidate[index] = part.counts[np.searchsorted(part.counts, counts[index] + 1)]
             if fits(candidate):
                 counts = candidate
     return counts

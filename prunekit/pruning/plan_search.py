@@ -197,19 +197,17 @@ class PlanSearch:
             stay = settings.channels_stay
             scores = np.zeros(chart.n_labels) if stay else importance(self.model, chart, settings, inputs)
             release_memory(self.model)
-
-            def planned(chart: ChannelMap, scores: Scores = scores) -> Plan:
-                return make_plan(chart, scores, settings, seed=inputs.seed, latency=table)
-
+            planned = partial(make_plan, settings=settings, seed=inputs.seed, latency=table)
             if library is None and inputs.check is not None:
                 said = inputs.check.note
                 plan = inputs.check.best(scores, chart, partial(planned, chart))
                 if inputs.check.note != said:
                     self.log(inputs.check.note)
             elif library is None:
-                plan = planned(chart)
+                plan = planned(chart, scores)
             else:
-                plan = library.sayable_plan(library.with_known_layout(chart, layouts), planned)
+                known = library.with_known_layout(chart, layouts)
+                plan = library.sayable_plan(known, lambda chart: planned(chart, scores))
                 layouts.append(plan.channel_map.traced.equal_widths)
             made.append((plan, scores))
             return plan.keep

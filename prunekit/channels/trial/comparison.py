@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, zip_longest
 from math import isfinite
 from typing import Any
@@ -494,7 +495,7 @@ class Comparison:
         example = float64_inputs(run.inputs(self.examples))
         try:
             if run not in self.references:
-                convert = with_zeros(to_double, self.kept)
+                convert = partial(with_zeros, to_double, self.kept)
                 whole = self.channel_map.narrow(self.keep)
                 with Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
                     self.references[run] = record_reference(
@@ -509,7 +510,7 @@ class Comparison:
         """Compare in float64 with copies; if the model runs in no kind of float64, in its own precision."""
         for way in RUN_PRECISIONS:
             example = way.inputs(run.inputs(self.examples))
-            masked = float64_copy(self.model, with_zeros(way.convert, self.kept))
+            masked = float64_copy(self.model, partial(with_zeros, way.convert, self.kept))
             try:
                 reference = record_reference(masked, self.channel_map, self.keep, example, run, way.precision)
             except ModelError:  # the model's code asks for another precision

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -229,22 +230,19 @@ def budgets_of(
     each_group = [index for index, one in enumerate(facts) if one.each_group and settings.scope == "uniform"]
     worst = _worst(parts) if each_group else None
 
-    def counted(of: CostModel, scale: Numbers, owner: Labels) -> Callable[[Labels], Numbers]:
-        def values(counts: Labels) -> Numbers:
-            result: Numbers = of(counts) / scale
-            if worst is not None:
-                result[..., np.isin(owner, each_group)] = worst(counts)[..., None]
-            return result
+    def counted(of: CostModel, scale: Numbers, owner: Labels, counts: Labels) -> Numbers:
+        result: Numbers = of(counts) / scale
+        if worst is not None:
+            result[..., np.isin(owner, each_group)] = worst(counts)[..., None]
+        return result
 
-        return values
-
-    every = counted(model, scale, owner)
+    every = partial(counted, model, scale, owner)
     return Budgets(
         facts=tuple(facts),
         asked=most,
         dense=np.maximum.reduceat(dense / scale, starts),
         left=lambda counts: np.maximum.reduceat(every(counts), starts, axis=-1),
-        limited=counted(model.of(within), scale[within], owner[within]),
+        limited=partial(counted, model.of(within), scale[within], owner[within]),
         limits=most[owner[within]],
         owner=owner[within],
         steps=tuple(sorted({step for one in terms for term in one for step in term.steps if step > 1})),

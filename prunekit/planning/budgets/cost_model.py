@@ -37,10 +37,6 @@ class GroupPart:
         index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
         return int(self.counts[max(index, 0)])
 
-    def at_least(self, wanted: int) -> int:
-        """Return the smallest allowed count of at least `wanted`."""
-        return int(self.counts[np.searchsorted(self.counts, wanted)])
-
 
 @dataclass(frozen=True, eq=False)
 class Span:
