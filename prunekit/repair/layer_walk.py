@@ -87,11 +87,6 @@ class RepairSetup:
             with NarrowNorms(masked, plan.channel_map, plan.keep), reporting(progress, name):
                 yield cls(original, masked, plan, inputs, found, layers, skipped, looping, judge)
 
-    def walk(self, settings: RepairSettings, fitter: LayerFitter) -> LayerWalk:
-        """Return the walk that fits the layers."""
-        models = self.original, self.masked, self.plan
-        return LayerWalk(*models, self.found, self.layers, self.inputs, settings, fitter, looping=self.looping)
-
     def difference(self, walk: LayerWalk, model: nn.Module | None = None) -> float:
         """Return the error of the masked model's output, or another's, on held-out images."""
         return difference(self.original, model or self.masked, walk.judging, self.judge)
@@ -137,33 +132,18 @@ class LayerWalk:
 
     Layers come in the order in which their targets are computed. A layer that is added to a shortcut is refitted to
     *dense branch + dense shortcut - this model's shortcut*. If the shortcut is computed later than the branch, the
-    layer is refitted when both are there, and the branch runs again. Steps are planned to fit into memory.
-
-    Attributes:
-        fitting: batches to fit on.
-        judging: batches of held-out images.
-        memory: that the walk takes at most.
+    layer is refitted when both are there, and the branch runs again. Steps are planned to fit into memory: `memory` is
+    the most that they take. `fitting` are batches to fit on, and `judging` are those of held-out images.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        masked: nn.Module,
-        plan: Plan,
-        found: LayerGraph,
-        layers: Sequence[LayerCall],
-        inputs: Inputs,
-        settings: RepairSettings,
-        fitter: LayerFitter,
-        *,
-        looping: bool,
-    ) -> None:
-        self._layers = sorted(layers, key=lambda layer: layer.ready)
+    def __init__(self, setup: RepairSetup, settings: RepairSettings, fitter: LayerFitter) -> None:
+        original, masked, plan, inputs = setup.original, setup.masked, setup.plan, setup.inputs
+        self._layers = sorted(setup.layers, key=lambda layer: layer.ready)
         self._settings, self._fitter, self._original = settings, fitter, original
         self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.narrow(plan.keep)) for model in models]
-        end = max((layer.ready for layer in layers), default=found.end) + 2
+        end = max((layer.ready for layer in self._layers), default=setup.found.end) + 2
         for run in runs:
             run.learn(select_samples(inputs, slice(SAMPLES)), end)
         count, limit = sample_count(inputs), settings.memory_bytes * HELD / len(runs)
@@ -174,11 +154,11 @@ class LayerWalk:
         sources = [self._source(layer, plan, item, count, device) for layer in self._layers]
         weights = [layer.weight for layer in self._layers]
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
-        size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
+        size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
         self.fitting, self.judging = batches[:fitted], batches[fitted:]
         gatherers = [
-            SampleGatherer(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
+            SampleGatherer(run, batches, fitted, partial(_cuts, firsts, count, limit), setup.found)
             for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
         ]
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs
 from prunekit.repair.layer_fit import LayerFitter
-from prunekit.repair.layer_walk import RepairSetup
+from prunekit.repair.layer_walk import LayerWalk, RepairSetup
 from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.calibration import RepairSettings
 
@@ -54,7 +54,7 @@ def repair(
     settings = settings or RepairSettings()
     with RepairSetup.entered(dense, plan, images, "repair", progress) as setup:
         fitter = LayerFitter(setup.original, setup.masked, plan, settings)
-        walk = setup.walk(settings, fitter)
+        walk = LayerWalk(setup, settings, fitter)
         if log is not None:
             log(f"repair: {walk.memory}")
         before = setup.difference(walk)

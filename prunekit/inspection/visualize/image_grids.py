@@ -221,7 +221,7 @@ Boxes = Mapping[str, Tensor]
 """`boxes` (n, 4) as left, top, right and bottom in pixels, `labels` (n,) from 0, and of detections `scores` (n,)."""
 
 
-def with_boxes(image: Tensor, found: Boxes, classes: Sequence[str], least: float = CONFIDENCE) -> Pixels:
+def with_boxes(image: Tensor, found: Boxes, classes: Sequence[str]) -> Pixels:
     """Return an image with its boxes, each with the name of its class and its score in percent."""
     factor = max(1, round(SIDE / max(image.shape[-2:])))
     pixels = (image.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8)
@@ -233,7 +233,7 @@ def with_boxes(image: Tensor, found: Boxes, classes: Sequence[str], least: float
     boxes = [
         (row, _name(label, score, classes), COLORS[label % len(COLORS)])
         for row, label, score in zip(rows.tolist(), found["labels"].tolist(), scores, strict=True)
-        if score is None or score >= least
+        if score is None or score >= CONFIDENCE
     ]
     pen = ImageDraw.Draw(shown)
     for row, _, color in boxes:

@@ -15,7 +15,7 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs
 from prunekit.repair.layer_fit import LayerFitter, why_not_read
 from prunekit.repair.layer_samples import LayerSample
-from prunekit.repair.layer_walk import RepairSetup
+from prunekit.repair.layer_walk import LayerWalk, RepairSetup
 from prunekit.repair.least_squares import MOST_GROUPS, WeightChange, chunks
 from prunekit.repair.memory_budget import chunk_values, kept_groups
 from prunekit.repair.patterns.group_problem import GroupProblem, Shape, SmallGroups
@@ -231,7 +231,7 @@ def prune_weights(
             shares = shares_by_error(setup.original, found, plan, setup.inputs, pattern, settings)
         zeros = Zeros(Pattern.of(pattern), pattern.method, shares, fitted)
         fitter = PatternFitter(setup.original, setup.masked, plan, settings, by_weight, zeros)
-        walk = setup.walk(settings, fitter)
+        walk = LayerWalk(setup, settings, fitter)
         if log is not None:
             for line in (*found.notes(), f"pattern: {walk.memory}"):
                 log(line)
