@@ -145,20 +145,15 @@ class PartialRuns:
     A group's passes are whole if its outputs on a few samples, continued, are not those of a whole pass to the last
     bit: code that torch does not see reads a tensor, or writes to one. So are all passes over a batch on which the
     dense model makes other calls than on those samples, as a model that loops over its samples.
-
-    Args:
-        tensors: for each group the names of the tensors that its masks change.
-        masks: of each group.
-        inputs: of the first batch.
     """
 
     def __init__(
         self,
         model: nn.Module,
         quality: Quality,
-        tensors: Mapping[str, Iterable[str]],
-        masks: Mapping[str, WeightMasks],
-        inputs: tuple[Any, ...],
+        tensors: Mapping[str, Iterable[str]],  # names of the tensors that the masks of each group change
+        masks: Mapping[str, WeightMasks],  # of each group
+        inputs: tuple[Any, ...],  # of the first batch
     ) -> None:
         self._model, self._quality, self._passes = model, quality, _MaskablePasses(model)
         self._state: PassState | None = None
@@ -253,7 +248,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class _WholeRuns:
-    """Runs of a model that selects what it returns, as a detector its boxes: layers before that are compared."""
+    """Runs of a model that selects what it returns, as a detector its boxes: layers in front of that are compared."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._model, self._judge = model, OutputComparison.of(model, inputs)

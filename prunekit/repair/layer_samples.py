@@ -97,31 +97,23 @@ class SampleGatherer:
     2. Cuts never go back from one step to the next.
     3. While a batch runs it has no state: a pass that fails may have written to it.
     4. A request has samples of all batches or of none.
-
-    Args:
-        run: of the model.
-        batches: those to fit on first.
-        fitted: number of batches to fit on.
-        cuts: returns a walk's cuts, see `PassRoute`, from the calls of each weight and the lifetimes of tensors.
-        found: the expected calls, for which the run has learned lifetimes; None: those of the first batch.
-
-    Attributes:
-        route: the expected one.
     """
 
     def __init__(
         self,
         run: LayerPass,
-        batches: Sequence[Batch],
-        fitted: int,
+        batches: Sequence[Batch],  # those to fit on first
+        fitted: int,  # number of batches to fit on
+        # the cuts of `PassRoute`, from the calls of each weight and the lifetimes of tensors
         cuts: Callable[[Mapping[str, tuple[LayerCall, ...]], Lifetimes], Sequence[int]],
+        # the expected calls, for which the run has learned lifetimes; None: those of the first batch
         found: LayerGraph | None = None,
     ) -> None:
         self._run, self._batches, self._fitted = run, batches, fitted
         self._states: list[PassState | None] = [None] * len(batches)
         self._saved_at = [0] * len(batches)
         self._cuts, self._by_size = cuts, dict[Shapes, PassRoute]()
-        self.route = self._route(run.survey(batches[0]) if found is None else found)
+        self.route = self._route(run.survey(batches[0]) if found is None else found)  # the expected one
         self._routes = [self.route] * len(batches)
 
     def _route(self, found: LayerGraph) -> PassRoute:

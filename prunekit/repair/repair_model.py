@@ -31,20 +31,12 @@ def repair(
     run in batches, and both models stop at each layer until all batches are there: live tensors are held there as far
     as `settings.memory_bytes` allow, and computed again beyond that.
 
-    Args:
-        dense: the dense model; only read.
-        plan: which channels are kept.
-        images: (B, ...) inputs without labels, on the model's device, or a list of images (C, H, W) of any sizes as
-            detectors take them, or all inputs as a tuple by position or as a mapping by name; the last
-            `settings.held_out` of them are held out.
-        settings: of the fit.
-        log: gets a line on the memory that the repair will take, before it starts.
-        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+    Images are inputs (B, ...) without labels, on the model's device, or a list of images (C, H, W) of any sizes as
+    detectors take them, or all inputs as a tuple by position or as a mapping by name; the last `settings.held_out` of
+    them are held out. `log` gets a line on the memory that the repair will take, before it starts.
 
-    Returns:
-        The masked model, dense in size, and the report. If the repaired model's output on held-out images is no
-        nearer to the dense one's than without repair, only the first half of the layers is repaired, the first
-        quarter and so on, down to none; the report says so.
+    The copy is dense in size. If its output on held-out images is no nearer to the dense one's than without repair,
+    only the first half of the layers is repaired, the first quarter and so on, down to none; the report says so.
 
     Raises:
         DataError: see `require_images`.

@@ -306,9 +306,6 @@ class RankCollector(ConsumerHooks):
     a channel of tokens it is the matrix samples x tokens of one batch. Each takes a singular value decomposition, which
     together take many times the forward pass: a few hundred images are enough.
 
-    Args:
-        model: the model, not compiled.
-
     Raises:
         ModelError: on enter, when the model is compiled.
         NonFiniteError: in a hook: a feature map holds NaN or Inf; names the activation.
