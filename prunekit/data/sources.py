@@ -172,8 +172,7 @@ def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -
     """
     if settings.source == "own":
         raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
-    missing = missing_data(settings)
-    if missing is not None:
+    if (missing := missing_data(settings)) is not None:
         raise DataError(missing)
     if settings.source in BOXED:
         return detection_splits(settings)
@@ -317,15 +316,13 @@ def _matched(found: Sequence[str], classes: Sequence[str], where: str, numbered:
         return list(range(len(found)))
     if numbered and not set(found) <= set(classes) and len(found) <= len(classes):
         return list(range(len(found)))
-    wrong = [name for name in found if name not in classes]
-    if wrong:
+    if wrong := [name for name in found if name not in classes]:
         more = f", nor are {len(wrong) - 1} more" if wrong[1:] else ""
         raise DataError(
             f"{where}: class {wrong[0]!r} is none of the model's {len(classes)} classes{more}; "
             f"{nearest(wrong[0], classes)}; rename the folders or classes as the model names them"
         )
     times = Counter(classes)
-    twice = [name for name in found if times[name] > 1]
-    if twice:
+    if twice := [name for name in found if times[name] > 1]:
         raise DataError(f"{where}: {twice[0]!r} is the name of {times[twice[0]]} of the model's classes; leave it out")
     return [list(classes).index(name) for name in found]

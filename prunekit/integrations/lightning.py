@@ -180,11 +180,10 @@ class PruneCallback(PrunesInTrainer, Callback):  # type: ignore[misc, unused-ign
 def _optimizer_of(model: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
     """Return the optimizer that trains a module."""
     own = {id(parameter) for parameter in model.parameters()}
-    found = [
-        optimizer
-        for optimizer in optimizers
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-    ]
+    found = []
+    for optimizer in optimizers:
+        if not own.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            found.append(optimizer)
     if len(found) != 1:
         raise UsageError(
             f"configure_optimizers: expected one optimizer with the parameters of {type(model).__name__}, got "

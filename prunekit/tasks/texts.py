@@ -93,10 +93,12 @@ class PaddedTexts:
         """Return samples as one batch."""
         if not all(isinstance(sample, Mapping) and IDS in sample for sample in samples):
             return default_collate(samples)
-        rows: list[dict[str, Any]] = [
-            {name: torch.as_tensor(item) if _is_numbers(item) else item for name, item in sample.items()}
-            for sample in samples
-        ]
+        rows: list[dict[str, Any]] = []
+        for sample in samples:
+            rows.append(dict(sample))
+            for name, item in sample.items():
+                if isinstance(item, Sequence) and len(item) > 0 and all(isinstance(value, int) for value in item):
+                    rows[-1][name] = torch.as_tensor(item)
         lengths = {len(row[IDS]) for row in rows}
         if len(lengths) > 1 and all(MASK not in row for row in rows):
             for row in rows:
@@ -110,7 +112,3 @@ class PaddedTexts:
         fill = IGNORED if name in LABELS else self.token if name == IDS else 0
         longest = max(map(len, values))
         return torch.stack([F.pad(value, (0, longest - len(value)), value=fill) for value in values])
-
-
-def _is_numbers(item: Any) -> bool:
-    return isinstance(item, Sequence) and len(item) > 0 and all(isinstance(value, int) for value in item)

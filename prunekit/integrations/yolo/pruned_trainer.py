@@ -1,6 +1,6 @@
 """Trainers of ultralytics that train pruned models, and plain model objects that use them.
 
-`YOLO("pruned.pt").train(...)` would rebuild the dense model, which the mark of `rebuild_guard` refuses. Once this
+`YOLO("pruned.pt").train(...)` would rebuild the dense model, which the mark of `pruned_yolo` refuses. Once this
 module is imported, with `prunekit.integrations.ultralytics`, the same call trains the pruned model, also resumed, and
 so does `tune`; of other models, ultralytics' methods do what they did.
 """
