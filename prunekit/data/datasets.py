@@ -315,6 +315,14 @@ class MapStyle(Sized, Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+def require_map_style(dataset: Any, where: str) -> None:
+    """Raise unless a data set is map-style."""
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{where}: expected a map-style data set, with __len__ and __getitem__, got {type(dataset).__name__}"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class MappedImages(_Decoded):
     """The images of a map-style data set that a user or another library made.

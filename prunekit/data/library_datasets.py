@@ -22,6 +22,7 @@ from prunekit.data.datasets import (
     check_labels,
     numbered_classes,
     pixels,
+    require_map_style,
 )
 from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
 from prunekit.settings.inputs import DataSettings
@@ -38,10 +39,7 @@ def mapped(
 
     Labels are read without decoding if the data set has them (`targets` or `labels`); else every item is read once.
     """
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{where}: expected a map-style data set, with __len__ and __getitem__, got {type(dataset).__name__}"
-        )
+    require_map_style(dataset, where)
     if not len(dataset):
         raise DataError(f"{where}: expected images, but the data set is empty")
     labels, first = _look(dataset, where, corrupt)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prunekit.data.augmentation import Draw, drawing
-from prunekit.data.datasets import CorruptImages, MapStyle, SampleDataset
+from prunekit.data.datasets import CorruptImages, MapStyle, SampleDataset, require_map_style
 from prunekit.data.splits import Splits, fingerprint, source_of_parts, splits_of
 from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing
@@ -132,19 +132,17 @@ def sample_splits(
     if not {"train", "test"} <= set(parts):
         raise DataError(f"{where}: expected data sets named train and test, and perhaps validation, got {list(parts)}")
     for name, part in parts.items():
-        if not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
-            raise DataError(
-                f"{where} {name}: expected a map-style data set, with __len__ and __getitem__, got "
-                f"{type(part).__name__}"
-            )
+        require_map_style(part, f"{where} {name}")
         if len(part) < (2 if name == "train" else 1):
             raise DataError(f"{where} {name}: expected samples, two at least to train on, got {len(part)}")
     names = getattr(parts["train"], "classes", ()) if classes is None else classes
     made = {name: TaskSamples(part, task.unpacking, f"{where} {name}") for name, part in parts.items()}
     if "validation" not in made:
-        rest, drawn = _drawn(len(parts["train"]), settings)
-        made["validation"] = replace(made["train"], indices=drawn)
-        made["train"] = replace(made["train"], indices=rest)
+        total = len(parts["train"])
+        count = min(max(round(total * settings.validation_share), 1), total - 1)  # at least one in each part
+        order = np.random.default_rng(settings.split_seed).permutation(total)
+        made["validation"] = replace(made["train"], indices=torch.from_numpy(np.sort(order[:count])))
+        made["train"] = replace(made["train"], indices=torch.from_numpy(np.sort(order[count:])))
     seen_by = [part if task.binding is None else part.whole() for part in made.values()]
     known = [part.fetch(torch.linspace(0, len(part) - 1, min(KNOWN_BY, len(part))).long()) for part in seen_by]
     shape = tuple(gather(known[0][0])[0].shape[1:])
@@ -152,14 +150,6 @@ def sample_splits(
     seen = [tensor.contiguous().numpy().tobytes() for batch in known for tensor in gather(batch)]
     marks = fingerprint([how.encode(), content, *seen])
     return Splits(made["train"], made["validation"], made["test"], tuple(map(str, names)), shape, marks, task)
-
-
-def _drawn(total: int, settings: DataSettings) -> tuple[Tensor, Tensor]:
-    """Return the indices of the rest and of the drawn samples, ascending; at least one in each."""
-    count = min(max(round(total * settings.validation_share), 1), total - 1)
-    drawn = np.zeros(total, dtype=bool)
-    drawn[np.random.default_rng(settings.split_seed).permutation(total)[:count]] = True
-    return torch.from_numpy(np.flatnonzero(~drawn)), torch.from_numpy(np.flatnonzero(drawn))
 
 
 @dataclass(frozen=True, eq=False)

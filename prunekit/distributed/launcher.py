@@ -26,8 +26,7 @@ def launched() -> bool:
             "itself where a recipe says `finetune.sharding: full`; start with torchrun, or with `accelerate launch "
             "--multi_gpu`"
         )
-    missing = [name for name in NEEDED if not os.environ.get(name)]
-    if missing:
+    if missing := [name for name in NEEDED if not os.environ.get(name)]:
         raise UsageError(
             f"environment: expected {', '.join(NEEDED)} of a process among several, but {' and '.join(missing)} is "
             "not set; start with torchrun or `accelerate launch`, or unset RANK for a single process"

@@ -262,8 +262,7 @@ def from_pretrained(folder: StrPath, cls: type[PreTrainedModel] | None = None) -
     except (OSError, ValueError, AttributeError) as error:
         raise ArtifactError(f"{path / CONFIG}: expected the configuration of a {name}: {error}") from error
     config._attn_implementation = attention if attention in ATTENTION else None  # of the configurations inside it too
-    noted = (read_manifest(path).get("provenance") or {}).get(LIBRARY_CONFIG)
-    if noted:
+    if noted := (read_manifest(path).get("provenance") or {}).get(LIBRARY_CONFIG):
         config = changed_config(config, {key: dense for key, (dense, _) in noted["config"].items()})
     model: Any = load(path, lambda: found(config))
     if (path / "generation_config.json").is_file():

@@ -45,8 +45,7 @@ def torchvision_detector(name: str) -> Callable[..., nn.Module]:
     build = torchvision.models.get_model_builder(name)
 
     def made(image_size: int | None = None, weights: Any = None, **arguments: Any) -> nn.Module:
-        refused = [argument for argument in FIXED if argument in arguments]
-        if refused:
+        if refused := [argument for argument in FIXED if argument in arguments]:
             raise ValueError(f"{refused[0]}: weights come from model.weights")
         model: nn.Module = build(weights=weights, weights_backbone=None, **arguments)
         if image_size is not None:  # images of this size are left as they are

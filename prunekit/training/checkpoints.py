@@ -131,8 +131,7 @@ class Checkpoints:
 
 def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError with the differences if a run is resumed with something else than it was started with."""
-    found = list(differences(there, here))
-    if found:
+    if found := list(differences(there, here)):
         raise ResumeError(
             "\n  ".join([f"{path}: cannot be resumed with this, it is of another recipe, plan or version:", *found])
             + "\n  resume it with what it was started with, or start again"

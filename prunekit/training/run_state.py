@@ -293,8 +293,7 @@ class RunState:
         for name, data in self._data():
             data.corrupt.merge(own["corrupt"][name])
         self.callbacks.load_state_dict(state["callbacks"])
-        training = state["training"]
-        if training is not None:
+        if (training := state["training"]) is not None:
             there = self.model.state_dict()
             self.model.load_state_dict(
                 {name: shard_like(v, there.get(name, v)) for name, v in training["model"].items()}

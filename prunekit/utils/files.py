@@ -179,8 +179,7 @@ def remove_leftovers(folder: Path) -> None:
     What such a process was replacing gets its former name back, unless something else has that name.
     """
     for left in sorted(folder.glob(f".*{_TEMPORARY}")):
-        name = _name_before(left)
-        if name is not None:
+        if (name := _name_before(left)) is not None:
             _restore(folder / name)
         _remove(left)
 

@@ -119,10 +119,15 @@ class TensorBoardLogger(Callback):
 
     def after_epoch(self, row: EpochRow) -> None:
         """Write everything about the epoch."""
-        counts = self._run.clamped()
-        shares, self._clamped = _clamped_shares(self._clamped, counts), counts
+        before, self._clamped = self._clamped, self._run.clamped()
         if self._failed:
             return
+        shares = {}  # of gradients that were beyond the limit in this epoch, 0..1
+        for clamp, counts in self._clamped.items():
+            for path, (beyond, seen) in counts.items():
+                already, of = before.get(clamp, {}).get(path, (0, 0))
+                if seen > of:
+                    shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (seen - of)
         with self._safely():
             writer = self._opened()
             if writer is not None:
@@ -235,8 +240,7 @@ def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
     for name, parameter in model.named_parameters():
         if (shape := histogram(parameter)) is not None:
             found[f"weights/{name}"] = shape
-        mask = None if plan is None else plan.mask(name)
-        if mask is not None:
+        if plan is not None and (mask := plan.mask(name)) is not None:
             size = _dense_size(name, parameter, plan)
             kept = float(int(torch.count_nonzero(mask)) * (size // mask.numel()))
             ends = float(kept == size), float(kept > 0)
@@ -247,17 +251,6 @@ def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
 def _dense_size(name: str, parameter: Tensor, plan: Plan | None) -> int:
     """Return how many entries a parameter has in the dense model."""
     return parameter.numel() if plan is None else math.prod(plan.channel_map.shapes.get(name, parameter.shape))
-
-
-def _clamped_shares(before: ClampCounts, now: ClampCounts) -> dict[str, float]:
-    """Return `clamped/<clamp>/<module path>`: the share beyond the limit since the earlier counts, 0..1."""
-    shares = {}
-    for clamp, counts in now.items():
-        for path, (beyond, seen) in counts.items():
-            already, of = before.get(clamp, {}).get(path, (0, 0))
-            if seen > of:
-                shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (seen - of)
-    return shares
 
 
 @torch.no_grad()
