@@ -85,14 +85,14 @@ def features_command(
     transformer in their places.
     """
     from prunekit.inspection.visualize.image_grids import GridSettings
-    from prunekit.jobs.analyses.pictures import FeatureMapSettings, write_features
+    from prunekit.jobs.analyses.pictures import write_features
     from prunekit.report.sections.pictures import write_features as write_page
 
     with console.running():
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
-        settings = FeatureMapSettings(pair.layers(layers, groups), view, GridSettings(most or None, one_scale))
-        payload = plain(write_features(pair, pair.input(image, index), folder, settings))
+        chosen, grid = pair.layers(layers, groups), GridSettings(most or None, one_scale)
+        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, view, grid))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
@@ -338,7 +338,7 @@ def histograms_command(
     those on the calibration samples of the recipe. The report of a run says how many channels were found, and links to
     the page.
     """
-    from prunekit.jobs.analyses.pictures import StatisticsSettings, write_statistics
+    from prunekit.jobs.analyses.pictures import write_statistics
     from prunekit.report.sections.pictures import write_histograms
     from prunekit.utils.context import resolve_device
 
@@ -346,9 +346,7 @@ def histograms_command(
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "histograms")
         where = resolve_device(device or (pair.job.device if pair.job else "cpu"))
-        payload = plain(
-            write_statistics(pair, folder, where, StatisticsSettings(pair.layers(layers, groups), threshold))
-        )
+        payload = plain(write_statistics(pair, folder, where, pair.layers(layers, groups), threshold))
     save(payload, folder, "histograms.json", console)
     page = write_histograms(folder, pair.run)
     shown = "\n".join(map(str, [page, *report_of(pair, folder, "histograms")]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,21 @@ from prunekit.utils.progress import Log
 INPUT = "input.png"
 
 
-@dataclass(frozen=True)
-class FeatureMapSettings:
-    """The feature maps that are drawn, and their form."""
-
-    layers: Layers | None = None  # see `prunekit.capture`; None: the children of the model
-    view: View | None = None  # of every output; None: the one that fits it
-    grid: GridSettings = field(default_factory=GridSettings)  # of the pictures
-
-
 def write_features(
-    pair: ModelPair, image: tuple[Tensor, str], folder: Path, settings: FeatureMapSettings = FeatureMapSettings()
+    pair: ModelPair,
+    image: tuple[Tensor, str],
+    folder: Path,
+    layers: Layers | None,
+    view: View | None,
+    grid: GridSettings,
 ) -> dict[str, Any]:
-    """Draw the feature maps of an image, a PNG file for each layer."""
+    """Draw what layers of a pair (None: its children) make of an image, a PNG file for each layer."""
     values, name = image
-    found = feature_maps(pair.models, values, settings.layers, kept=pair.kept, view=settings.view)
+    found = feature_maps(pair.models, values, layers, kept=pair.kept, view=view)
     rows = []
     for features in found:
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
-        write_png(folder / file, draw(features, settings.grid, name))
+        write_png(folder / file, draw(features, grid, name))
         facts = {name: getattr(features, name) for name in ("path", "call", "view", "what", "channels", "kept", "note")}
         kept = None if features.kept is None else int(features.kept.sum())
         rows.append({**facts, "kept": kept, "picture": file})
@@ -141,17 +137,8 @@ HISTOGRAM_COLUMNS = ("model", "kind", "layer", "low", "high", "count")
 CHANNEL_COLUMNS = ("model", "layer", "channel", "finding", "like", "correlation", "cosine")
 
 
-@dataclass(frozen=True)
-class StatisticsSettings:
-    """The layers whose activations are looked at, and when channels count as redundant."""
-
-    # see `prunekit.capture`; None: convolutions, linear layers and projections of attention
-    layers: Layers | None = None
-    threshold: float = 0.99  # see `redundant_channels`
-
-
 def write_statistics(
-    pair: ModelPair, folder: Path, device: torch.device, settings: StatisticsSettings = StatisticsSettings()
+    pair: ModelPair, folder: Path, device: torch.device, layers: Layers | None, threshold: float
 ) -> dict[str, Any]:
     """Run models of any task on their recipe's calibration samples; write `histograms.csv` and `channels.csv`."""
     if pair.job is None:
@@ -167,8 +154,8 @@ def write_statistics(
     with threads(job.threads):
         for name, model in pair.models.items():
             model.to(device)
-            histograms += _histograms(name, model, images, device, settings.layers)
-            found, channels[name] = channel_findings(model, images, device, settings.threshold, settings.layers)
+            histograms += _histograms(name, model, images, device, layers)
+            found, channels[name] = channel_findings(model, images, device, threshold, layers)
             findings += [{"model": name, **row} for row in found]
             model.cpu()
     write_csv(folder / "histograms.csv", histograms, HISTOGRAM_COLUMNS)
@@ -181,7 +168,7 @@ def write_statistics(
         "filters": _filters(pair, folder),
         "images": images.images,
         "samples": splits.task.samples,
-        "threshold": settings.threshold,
+        "threshold": threshold,
         "channels": channels,
         "findings": findings,
     }
