@@ -113,7 +113,6 @@ EXAMPLES: dict[str, Any] = {
     "TrainSettings.average": {"method": "ema"},
     "FeatureSettings.modules": ["layer*"],
     "DistillSettings.features": {"modules": ["layer*"]},
-    "RegularizerSettings.method": "group_lasso",
     "RegularizerSettings.strength": 0.001,
     "AverageSettings.start": 0.5,
     "AverageSettings.every": 10,

@@ -34,8 +34,9 @@ from prunekit.utils.display import share, table
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor, nn
 
-    from prunekit.inspection.visualize.class_maps import SaliencyMethod
+    from prunekit.inspection.visualize.class_maps import CamMethod, ClassMap, SaliencyMethod
     from prunekit.inspection.visualize.feature_maps import View
     from prunekit.inspection.visualize.image_files import Panel
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
@@ -180,7 +181,7 @@ def _map_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Call
 @click.option(
     "--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one of at least 7 x 7 places]"
 )
-def cam_command(console: Console, given: ModelOptions, method: str, layer: str | None, **options: Any) -> None:
+def cam_command(console: Console, given: ModelOptions, method: CamMethod, layer: str | None, **options: Any) -> None:
     """Draw a class activation map over an image, which shows where a model sees a class.
 
     For classifiers of images, and for segmentation, where the score of a class is its mean over the pixels.
@@ -191,16 +192,10 @@ def cam_command(console: Console, given: ModelOptions, method: str, layer: str |
     Pictures of a run are in its report too.
     """
 
-    def find() -> FindClassMap:
+    def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
         from prunekit.inspection.visualize.class_maps import class_activation_map
 
-        return lambda model, image, where, target: class_activation_map(
-            model,
-            image,
-            where,
-            method=method,  # type: ignore[arg-type]  # click has checked it
-            target=target,
-        )
+        return class_activation_map(model, image, where, method=method, target=target)
 
     _show_maps(console, given, find, layer, **options)
 
@@ -219,11 +214,11 @@ def saliency_command(
     MODEL and tasks are as for `visualize cam`. Saliency needs no layer. Pictures of a run are in its report too.
     """
 
-    def find() -> FindClassMap:
+    def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
         from prunekit.inspection.visualize.class_maps import Smoothing, saliency
 
         how = Smoothing(samples, noise, given.seed or 0)
-        return lambda model, image, where, target: saliency(model, image, method=method, target=target, smoothing=how)
+        return saliency(model, image, method=method, target=target, smoothing=how)
 
     _show_maps(console, given, find, None, **options)
 
@@ -231,7 +226,7 @@ def saliency_command(
 def _show_maps(
     console: Console,
     given: ModelOptions,
-    find: Callable[[], FindClassMap],
+    find: FindClassMap,
     layer: str | None,
     *,
     arguments: tuple[str, ...],
@@ -250,7 +245,7 @@ def _show_maps(
         pair = find_model_pair(arguments, given, console, of_classes=click.get_current_context().info_name or "this")
         folder = pictures_folder(pair, output, "maps")
         values, shown = pair.input(image, index)
-        found = class_maps(pair, values, find(), layer=layer, target=target, device=where)
+        found = class_maps(pair, values, find, layer=layer, target=target, device=where)
         title = _maps_title(found)
         scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
         path = write_picture(
