@@ -35,7 +35,7 @@ from prunekit.utils.context import set_mode
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, lies_channels_last, map_tensors
 
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def layout_of(module: nn.Module, asked: str) -> str:
@@ -46,7 +46,7 @@ def layout_of(module: nn.Module, asked: str) -> str:
 def placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module, Sample]:
     """Return a copy of the module in eval mode and the sample, in the device, dtype and format of a setting."""
     assert source.module is not None
-    form = FORMATS[layout_of(source.module, setting.memory_format)]
+    form = MEMORY_FORMATS[layout_of(source.module, setting.memory_format)]
     device, dtype = torch.device(setting.device), setting.torch_dtype
     module = set_mode(copied(source.module, device, dtype).to(memory_format=form), False)
     # channels-last is a layout of images: other inputs stay as they are, like the parameters of other layers

@@ -216,19 +216,14 @@ class Timer:
 class OperatorTimer:
     """A clock for operators: calling it runs a forward pass and returns the milliseconds of all operators together.
 
-    On CUDA the pass is queued while the GPU waits, so that events time the kernels and not the gaps between them.
-
-    Args:
-        clock_ms: cost of timing an operator, which is subtracted.
-
-    Attributes:
-        passes: milliseconds by module and operator, of every call so far.
+    On CUDA the pass is queued while the GPU waits, so that events time the kernels and not the gaps between them. What
+    timing itself costs an operator, `clock_ms`, is subtracted.
     """
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], device: torch.device, clock_ms: float = 0.0) -> None:
         self.model, self.inputs, self.cuda, self.clock_ms = model, inputs, device.type == "cuda", clock_ms
         self.stack = ModuleStack(model)
-        self.passes: list[Mapping[OperatorKey, float]] = []
+        self.passes: list[Mapping[OperatorKey, float]] = []  # milliseconds by module and operator, of every call so far
 
     def __call__(self) -> float:
         """Run a forward pass, and append its times to `passes`."""

@@ -224,9 +224,6 @@ class PeakMemory:
 
     On CUDA it is counted by torch's allocator; on the CPU it is the growth of the process's resident memory, which
     Linux tells. Make it in a process of its own: it gives freed memory back to the system, and resets its peak.
-
-    Args:
-        device: "cpu", "cuda" or "cuda:n".
     """
 
     def __init__(self, device: str) -> None:

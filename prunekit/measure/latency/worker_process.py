@@ -20,9 +20,7 @@ from prunekit.measure.measurement_effort import current_effort, effort_of
 class WorkerProcess:
     """A process that answers requests one at a time, by a handler that lives as long as the process.
 
-    Args:
-        handler: called there with each request; it, the requests and the answers can be pickled.
-        folder: exists, and is the caller's own; files between the processes are written there.
+    Handler, requests and answers are pickled into files, in a folder of the caller's own that is there.
 
     Raises:
         UnpicklableError: on entering or asking, the handler or the request cannot be sent.
