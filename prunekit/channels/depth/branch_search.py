@@ -44,7 +44,6 @@ from prunekit.channels.labels.branch import Branch, Branches, BranchLock, Module
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.channels.tracing.traced_run import TracedCall, TracedOperator
 
 
 def find_branches(channel_map: ChannelMap) -> Branches:
@@ -119,11 +118,10 @@ class BranchBuilder:
     @cached_property
     def vanished(self) -> set[int]:
         """Operators in the branch whose results have no entry left."""
-        return {one for one in self.inside if self._is_empty(self.operators[one])}
-
-    def _is_empty(self, operator: TracedOperator) -> bool:
-        fields = (field for fields in operator.outputs for field in fields)
-        return any(not self.keep[self.chart.resolve(field)].any() for field in fields)
+        results = {one: [field for fields in self.operators[one].outputs for field in fields] for one in self.inside}
+        return {
+            one for one, fields in results.items() if not all(self.keep[self.chart.resolve(f)].any() for f in fields)
+        }
 
     @cached_property
     def constant(self) -> set[int]:
@@ -148,7 +146,8 @@ class BranchBuilder:
         plain_tail = {one for one in tail if operators[one].name in Trait.KEEPS_CONSTANTS}
         gone = self._modules(body, plain_tail)
         last = next(one for one in reversed(chain) if one in body)  # the first behind what vanished
-        holder = next((path for path in gone if is_inside(self._owner(bias, last), [path])), None)
+        owner = operators[last].module if bias is None else bias.rpartition(".")[0]
+        holder = next((path for path in gone if is_inside(owner, [path])), None)
         if holder is None:
             raise StaysError("its last layer is also used elsewhere")
         left = [one for one in body if not is_inside(operators[one].module, gone)]
@@ -225,7 +224,9 @@ class BranchBuilder:
                 if self._reads_in_a_pass(bias) != {number}:
                     raise StaysError("its bias is also used elsewhere")
                 return bias, tail
-            if bias is None and self._may_follow(operator):
+            scaled = operator.name in Trait.SCALES and len(operator.tensors) == 1
+            follows = operator.name in Trait.KEEPS_CONSTANTS or scaled or is_function(operator)
+            if bias is None and follows:  # it may run on a constant that is as small as its channels
                 tail.append(number)
                 continue
             if others:
@@ -238,24 +239,14 @@ class BranchBuilder:
         first = self.search.passes[0]
         return {one for one in self.search.uses[name] if one < first.end or one not in self.inside}
 
-    def _may_follow(self, operator: TracedOperator) -> bool:
-        """Return whether an operator may run on a constant that is as small as its channels."""
-        scaled = operator.name in Trait.SCALES and len(operator.tensors) == 1
-        return operator.name in Trait.KEEPS_CONSTANTS or scaled or is_function(operator)
-
-    def _owner(self, bias: str | None, last: int) -> str:
-        return self.operators[last].module if bias is None else bias.rpartition(".")[0]
-
     def _modules(self, body: set[int], also: set[int]) -> list[str]:
         """Return the outermost modules all of whose operators, and tensors, belong to the branch alone."""
         allowed, chart = body | also, self.chart
         found = list[str]()
         for call in sorted(self.search.run.module_calls, key=lambda one: one.path.count(".")):
             path = call.path
-            passes = len(self.search.passes)
-            if not path or is_inside(path, found) or self.search.calls[path] != passes or call.first == call.end:
-                continue
-            if call is not self.search.call_of[path]:
+            once = call is self.search.call_of[path] and self.search.calls[path] == len(self.search.passes)
+            if not path or is_inside(path, found) or not once or call.first == call.end:
                 continue
             own = set(range(call.first, call.end))
             if not body & own or not own - allowed <= self.search.idle(own - allowed, allowed):
@@ -274,18 +265,12 @@ class BranchBuilder:
         made = call.outputs[0] if call.outputs else -1
         if made not in chain:
             raise StaysError("its last layer returns something else besides")
-        ndim = len(out_shape(self.operators[made]))
-        if bias is None:
-            return Replacement(path, True, None, (1,) * ndim, call.place, as_input=self._as_input(call, made))
-        axis = self._axis(bias, made, chain)
-        shape = tuple(-1 if index == axis else 1 for index in range(ndim))
-        name, as_input = bias.removeprefix(f"{path}."), self._as_input(call, made)
+        own, given = out_shape(self.operators[made]), call.inputs[0] if call.inputs else None
+        as_input = given is not None and given >= 0 and out_shape(self.operators[given]) == own
+        axis = None if bias is None else self._axis(bias, made, chain)
+        shape = tuple(-1 if index == axis else 1 for index in range(len(own)))
+        name = None if bias is None else bias.removeprefix(f"{path}.")
         return Replacement(path, True, name, shape, call.place, as_input=as_input)
-
-    def _as_input(self, call: TracedCall, made: int) -> bool:
-        """Return whether a module returns a tensor of the shape of its first argument."""
-        given = call.inputs[0] if call.inputs else None
-        return given is not None and given >= 0 and out_shape(self.operators[given]) == out_shape(self.operators[made])
 
     def _axis(self, bias: str, made: int, chain: list[int]) -> int:
         """Return the axis along which the bias lies in the result of an operator of the chain, behind its own."""

@@ -238,12 +238,12 @@ class ChannelMap(Displayed):
 
     def parameters_kept(self, keep: Keep, names: Iterable[str]) -> int:
         """Return the number of entries of the named tensors that a plan keeps."""
-        gone = self.gone_tensors(keep)
-        return sum(self._kept_size(name, keep) for name in names if name not in gone)
-
-    def _kept_size(self, name: str, keep: Keep) -> int:
-        axes = zip(self.shapes[name], self.labels[name], strict=True)
-        return prod(size if axis is None else int(np.count_nonzero(keep[axis])) for size, axis in axes)
+        gone, total = self.gone_tensors(keep), 0
+        for name in names:
+            if name not in gone:
+                axes = zip(self.shapes[name], self.labels[name], strict=True)
+                total += prod(size if axis is None else int(np.count_nonzero(keep[axis])) for size, axis in axes)
+        return total
 
     def free_share(self, names: Iterable[str]) -> float:
         """Return the share of the named tensors' entries that lie on at least one free label."""

@@ -320,12 +320,13 @@ def fused_away(model: nn.Module) -> tuple[str, ...]:
     it does not work on a copy.
     """
     fuse = getattr(model, "fuse", None)
-    if not inspect.ismethod(fuse) or any(_required(one) for one in inspect.signature(fuse).parameters.values()):
+    if not inspect.ismethod(fuse):
         return ()
+    signature = inspect.signature(fuse)
     try:
+        signature.bind()  # without arguments
         fused = with_tensors(model, {})
-        quiet = {"verbose": False} if "verbose" in inspect.signature(fuse).parameters else {}
-        fused.fuse(**quiet)  # type: ignore[operator]
+        fused.fuse(**({"verbose": False} if "verbose" in signature.parameters else {}))  # type: ignore[operator]
     except Exception:  # a method of that name that is something else, or not for copies
         return ()
     before, after = dict(model.named_modules()), dict(fused.named_modules())
@@ -337,11 +338,6 @@ def fused_away(model: nn.Module) -> tuple[str, ...]:
         if path and path not in after and not merged and any(True for _ in module.parameters()):
             found.append(path)
     return tuple(found)
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    varied = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not varied
 
 
 PRUNE_FIRST = "prune the model before it is prepared for quantization or quantized: observers and scales know its sizes"

@@ -27,7 +27,7 @@ from prunekit.channels.labels.label_flow import LabelFlow
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import as_in_trace
 from prunekit.channels.tracing.operator_mode import OnMeta
-from prunekit.channels.tracing.traced_run import TracedOperator, TracedRun
+from prunekit.channels.tracing.traced_run import TracedRun
 from prunekit.errors import reraise_shortage
 from prunekit.hooks.hook import HOOK_TABLES
 from prunekit.hooks.model_copy import OWN_TABLES, WithoutHistory, has_gradients, named_tensors, with_tensors
@@ -337,15 +337,12 @@ def operators_aside(run: TracedRun, numbers: Iterable[int], others: Iterable[int
     if not wanted:
         return frozenset()
     read = {number for operator in run.operators for number in operator.reads}
-    ends = {i for i, one in enumerate(run.operators) if _acts(one) or (i not in read and i not in wanted)}
+    acting = {
+        i for i, one in enumerate(run.operators)  # write to tensors, or return a number to Python
+        if not one.call[2] or (one.name.endswith("_") and any(torch.Size(shape).numel() > 1 for shape in one.call[2]))
+    }  # fmt: skip
+    ends = acting | ({*range(len(run.operators))} - read - wanted)
     return frozenset(_leading_to(run, wanted) - _leading_to(run, ends | run.returned | set(others)))
-
-
-def _acts(operator: TracedOperator) -> bool:
-    """Return whether an operator does more than to return tensors: writes to some, or returns a number to Python."""
-    shapes = operator.call[2]
-    writes = operator.name.endswith("_") and any(torch.Size(shape).numel() > 1 for shape in shapes)
-    return writes or not shapes
 
 
 def _leading_to(run: TracedRun, numbers: set[int]) -> set[int]:

@@ -356,8 +356,7 @@ def _staying(channel_map: ChannelMap, gone: tuple[Branch, ...], divergence: Dive
 def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: Examples) -> bool:
     """Return whether a model with stated sizes and orders, and with all its channels, computes the same."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
-    compact = narrowed(model, channel_map, keep, {})
-    return Comparison(model, {}, channel_map, keep, examples).compare(compact)[1] is None
+    return Comparison(model, {}, channel_map, keep, examples).compare(narrowed(model, channel_map, keep, {}))[1] is None
 
 
 def with_untraced_sizes(

@@ -271,7 +271,11 @@ class _UntracedSearch:
         for owner, attribute in self._holders(path, method):
             if (owner, attribute) in follow or not _reads_as_size(method.__code__, attribute, lines, ran=False):
                 continue
-            left = self._left_in(path, owner, attribute)
+            # what the attribute may need to be, by the operators of the module's own Python
+            runs = self.channel_map.traced.trace.runs
+            own = [operator for run in runs for operator in run.operators if path in (operator.module, operator.owner)]
+            every = integers(getattr(self.model.get_submodule(owner), attribute)) or []
+            left = sorted({self._left(one) for old in every for one in self._sizes((owner, attribute), None, old, own)})
             if not left:
                 continue
             old, part = getattr(self.model.get_submodule(owner), attribute), owner[len(path) :].lstrip(".")
@@ -281,13 +285,6 @@ class _UntracedSearch:
                 "by hand, or give more_examples that run it",
                 [],
             ).append(path)
-
-    def _left_in(self, path: str, owner: str, attribute: str) -> list[int]:
-        """Return the values that an attribute may need, by the operators of a module's own Python."""
-        runs = self.channel_map.traced.trace.runs
-        own = [operator for run in runs for operator in run.operators if path in (operator.module, operator.owner)]
-        every = integers(getattr(self.model.get_submodule(owner), attribute)) or []
-        return sorted({self._left(size) for old in every for size in self._sizes((owner, attribute), None, old, own)})
 
     def _left(self, size: SizeAttribute) -> int:
         return size.renumbered(self.channel_map.traced.final).kept(self.keep)
