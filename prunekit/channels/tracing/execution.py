@@ -143,7 +143,7 @@ def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
 
 @dataclass
 class ModeReads:
-    """Which modules of a model, torch's own layers aside, read whether they are in train mode."""
+    """Modules of a model, torch's own layers aside, that read whether they are in train mode."""
 
     some: bool  # whether one did, or may have, as a scripted one may
     paths: set[str] = field(default_factory=set)  # of those that did
