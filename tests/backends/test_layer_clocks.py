@@ -119,7 +119,7 @@ def test_every_layer_of_a_network_has_its_time(
     monkeypatch.setattr(network_timing, "file_source", export)
     models = {name: settled(build) for name, build in MODELS.items()}
     lines: list[str] = []
-    with effort_of(Effort(network_ms=0.0)):
+    with effort_of(Effort(network_ms=0.0, warm_up_calls=5)):
         found = time_networks(
             settled(partial(nn.Conv2d, 3, 2, 3)),
             [Network(name, model, partial(settled, MODELS[name])) for name, model in models.items()],

@@ -24,11 +24,13 @@ import psutil
 import torch
 
 from prunekit.measure.latency.timing import Contention
+from prunekit.measure.measurement_effort import current_effort
 
 BUSY = 0.2
 """Cores that a process must keep busy to be named."""
 WINDOW_S = 0.3
-"""Shortest time over which counters of CPU time, which tick every 10 ms, are exact enough."""
+"""Shortest time over which counters of CPU time, which tick every 10 ms, are exact enough. A shorter time, as in tests,
+counts as this one: a single tick in it would look like a busy core."""
 DRIVER_S = 10.0
 """Limit of time for a driver to tell a clock."""
 IDLE = ("idle", "iowait", "guest", "guest_nice")
@@ -37,7 +39,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the machine and its load right now, after a sleep of a third of a second.
+    """Return the machine and its load right now; it is watched for a third of a second.
 
     Returns:
         cpu, cores, cpu_quota (cores; None without one), clock_mhz, load_average (1, 5 and 15 minutes),
@@ -45,7 +47,7 @@ def describe_machine() -> dict[str, Any]:
     """
     before, load = _cpu_seconds(), Load()
     with load.watched():
-        time.sleep(WINDOW_S)
+        time.sleep(current_effort().load_s)
     after = _cpu_seconds()
     used = {pid: (after[pid][1] - before[pid][1]) / load.seconds for pid in before.keys() & after.keys()}
     busy = [
@@ -93,8 +95,8 @@ class Load:
         """Measure the load during the block; a short one is followed by a sleep, as the counters are coarse."""
         start, system, own, before = time.perf_counter(), system_seconds(), time.process_time(), quota_periods()
         yield
-        time.sleep(max(0.0, WINDOW_S - (time.perf_counter() - start)))
-        self.seconds = time.perf_counter() - start
+        time.sleep(max(0.0, current_effort().load_s - (time.perf_counter() - start)))
+        self.seconds = max(WINDOW_S, time.perf_counter() - start)
         taken = system_seconds() - system - (time.process_time() - own)
         self.others = max(0.0, taken / self.seconds)
         self.throttled = throttled_share(before, quota_periods())
