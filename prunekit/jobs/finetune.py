@@ -330,7 +330,7 @@ class FinetuneRun:
             share, attempt, target = sparsity(model, plan), Attempts(self.log), self.search.latency
             final = None
             if target is not None:
-                final = attempt("time", lambda: self.search.deliver(planned, self._final(dense)))
+                final = attempt("time", lambda: self.search.deliver(planned, self._final(dense, deployed)[1]))
             models = dense, control, None if deployed is None else deployed.model
             measured = measure_models(self.prepared, folder, *models, attempt=attempt, final=final)
             masks = attempt("activation masks", lambda: self._measure_activations(small))
@@ -346,11 +346,11 @@ class FinetuneRun:
         return metrics
 
     @main_process_only
-    def export(self, dense: nn.Module, metrics: dict[str, Any]) -> dict[str, Any]:
+    def export(self, dense: nn.Module, deployed: Deployed | None, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics with the rows of exported files, and their shortfalls."""
-        attempt, model = Attempts(self.log, done="made"), self._final(dense)
+        attempt, (folder, model) = Attempts(self.log, done="made"), self._final(dense, deployed)
         with self._stage("export"):
-            rows = export_models(self.prepared, self.folder, self._final_folder, model, attempt=attempt, dense=dense)
+            rows = export_models(self.prepared, self.folder, folder, model, attempt=attempt, dense=dense)
         metrics |= {"exports": rows, "shortfalls": [*metrics["shortfalls"], *attempt.failures]}
         write_json(self.folder.path / "metrics.json", metrics)
         return metrics
@@ -367,13 +367,10 @@ class FinetuneRun:
             self.log(f"shortfall: {shortfall}")
         return metrics
 
-    @property
-    def _final_folder(self) -> str:
-        return DEPLOYED if self.job.deploy.wanted else "model"
-
-    def _final(self, dense: nn.Module) -> nn.Module:
-        """Return the final model, loaded from its folder: the deployed one, if there is one."""
-        return self.prepared.load_model(self.folder.path / self._final_folder, dense)
+    def _final(self, dense: nn.Module, deployed: Deployed | None) -> tuple[str, nn.Module]:
+        """Return the folder of the final model, the deployed one if there is one, and the model loaded from it."""
+        folder = "model" if deployed is None else DEPLOYED
+        return folder, self.prepared.load_model(self.folder.path / folder, dense)
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """Return figures of the activation masks, with thresholds found again, because training has changed them."""
@@ -423,13 +420,14 @@ def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
         (not training, Stage("control", lambda run: None, (), ("control",), counted=False)),
         (True, Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable)),
         (True, Stage("measure", work.measure, MEASURED, ("metrics",))),
-        (bool(job.export), Stage("export", work.export, ("dense", "metrics"), ("metrics",), require=require_formats)),
+        (bool(job.export), Stage("export", work.export, EXPORTED, ("metrics",), require=require_formats)),
         (True, Stage("conclude", work.conclude, CONCLUDED, ("metrics",), counted=False)),
     )
     return [each for runs, each in stages if runs]
 
 
 MEASURED = ("dense", "control", "model", "planned", "compacted", "deployed")
+EXPORTED = ("dense", "deployed", "metrics")
 CONCLUDED = ("dense", "plan", "compacted", "metrics")
 
 
