@@ -244,7 +244,6 @@ DOORS = {
     "measure/latency/worker_process.py: WorkerProcess.ask": "the answer of a process of its own, in a private folder",
     "measure/latency/worker_process.py: _read": "the question of the process that started it, in a private folder",
     "measure/latency/worker_process.py: serve": "the question of the process that started it, in a private folder",
-    "models/zoo.py: package": "a table of its own",
     "models/zoo.py: load_factory": "--model, typed",
     "models/zoo.py: load_with_example": "--model, typed",
     "utils/registry.py: Registry.get": "the modules that register built-in objects",
@@ -267,6 +266,8 @@ def running(node: ast.AST, name: str = "") -> Iterator[str]:
         if isinstance(child, ast.Call) and not (child.args and isinstance(child.args[0], ast.Constant)):
             of_module = isinstance(child.func, ast.Attribute)
             called = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
+            if called == "partial" and child.args:  # what it binds is called later
+                called = ast.unparse(child.args[0]).rpartition(".")[2]
             pickled = called in ("loads", "load") and ast.unparse(child.func).startswith("pickle.")
             if pickled or (called in RUNNING and not (of_module and called in BUILT_IN)):
                 yield name

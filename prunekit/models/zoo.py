@@ -42,7 +42,6 @@ from prunekit.utils.inputs import InputSpec, as_example, call, to_device, zeros_
 from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import run_factory
 
-PACKAGES: dict[str, str] = {"timm": "timm", "hf": "transformers", "ultralytics": "ultralytics"}
 OF_WEIGHTS = re.compile(
     r"(use_)?pretrained(_backbone|_cfg\w*|_model\w*)?|checkpoint(_path|_file)?|weights(_backbone)?|cache_dir|file|url|"
     r"_?name_or_path|trust_remote_code|auto_map|\w*_implementation"
@@ -55,13 +54,12 @@ PLAIN_TEXT = re.compile(r"[\w .+-]*")
 """Text in arguments, such as the name of an activation: no path, address or expression."""
 
 
-def package(zoo: str) -> Any:
-    """Return the package of an optional zoo."""
+def _timm() -> Any:
     try:
-        return import_module(PACKAGES[zoo])
+        return import_module("timm")
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"model.zoo={zoo} needs the package {PACKAGES[zoo]}, which is not installed: pip install prunekit[{zoo}]"
+            "model.zoo=timm needs the package timm, which is not installed: pip install prunekit[timm]"
         ) from error
 
 
@@ -92,7 +90,7 @@ def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, 
     if zoo == "ultralytics":
         return ultralytics_names()
     if zoo == "timm":
-        return tuple(sorted(package(zoo).list_models()))
+        return tuple(sorted(_timm().list_models()))
     if zoo == "hf":
         return hugging_face.model_types(head)
     if zoo == "cifar":
@@ -241,7 +239,7 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     if zoo == "cifar":
         return partial(CifarResNet, DEPTHS[name])
     if zoo == "timm":
-        return partial(package(zoo).create_model, name, pretrained=False)
+        return partial(_timm().create_model, name, pretrained=False)
     if zoo == "hf":
         return hugging_face.builder(settings)
     if zoo == "ultralytics":
@@ -343,7 +341,7 @@ def timm_preprocessing(model: nn.Module) -> Preprocessing | None:
     """Return the preprocessing in the configuration of a model of timm; None if it has none, or another one."""
     if not isinstance(getattr(model, "pretrained_cfg", None), dict):
         return None
-    found = package("timm").data.resolve_data_config({}, model=model)
+    found = _timm().data.resolve_data_config({}, model=model)
     (channels, height, width), kind = found["input_size"], found["interpolation"]
     mean, std = tuple(found["mean"])[:channels], tuple(found["std"])[:channels]
     if found["crop_mode"] == "squash":
