@@ -53,6 +53,7 @@ NARROW = ("torchvision.models.resnet18(", "torchvision.models.shufflenet_v2_x0_5
 SMALLER = {
     "README.md": (NARROW,),
     "own_loop.md": (NARROW,),
+    "blocks.md": (("resnet18(num_classes=10)", "resnet50(num_classes=10, width_per_group=4)"),),
     "tasks.md": (
         ("smaller = pk.prune(detector", "detector.transform.fixed_size = 96, 96; smaller = pk.prune(detector"),
     ),
