@@ -110,29 +110,19 @@ def test_damaged_recipes_are_read_or_refused(tmp_path: Path) -> None:
         path.write_bytes(mutant)
         load(path)
 
-    assert unclean(read, damaged_bytes(text.encode(), 100, seed=0)) == []
+    assert unclean(read, damaged_bytes(text.encode(), 50, seed=0)) == []
 
     def read_values(mutant: Any) -> None:
         path.write_text(json.dumps(mutant))  # JSON is YAML
         load(path)
 
-    assert unclean(read_values, changed_values(values, 150, seed=0)) == []
+    assert unclean(read_values, changed_values(values, 75, seed=0)) == []
 
 
 @pytest.mark.slow
 def test_strange_overrides_are_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(HEAD)
-    keys = (
-        "seed",
-        "model.name",
-        "model.zoo",
-        "data.source",
-        "task",
-        "prune.budget",
-        "prune.budget.macs",
-        "data",
-        "x.y",
-    )
+    keys = ("seed", "model.name", "task", "prune.budget", "prune.budget.macs", "x.y")  # each kind of value, and none
     overrides = [f"{key}={text}" for key in keys for text in ODD_TEXTS]
     assert unclean(lambda override: load(path, [override]), overrides) == []
