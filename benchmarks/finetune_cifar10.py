@@ -1,10 +1,10 @@
 """ResNet-56 on CIFAR-10, pruned to several reductions of its MACs and fine-tuned, with several seeds, and their curves.
 
-Every row is `prunekit finetune recipes/resnet56-cifar10.yaml` in a process of its own, with the budget and the seed of
-the row, and whatever KEY=VALUE says. `top1` is of the model folder on all 10,000 test images, `low` and `high` its
-95 % Wilson interval, which are seen once, at the end; `curve` is of validation images that were drawn from the training
-images, which the published weights have seen. The dense model's control depends on the seed alone: with `--control` it
-is trained beside the first reduction of each seed, else not at all.
+Every row is `prunekit finetune recipes/resnet56-cifar10.yaml`, with the budget and the seed of the row, and whatever
+KEY=VALUE says. `top1` is of the model folder on all 10,000 test images, `low` and `high` its 95 % Wilson interval,
+which are seen once, at the end; `curve` is of validation images that were drawn from the training images, which the
+published weights have seen. The dense model's control depends on the seed alone: with `--control` it is trained beside
+the first reduction of each seed, else not at all.
 
 Runs lie in RUNS/<reduction>-<seed>. One that is there and has the same recipe is read and not run again; one that was
 stopped goes on. The full schedule is for a GPU: `device=cuda finetune.epochs=100`.
@@ -19,16 +19,17 @@ import argparse
 import csv
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import keep, reductions, show
 
 from prunekit.errors import PrunekitError
+from prunekit.jobs.finetune import finetune
 from prunekit.jobs.run.resume import resolved
 from prunekit.recipe.loading import load
 
@@ -60,20 +61,12 @@ def finished(folder: Path, changes: Sequence[str]) -> Path | None:
 
 
 def row(options: argparse.Namespace, reduction: float, seed: int, *, control: bool) -> dict[str, Any]:
-    """One run, made or found.
-
-    Raises:
-        SystemExit: it failed, and has said why.
-    """
+    """One run, made or found."""
     folder = options.runs / f"{reduction:g}-{seed}"
     changes = overrides(options, folder, reduction, seed, control=control)
     run = finished(folder, changes)
     if run is None:
-        command = [sys.executable, "-m", "prunekit", "finetune", str(RECIPE), "--resume", "auto", *changes]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-        run = finished(folder, changes)
-        if run is None:  # one that fell short ends with 1 as well, and is a result
-            raise SystemExit(f"MACs / {reduction:g}, seed {seed}: prunekit finetune ended with {done.returncode}")
+        run = finetune(load(RECIPE, changes), log=partial(print, file=sys.stderr), resume="auto").folder
     return figures(run, reduction, seed)
 
 

@@ -48,7 +48,13 @@ def tree(tmp_path: Path) -> Path:
 def test_imagenet_runs_to_its_end(tree: Path, tmp_path: Path) -> None:
     torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), tmp_path / "resnet18.pth")
     sources = [f"data.root={tree}", f"model.weights={tmp_path / 'resnet18.pth'}", f"output={tmp_path / 'runs'}"]
-    shorter = ["model.name=resnet18", "data.image_size=32", "data.batch=8", "data.validation_share=0.1", "finetune.epochs=1"]
+    shorter = [
+        "model.name=resnet18",
+        "data.image_size=32",
+        "data.batch=8",
+        "data.validation_share=0.1",
+        "finetune.epochs=1",
+    ]
     run = finetune(load(RECIPES / "resnet34-imagenet.yaml", [*sources, *shorter, *QUICK]), log=silent)
     assert run.metrics["pruned"]["macs"] <= 0.6 * run.metrics["dense"]["macs"]
     assert run.metrics["pruned"]["n_test"] == 9
