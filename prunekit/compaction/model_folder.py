@@ -314,7 +314,8 @@ def _assembled(
     model: nn.Module | Callable[[], nn.Module] | None,
 ) -> nn.Module:
     """Return the compact model of a manifest and its tensors, in eval mode; see `load`."""
-    shorter = _shorter(folder, manifest)
+    with _blaming(folder, "shorter: not as prunekit writes it"):
+        shorter = Shortening.from_json(manifest["shorter"]) if "shorter" in manifest else WHOLE
     dense = _dense(folder, manifest, model, tensors.keys(), shorter)
     later = tensors.keys() & _unmade(dense)
     _check(folder, manifest, dense, {name: tensor for name, tensor in tensors.items() if name not in later}, shorter)
@@ -322,16 +323,14 @@ def _assembled(
     for name in later:
         path, _, own = name.rpartition(".")
         setattr(loaded.get_submodule(path), own, tensors[name])
-    try:
+    entries = "shorter, attention_heads, widths_of_bare_norms, attributes or provenance"
+    with _blaming(folder, f"{entries}: does not fit the model"):
         shorten_(loaded, shorter)
         set_heads(loaded, _heads(manifest))
         resize(loaded)
         set_bare_widths(loaded, _widths(manifest))
         set_attributes(loaded, manifest.get("attributes", {}))
         set_noted_config(loaded, manifest.get("provenance", {}).get(LIBRARY_CONFIG))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = "shorter, attention_heads, widths_of_bare_norms, attributes or provenance: does not fit the model"
-        raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
     if not isinstance(model, nn.Module):
         _require_placed(folder, loaded)
     return set_mode(loaded, False)
@@ -355,12 +354,13 @@ def _require_placed(folder: Path, model: nn.Module) -> None:
         )
 
 
-def _shorter(folder: Path, manifest: dict[str, Any]) -> Shortening:
-    """Return what the folder's model has in place of branches that are gone."""
+@contextmanager
+def _blaming(folder: Path, what: str) -> Iterator[None]:
+    """Say what in a folder's manifest is wrong if reading it, or applying it to a model, raises in this context."""
     try:
-        return Shortening.from_json(manifest["shorter"]) if "shorter" in manifest else WHOLE
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{folder / MANIFEST}: shorter: not as prunekit writes it: {error}") from error
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: {what}: {error}") from error
 
 
 def _heads(manifest: dict[str, Any]) -> Heads:
@@ -422,10 +422,8 @@ def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Paramete
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
     """Return the dense model with its norms folded as in the folder."""
-    try:
+    with _blaming(folder, "folded_norms: does not fit the model"):
         return with_folds(unwrapped(dense, offloaded=True), manifest.get("folded_norms"))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{folder / MANIFEST}: folded_norms: does not fit the model: {error}") from error
 
 
 def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:
@@ -495,10 +493,8 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
     # copies: the file's own layout is not aligned, which changes the last bit of results of CPU kernels
     copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
     tensors = {name: copied(tensor) for name, tensor in folder_tensors(folder, manifest).items()}
-    try:
+    with _blaming(folder, "sparse: does not fit the tensors"):
         return _with_sparse(tensors, manifest.get("sparse", {}))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{folder / MANIFEST}: sparse: does not fit the tensors: {error}") from error
 
 
 def _with_sparse(tensors: dict[str, torch.Tensor], sparse: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -450,7 +450,11 @@ def with_weights(model: nn.Module) -> nn.Module:
 
     Weights on the disk are mapped into memory where Accelerate's files allow it, so that only those in use take any.
     """
-    found = dict(_offloaded(model))
+    found: dict[str, torch.Tensor] = {}
+    for path, module, hook in offloading(model):
+        inside = bool(hook.place_submodules)
+        named = (*module.named_parameters(path, inside), *module.named_buffers(path, inside))
+        found |= {name: hook.weights_map[name.removeprefix(f"{path}.")] for name, tensor in named if tensor.is_meta}
     if not found:
         return model
     clone = with_tensors(model, found)
@@ -458,14 +462,6 @@ def with_weights(model: nn.Module) -> nn.Module:
         vars(module).pop(ACCELERATE_HOOK, None)
     _tie(clone, found)
     return clone.cpu()
-
-
-def _offloaded(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module, hook in offloading(model):
-        inside = bool(hook.place_submodules)
-        for name, tensor in (*module.named_parameters(recurse=inside), *module.named_buffers(recurse=inside)):
-            if tensor.is_meta:
-                yield f"{path}.{name}" if path else name, hook.weights_map[name]
 
 
 def _tie(clone: nn.Module, found: dict[str, torch.Tensor]) -> None:

@@ -82,8 +82,7 @@ def _least_parts(
 
 def _least_possible(parts: list[GroupPart], budgets: Budgets) -> Numbers:
     """Return the least that can be left of each budget, (budgets,); of time within the others."""
-    narrow = budgets.left(_narrowest(parts))
-    return np.where(budgets.timed, budgets.left(fastest(parts, budgets)), narrow) if budgets.non_monotonic else narrow
+    return np.where(budgets.timed, budgets.left(fastest(parts, budgets)), budgets.left(_narrowest(parts)))
 
 
 def conflicting_limits(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:

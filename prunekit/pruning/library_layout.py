@@ -215,12 +215,13 @@ class _LayoutSearch:
         if part * steps % whole:
             return False
         keep = self._kept(families, part * steps // whole, steps)
-        return keep is not None and {**self.library.search.dense, **self._shapes(keep)} == shapes
+        return keep is not None and self._shapes(keep) == shapes
 
     def _shapes(self, keep: Keep) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that a plan makes of the tensors of the model of transformers."""
-        found = _kept_shapes(self.channel_map, keep, self.library.path)
-        return {name: shape for name, shape in found.items() if name in self.library.search.dense}
+        """Return the shapes of the tensors of the model of transformers under a plan."""
+        start = f"{self.library.path}." if self.library.path else ""
+        narrow = Plan(self.channel_map, keep).narrow_shapes
+        return {name: narrow.get(start + name, shape) for name, shape in self.library.search.dense.items()}
 
     def _axes(self, family: Family) -> set[tuple[str, int]]:
         """Return the parameter axes of a family, by the names that the model of transformers has for them."""
@@ -260,9 +261,7 @@ class _LayoutSearch:
 
     def fitting(self, keep: Keep) -> Iterator[Changes]:
         """Yield entries of a configuration that make the shapes of a plan."""
-        return self.library.search.fitting(
-            {**self.library.search.dense, **self._shapes(keep)}, kept_counts(self.channel_map, keep)
-        )
+        return self.library.search.fitting(self._shapes(keep), kept_counts(self.channel_map, keep))
 
     def with_count(self, keep: Keep, family: Family, count: int) -> Keep | None:
         """Return a plan with another number of what a family keeps; None if that is nothing."""
@@ -283,9 +282,7 @@ class _LayoutSearch:
 
     def misfit(self, keep: Keep) -> str:
         """Return the message that no configuration says the widths of a plan."""
-        return _misfit(
-            self.library.inner, self.library.search.dense, {**self.library.search.dense, **self._shapes(keep)}
-        )
+        return _misfit(self.library.inner, self.library.search.dense, self._shapes(keep))
 
     def can_say_alone(self, keep: Keep, families: Iterable[Family]) -> bool:
         """Return whether a configuration says the widths that a plan gives some families, all others whole."""
@@ -310,19 +307,6 @@ class _LayoutSearch:
                     _are_close(_outputs(dense, example), _outputs(small, example)) for example in self.library.examples
                 )
         return same and (calls is None or any(not calls.difference(self.library.search, one) for one in fitting))
-
-
-def _kept_shapes(channel_map: ChannelMap, keep: Keep, path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors under a plan, by the names that a module in the model has for them."""
-    start = f"{path}." if path else ""
-    return {
-        name.removeprefix(start): tuple(
-            size if labels is None else int(np.count_nonzero(keep[labels]))
-            for size, labels in zip(channel_map.shapes[name], axes, strict=True)
-        )
-        for name, axes in channel_map.labels.items()
-        if name.startswith(start)
-    }
 
 
 def kept_counts(channel_map: ChannelMap, keep: Keep) -> set[tuple[int, int]]:
@@ -371,8 +355,7 @@ class _Calls:
                 with torch.no_grad():
                     found = [gather(built(*given, **by_name)) for given, by_name in self.arguments]
         except Exception as error:
-            first = first_line(error)
-            return f"it raises {type(error).__name__}: {first}"
+            return f"it raises {type(error).__name__}: {first_line(error)}"
         for ours, theirs in zip(self.results, found, strict=True):
             if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
                 return "it returns other shapes"
