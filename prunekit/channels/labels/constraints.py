@@ -8,9 +8,12 @@ which no trace leaves: groups that keep the same share, because layers repeat or
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import reduce
+from operator import and_
 from typing import ClassVar
 
 import numpy as np
@@ -91,19 +94,10 @@ class EqualParts(Constraint):
 
         The rest is matched by how often a class occurs, so that classes of one size meet.
         """
-        roots = union.find(self.labels)
-        parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
-        if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
-            return []
-        common: dict[int, int] = {}
-        for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
-            common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
-        rows = []
-        for values, first, counts in parts:
-            left = [(count - common.get(v, 0), at, v) for v, at, count in
-                    zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
-            left.sort(key=lambda item: (-item[0], item[1]))
-            rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
+        counts = [Counter(row) for row in union.find(self.labels).tolist()]  # of each class in each part
+        common = reduce(and_, counts)
+        rest = [(own - common).most_common() for own in counts]
+        rows = [np.array([one for one, n in classes for _ in range(n)], dtype=np.int64) for classes in rest]
         for row in rows[1:]:
             union.merge(rows[0], row)
         return []

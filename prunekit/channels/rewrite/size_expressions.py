@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import CodeType
 
 import numpy as np
@@ -250,7 +251,7 @@ def _order(size: SizeAttribute) -> Labels:
 def _chain(operators: Sequence[TracedOperator], start: int) -> Iterator[TracedOperator]:
     """Yield operators each of which only moves what the one before it moved."""
     yield operators[start]
-    for before, operator in zip(operators[start:], operators[start + 1 :], strict=False):
+    for before, operator in pairwise(operators[start:]):
         (fields,) = before.outputs
         if operator.name not in Trait.REARRANGES or len(fields) != 1 or operator.inputs != fields:
             return

@@ -222,13 +222,14 @@ def span_of(node: ast.expr | ast.stmt) -> Span:
     return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
 
 
-def shape_arguments(
-    node: ast.expr, axes: int, function: ast.FunctionDef | None
-) -> Iterator[tuple[int, ast.expr, int | None]]:
-    """Yield for each of the new `axes` in a view or an expansion the expression of its size.
+AxisSize = tuple[int, ast.expr, int | None]
+"""An axis, the expression of its size, and the position of that in a tuple that the expression returns, or None."""
 
-    Each item is the axis, the expression, and the position in the tuple that the expression returns, or None. A
-    variable that `function` assigns once stands for the tuple that it holds.
+
+def shape_arguments(node: ast.expr, axes: int, function: ast.FunctionDef | None) -> Iterator[AxisSize]:
+    """Yield the sizes of the new `axes` that a view or an expansion states.
+
+    A variable that `function` assigns once stands for the tuple that it holds.
     """
     match _arguments(node, "unflatten"):
         case [axis, ast.Tuple(elts=sizes) | ast.List(elts=sizes)] if (first := number(axis)) is not None:
@@ -238,9 +239,7 @@ def shape_arguments(
     yield from _sizes_of_axes(_arguments(node, "view", "reshape", "expand"), axes, function)
 
 
-def _sizes_of_axes(
-    given: list[ast.expr], axes: int, function: ast.FunctionDef | None
-) -> Iterator[tuple[int, ast.expr, int | None]]:
+def _sizes_of_axes(given: list[ast.expr], axes: int, function: ast.FunctionDef | None) -> Iterator[AxisSize]:
     if len(given) == 1 and function is not None:
         given = [_tuple_in(given[0], function)]
     match given:
@@ -264,8 +263,8 @@ def _sizes_of_axes(
             yield from ((at + position, argument.value, position) for position in range(more))
 
 
-def made_sizes(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
-    """Yield the same for the sizes of a new tensor, as in `torch.zeros(n, width)` or `x.new_zeros((n, width))`."""
+def made_sizes(node: ast.expr, axes: int) -> Iterator[AxisSize]:
+    """Yield the sizes of a new tensor that are stated, as in `torch.zeros(n, width)` or `x.new_zeros((n, width))`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKING:
         given = [*node.args, *(item.value for item in node.keywords if item.arg == "size")]
         yield from _sizes_of_axes(given[:1] if "full" in node.func.attr else given, axes, None)

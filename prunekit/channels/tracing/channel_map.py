@@ -27,8 +27,9 @@ from prunekit.channels.labels.constraints import (
 from prunekit.channels.labels.fields import Field, MacTerm, Stored, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
+from prunekit.channels.tracing.execution import ActivationKey
 from prunekit.channels.tracing.kept_state import NO_STATE, KeptState
-from prunekit.channels.tracing.tracer import ActivationKey, Trace
+from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError
 from prunekit.utils.display import NOTHING, Displayed, Table, count, plural, share
 from prunekit.utils.inputs import InputSpec

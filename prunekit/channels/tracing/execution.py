@@ -271,12 +271,14 @@ def module_of(frame: FrameType) -> nn.Module | None:
     return first if isinstance(first, nn.Module) else None
 
 
+ActivationKey = tuple[str, str, int]
+"""A module path, "input" or "output", and which call of the module it is, from 0."""
 Alternatives = Mapping[str, tuple[str, ...]]
 """Path of a module that runs -> paths of others that did not, which run after the first of those that have them."""
 
 
 def alternatives_of(
-    model: nn.Module, ran: set[str], activations: Mapping[tuple[str, str, int], Labels], union: LabelUnion
+    model: nn.Module, ran: set[str], activations: Mapping[ActivationKey, Labels], union: LabelUnion
 ) -> Alternatives:
     """Return the members of lists that did not run, for those that did and are built like them.
 
@@ -304,9 +306,7 @@ def _built_alike(model: nn.Module) -> Iterator[list[str]]:
             yield from (paths for paths in kinds.values() if len(paths) > 1)
 
 
-def _on_same_channels(
-    paths: Iterable[str], activations: Mapping[tuple[str, str, int], Labels], union: LabelUnion
-) -> bool:
+def _on_same_channels(paths: Iterable[str], activations: Mapping[ActivationKey, Labels], union: LabelUnion) -> bool:
     """Return whether modules have the same labels on their inputs, and the same on their outputs."""
     none = np.zeros(0, dtype=np.int64)
     sides = [[activations.get((path, side, 0), none) for path in paths] for side in ("input", "output")]

@@ -23,6 +23,7 @@ from prunekit.channels.labels.label_union import LOCKED, Labels
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
 from prunekit.channels.tracing.execution import (
+    ActivationKey,
     Alternatives,
     ModuleStack,
     alternatives_of,
@@ -62,8 +63,6 @@ LAYERS_NAMED = 4
 WIDEST = 8
 """Bytes of the widest integers."""
 HALF = frozenset({torch.float16, torch.bfloat16})
-ActivationKey = tuple[str, str, int]
-"""A module path, "input" or "output", and which call of the module it is, from 0."""
 
 
 @dataclass(eq=False)
