@@ -68,7 +68,14 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
 
 @cache
 def pruned_trainer(base: type[BaseTrainer]) -> type[BaseTrainer]:
-    """Return one of ultralytics' trainers, or a subclass of the user's, with `PrunedTrainer` in front."""
+    """Return one of ultralytics' trainers, or a subclass of the user's, with `PrunedTrainer` in front.
+
+    Example:
+        >>> from ultralytics.models.yolo.detect import DetectionTrainer
+        >>> from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
+        >>> pruned_trainer(DetectionTrainer).__name__
+        'PrunedDetectionTrainer'
+    """
     return base if issubclass(base, PrunedTrainer) else type(f"Pruned{base.__name__}", (PrunedTrainer, base), {})
 
 
