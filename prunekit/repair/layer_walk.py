@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,17 +113,15 @@ class RepairSetup:
             plan.zero(self.masked)
             after = self.difference(walk) if count else before
         done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.reports]
-        layers, kept = self._in_model_order(done), any(layer.applied for layer in done)
+        order = {name: i for i, (name, _) in enumerate(named_tensors(self.original))}
+        others = [layer for layer in self.skipped if layer.weight not in {one.weight for one in done}]
+        layers = tuple(sorted([*done, *others], key=lambda layer: order.get(layer.weight, 0)))
+        kept = any(layer.applied for layer in done)
         return RepairReport(layers, before, after, kept, walk.memory, fitted, self.judge.selected)
 
     def repaired(self, dense: nn.Module) -> nn.Module:
         """Return a copy of the dense model with the masked one's tensors."""
         return with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(self.masked)})
-
-    def _in_model_order(self, done: list[LayerRepair]) -> tuple[LayerRepair, ...]:
-        order = Counter({name: -i for i, (name, _) in enumerate(named_tensors(self.original))})
-        others = [layer for layer in self.skipped if layer.weight not in {one.weight for one in done}]
-        return tuple(sorted([*done, *others], key=lambda layer: -order[layer.weight]))
 
 
 class LayerWalk:

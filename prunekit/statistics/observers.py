@@ -1,6 +1,10 @@
 """Watching a running model: hooks that act within whole forward passes, and get what layers with a weight read.
 
 Such a layer is a consumer of channels. It is found by the identity of its weight, whatever its module.
+
+`watch` runs a model once over each batch, forward, for all observers. What needs more runs the model itself: Taylor
+terms, gains and diagnosis go backward, errors under masks compare several passes over a batch, and fits stop a pass and
+resume it.
 """
 
 from __future__ import annotations
