@@ -304,7 +304,7 @@ def of_elimination(**budget: float) -> PruneSettings:
 def planned_macs(tmp_path: Path, device: str) -> int:
     settings = JobSettings(
         name="plan",
-        model=ModelSettings("resnet20", zoo="cifar"),
+        model=ModelSettings("resnet8", zoo="cifar"),
         baseline=TrainSettings(epochs=0),
         calibration=CalibrationSettings(images=16),
         prune=of_elimination(macs=0.5),
