@@ -195,7 +195,7 @@ class ModuleCode:
 
 def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
     """Return the code of a module that one call ran, as steps."""
-    if not call.plain or not call.inputs or call.inputs[0] is None or len(call.outputs) != 1 or call.place is not None:
+    if call.source is None:
         raise StaysError("the module around it takes or returns something else than one tensor")
     if call.path in search.run.asks_mode:
         raise StaysError("the code around it is another one in train mode")
@@ -203,7 +203,7 @@ def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
              and one is not call and is_inside(one.path, [call.path])]  # fmt: skip
     children = [one for one in inner if not any(o is not one and o.first <= one.first and one.end <= o.end
                                                 and is_inside(one.path, [o.path]) for o in inner)]  # fmt: skip
-    made: dict[int, int] = {call.inputs[0]: 0}
+    made: dict[int, int] = {call.source: 0}
     steps: list[Step] = []
     covers: list[set[int]] = []
 
@@ -216,7 +216,7 @@ def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
     starts = {one.first: one for one in children if one.first < one.end}
     model = search.chart.traced.trace.model()
     while number <= call.end:
-        for one in children:
+        for one in children:  # those that run no operator, such as dropout in eval mode
             if one.first == one.end == number and not isinstance(model.get_submodule(one.path), nn.Identity):
                 _require_one_reader(search, call, one)
                 if (value := made.get(one.inputs[0])) is not None:  # type: ignore[arg-type]
@@ -224,11 +224,10 @@ def code_of(search: RunSearch, call: TracedCall) -> ModuleCode:
         if number == call.end:
             break
         child = starts.get(number)
-        if child is not None:
-            path = child.path.removeprefix(f"{call.path}.")
-            plain = child.plain and child.inputs and len(child.outputs) == 1 and child.place is None
-            value = made.get(child.inputs[0]) if plain and child.inputs[0] is not None else None
-            step: Step = ("call", path, value) if plain and value is not None else ("other", child.path)
+        if child is not None:  # its operators are one step
+            value = None if child.source is None else made.get(child.source)
+            own_name = child.path.removeprefix(f"{call.path}.")
+            step: Step = ("other", child.path) if value is None else ("call", own_name, value)
             add(step, set(range(child.first, child.end)), child.outputs)
             number = child.end
             continue

@@ -65,6 +65,12 @@ class TracedCall:
     end: int  # number behind the last operator in it
     plain: bool  # whether all arguments but the first are None, and none is given by name
 
+    @property
+    def source(self) -> int | None:
+        """The operator that made its input, if it takes one tensor and returns one; else None."""
+        alone = self.plain and self.inputs and len(self.outputs) == 1 and self.place is None
+        return self.inputs[0] if alone else None
+
 
 def is_counted(func: Any, name: str) -> bool:
     """Return whether the trial numbers an operator: not views and plain copies, and not what a plan had put in."""
