@@ -10,6 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,11 @@ from prunekit.utils import context, progress
 
 LOOKED_AT = ("/prunekit/", "contextlib.py", "/torch/autograd/", "/torch/utils/", "/torch/overrides.py", "/torch/amp/")
 """Files at whose lines the interruptions come: ours, and those that set modes for us."""
+
+
+@cache
+def is_looked_at(filename: str) -> bool:
+    return any(part in filename for part in LOOKED_AT)
 
 
 class _Block(nn.Module):
@@ -112,7 +118,7 @@ class _Interruption:
         self.at, self.count, self.place = at, 0, ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "call" and not any(part in frame.f_code.co_filename for part in LOOKED_AT):
+        if event == "call" and not is_looked_at(frame.f_code.co_filename):
             return None
         if event in ("call", "line"):
             self.count += 1
