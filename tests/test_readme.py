@@ -52,7 +52,6 @@ NARROW = ("torchvision.models.resnet18(", "torchvision.models.shufflenet_v2_x0_5
 """A network with a `conv1` and an `fc` too; fits of its layers take no seconds."""
 SHALLOW = "torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)"
 SMALLER = {
-    "README.md": (NARROW,),
     "faster.md": (("torchvision.models.resnet18(num_classes=10)", SHALLOW),),
     "own_loop.md": (NARROW,),
     "blocks.md": (("resnet18(num_classes=10)", "resnet50(num_classes=10, width_per_group=4)"),),
