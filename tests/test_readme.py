@@ -147,7 +147,7 @@ def test_every_kind_of_command_is_shown() -> None:
 @pytest.mark.usefixtures("little_effort")
 def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
-    monkeypatch.setattr(batch_size, "free_memory", lambda: 60_000_000)  # so that few batches are tried
+    monkeypatch.setattr(batch_size, "free_memory", lambda: 20_000_000)  # so that few batches are tried
     for arguments in commands(OF_CHECKOUT):
         run(arguments, checkout / "runs" / "resnet34")
     assert (next((checkout / "runs" / "resnet34").glob("2*")) / "report.html").is_file()
