@@ -41,6 +41,7 @@ def small() -> tuple[torch.nn.Module, torch.Tensor]:
     return compact(model, plan).eval(), x
 
 
+@pytest.mark.slow
 def test_a_folder_runs_without_prunekit(small: tuple[torch.nn.Module, torch.Tensor], tmp_path: Path) -> None:
     model, x = small
     pk.export(model, x, to="standalone", path=tmp_path / "alone")
@@ -51,6 +52,7 @@ def test_a_folder_runs_without_prunekit(small: tuple[torch.nn.Module, torch.Tens
     assert float(done.stdout) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_onnx_file_has_no_layer_of_what_is_gone(small: tuple[torch.nn.Module, torch.Tensor], tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model, x = small
