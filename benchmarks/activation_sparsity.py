@@ -32,7 +32,7 @@ from prunekit.masks.activation_budget import spread_budgets
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.threshold_search import MaskedActivations
 from prunekit.measure.accuracy import evaluate
-from prunekit.models.cifar import DEPTHS
+from prunekit.models.names import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 

@@ -37,7 +37,7 @@ from prunekit.channels.labels.branch import Branch
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.measurement_effort import Effort
-from prunekit.models.cifar import DEPTHS
+from prunekit.models.names import DEPTHS
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
 from prunekit.pruning.latency_budget_search import TimedPlanSearch

@@ -45,7 +45,7 @@ from prunekit.data.local_files import LabeledArrays, read_npz
 from prunekit.errors import DataError
 from prunekit.measure.latency.timing import alternate, warm_up
 from prunekit.measure.model_size import count_macs
-from prunekit.models.cifar import DEPTHS
+from prunekit.models.names import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.inputs import ModelSettings

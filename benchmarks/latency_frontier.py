@@ -42,7 +42,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.data.local_files import read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
 from prunekit.measure.measurement_effort import Effort
-from prunekit.models.cifar import DEPTHS
+from prunekit.models.names import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.plan import Plan

@@ -33,7 +33,7 @@ from prunekit.errors import DataError, PlanError, PrunekitError
 from prunekit.measure.accuracy import evaluate
 from prunekit.measure.memory_format import images_channels_last
 from prunekit.measure.model_size import count_macs
-from prunekit.models.cifar import DEPTHS
+from prunekit.models.names import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 

@@ -29,7 +29,7 @@ from torch import nn
 import prunekit as pk
 from prunekit.data.local_files import read_npz
 from prunekit.errors import PrunekitError
-from prunekit.models.cifar import DEPTHS
+from prunekit.models.names import DEPTHS
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 

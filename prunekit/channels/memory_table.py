@@ -37,7 +37,7 @@ from prunekit.channels.tracing.storages import memory_of, parts_of, shape_of, st
 from prunekit.channels.tracing.substitutes import substitute_all
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
-from prunekit.errors import ModelError, reason_of, reraise_shortage
+from prunekit.errors import ModelError, raised_as
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
 from prunekit.utils.inputs import call, sample_count
@@ -164,14 +164,9 @@ def record_memory(
             return record(fake=True)
         except Exception:  # the model looks at values
             pass
-        try:
+        failed = f"{type(model).__name__}: the memory of a forward pass cannot be counted: it does not run on a batch "
+        with raised_as(ModelError, f"{failed}of {batch} in {dtype} on the CPU: "):
             return record(fake=False)
-        except Exception as error:  # a model's own code may raise anything
-            reraise_shortage(error)
-            raise ModelError(
-                f"{type(model).__name__}: the memory of a forward pass cannot be counted: it does not run on a batch "
-                f"of {batch} in {dtype} on the CPU: {reason_of(error)}"
-            ) from error
 
 
 def _recorded(

@@ -22,7 +22,8 @@ from prunekit.cli.options import (
     split_overrides,
 )
 from prunekit.cli.output import Console, check_folder
-from prunekit.errors import UsageError
+from prunekit.errors import ModelError, UsageError
+from prunekit.jobs.run.early_checks import is_pruned, require_code, require_target
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Subject
@@ -57,9 +58,9 @@ class ModelOptions:
 
 
 def model_command(
-    output: str, *, device: bool = True, options: Callable[..., Any] = model_options
+    output: str, *, device: bool = True, options: Callable[..., Any] = model_options, runs: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a function a command on models.
+    """Return a decorator that makes a function a command on models, or, with `runs`, also on folders of runs.
 
     The function takes a console, `ModelOptions`, and its other arguments.
     """
@@ -70,7 +71,10 @@ def model_command(
             console = Console(as_json)
             check_folder(given["output"])
             named = {one.name: given.pop(one.name) for one in fields(ModelOptions) if one.name in given}
-            function(console, ModelOptions(**named), **given)
+            models = ModelOptions(**named)
+            words = [*split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
+            require_targets([word for word in words if word is not None], models, runs=runs)
+            function(console, models, **given)
 
         command: Callable[..., Any] = seed_option(output_option(output)(common_options(run)))
         complete: Callable[..., Any] = options(device_option(command) if device else command)
@@ -106,6 +110,15 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
     if not alone:
         return others
     return [_resolve(None, overrides, replace(options, zoo=None) if names else options, beside=others), *others]
+
+
+def require_targets(names: Iterable[str], options: ModelOptions, *, runs: bool = False) -> None:
+    """Raise if a word names no model that is there, or `--model` no code, before slow imports."""
+    for name in names:
+        if not is_recipe(name) and not (runs and is_pruned(Path(name))):
+            require_target(name, options.zoo)
+    if all(is_recipe(name) or Path(name).is_dir() for name in names):  # beside a zoo's name it is one model too many
+        require_code(options.factory, ModelError)
 
 
 def _resolve(
@@ -269,7 +282,6 @@ def find_model_pair(
         check_recipes(names, overrides, options)
     from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import (
-        is_pruned,
         load_model_pair,
         recipe_of_run,
         require_class_scores,

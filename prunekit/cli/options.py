@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from prunekit.cli.output import Console, check_folder
+from prunekit.jobs.run.early_checks import require_job
 
 if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
@@ -162,6 +163,7 @@ def recipe_command(output: str = RUNS, *, device: bool = True) -> Callable[[Call
             given = {key: options.pop(key) for key in keys if key in options}
             job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **given)
             check_folder(options.get("output", job.output))
+            require_job(job, model=factory, data=data, optimizer=optimizer)
             from prunekit.jobs.run.command_subject import Own
 
             function(console, job, Own(factory, data, optimizer), **options)

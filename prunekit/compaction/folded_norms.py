@@ -17,15 +17,11 @@ Folds = Mapping[str, str]
 
 
 class FoldedNorm(nn.Sequential):
-    """A placeholder for a folded BatchNorm: the modules that it ran after its own work, usually none.
-
-    Attributes:
-        layer: path of the module that holds its scale and shift.
-    """
+    """A placeholder for a folded BatchNorm: the modules that it ran after its own work, usually none."""
 
     def __init__(self, norm: nn.Module, layer: str) -> None:
         super().__init__(OrderedDict(norm.named_children()))
-        self.layer = layer
+        self.layer = layer  # path of the module that holds its scale and shift
         self.training = norm.training
 
 

@@ -14,14 +14,11 @@ from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
 from prunekit.data.annotated_images import ImageFiles, Objects, checked_boxes, mirrored_points, require_boxes
+from prunekit.data.roots import GET_COCO
 from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.reading.text_files import read_json, shown
 
-GET_COCO = (
-    "COCO is at https://cocodataset.org/#download: 2017 Train images, 2017 Val images and 2017 Train/Val annotations, "
-    "unpacked into one folder"
-)
 PARTS = {"train": ("train",), "validation": ("val", "valid"), "test": ("test",)}
 """Names of the parts of a data set in the names of files."""
 Array = np.ndarray[Any, np.dtype[Any]]

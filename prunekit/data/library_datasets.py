@@ -24,6 +24,7 @@ from prunekit.data.datasets import (
     pixels,
     require_map_style,
 )
+from prunekit.data.roots import SETS
 from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
 from prunekit.settings.inputs import DataSettings
 
@@ -113,20 +114,6 @@ def _known_labels(dataset: Any) -> Tensor | None:
         if array.shape == (len(dataset),) and array.dtype.kind in "iu":
             return torch.from_numpy(array.astype(np.int64))
     return None
-
-
-_TRAIN = ({"train": True}, {"train": False})
-_SPLIT = ({"split": "train"}, {"split": "test"})
-_VAL = ({"split": "train"}, {"split": "val"})
-_TRAINVAL = ({"split": "trainval"}, {"split": "test"})
-SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **dict.fromkeys(("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "KMNIST", "QMNIST", "USPS"), _TRAIN),
-    **dict.fromkeys(("Country211", "DTD", "FER2013", "Flowers102", "Food101", "GTSRB", "PCAM"), _SPLIT),
-    **dict.fromkeys(("RenderedSST2", "STL10", "SVHN", "StanfordCars"), _SPLIT),
-    **dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette"), _VAL),
-    **dict.fromkeys(("FGVCAircraft", "OxfordIIITPet"), _TRAINVAL),
-}
-"""Data sets with one label for each image, and the arguments for their training and their test part."""
 
 
 def open_sets(settings: DataSettings) -> dict[str, Any]:

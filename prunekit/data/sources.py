@@ -21,11 +21,11 @@ from torch import Tensor
 from prunekit.data import coco, yolo
 from prunekit.data.annotated_images import AnnotatedImages, BoxAugmentation, BoxedImages
 from prunekit.data.augmentation import Draw
-from prunekit.data.coco import GET_COCO
 from prunekit.data.datasets import CorruptImages, FolderImages, Indexable, TensorImages
 from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.library_datasets import open_rows, open_sets
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
+from prunekit.data.roots import missing_data
 from prunekit.data.splits import (
     ImageSource,
     Splits,
@@ -36,7 +36,6 @@ from prunekit.data.splits import (
     splits_of,
 )
 from prunekit.data.texts import text_splits
-from prunekit.data.yolo import GET_YOLO
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import BOXED, DataSettings
@@ -181,21 +180,6 @@ def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -
     return splits_of(_READERS[settings.source](settings), settings)
 
 
-def missing_data(settings: DataSettings) -> str | None:
-    """Return which data is missing, where it was searched and how to supply it; None if its root exists."""
-    if settings.source not in _EXPECTED or (settings.source == "huggingface" and settings.name is not None):
-        return None
-    if settings.root is None:
-        raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
-    if settings.root.exists() or settings.download:
-        return None
-    where = settings.origin or _ORIGINS.get(settings.source)
-    origin = f"; {where}" if where else ""
-    beside = "" if settings.root.is_absolute() else ", here or beside the recipe that names it"
-    expected = f"expected {_EXPECTED[settings.source]}{beside}; give its path as data.root=PATH{origin}"
-    return f"data.root: {settings.root.absolute()} does not exist; {expected}"
-
-
 def _digits(settings: DataSettings) -> ImageSource:
     """Return the UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 gray images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
@@ -251,18 +235,6 @@ _READERS: dict[str, Callable[[DataSettings], ImageSource]] = {
     "torchvision": lambda given: source_of_parts(open_sets(given), given, str(given.name)),
     "huggingface": lambda given: source_of_parts(open_rows(given), given, str(given.root or given.name)),
 }
-_EXPECTED = {
-    "npz": "a NumPy archive (.npz)",
-    "imagefolder": "a folder with train/ and test/ or val/, or with one folder of images for each class",
-    "torchvision": "the folder of torchvision's files (data.download=true makes and fills it)",
-    "huggingface": "the folder that `save_to_disk` of Hugging Face's datasets wrote",
-    "coco": "the folder of a data set in the format of COCO, with annotations/ and its images",
-    "yolo": "the folder of a data set of ultralytics, or its data.yaml",
-    "text": "a file of text (.txt or .jsonl), or a folder of them",
-}
-_ORIGINS = {"coco": GET_COCO, "yolo": GET_YOLO}
-
-
 ARCHIVE = ".npz"
 
 

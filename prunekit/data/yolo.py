@@ -18,13 +18,13 @@ from prunekit.data.annotated_images import ImageFiles, Objects, checked_boxes, r
 from prunekit.data.coco import masks_of
 from prunekit.data.datasets import CorruptImages
 from prunekit.data.local_files import EXTENSIONS
+from prunekit.data.roots import GET_YOLO
 from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.reading.text_files import read_text, shown
 from prunekit.reading.yaml_files import read_yaml
 from prunekit.utils.availability import package_folders
 
-GET_YOLO = "small ones are at https://github.com/ultralytics/assets/releases, such as coco8.zip"
 PARTS = {"train": "train", "validation": "val", "test": "test"}
 """Keys of the parts in a `data.yaml`."""
 MOST_CLASSES = 100_000

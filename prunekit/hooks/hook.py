@@ -199,8 +199,5 @@ def count_hooks(model: nn.Module) -> int:
     """
     tables = (getattr(module, table, {}) for module in model.modules() for table in HOOK_TABLES)
     modules = sum(not is_inert(hook) for table in tables for hook in table.values())
-    return modules + sum(_count_tensor_hooks(parameter) for parameter in model.parameters())
-
-
-def _count_tensor_hooks(tensor: Tensor) -> int:
-    return sum(len(getattr(tensor, table, None) or ()) for table in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    of_tensors = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return modules + sum(len(getattr(one, table, None) or ()) for one in model.parameters() for table in of_tensors)

@@ -56,18 +56,14 @@ class HookOwner:
 
     A `HookWarning` says where a hook would never run or runs twice: on a compiled module, on
     `nn.MultiheadAttention.out_proj`, and under activation checkpointing.
-
-    Attributes:
-        active: whether its hooks are registered now.
-        called: whether one of them has run.
     """
 
     def __init__(self, hooks: Callable[[HookOwner], object] | None = None) -> None:
         self._hooks = hooks
         self._undo: list[Callable[[], object]] = []
-        self.active = False
+        self.active = False  # whether its hooks are registered now
         self._forward = False  # whether there are hooks that forward passes run
-        self.called = False
+        self.called = False  # whether one of them has run
 
     def register(self) -> None:
         """Register this owner's hooks; called once by `__enter__`."""

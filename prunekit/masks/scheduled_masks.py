@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.channels.tracing.channel_map import Keep
 from prunekit.errors import ArtifactError
 from prunekit.masks.masked_model import ChangingMasks
 from prunekit.masks.weight_masks import PrunedValues
@@ -154,7 +153,9 @@ class ScheduledMasks:
         self._use(self.planner.plan(self.model, due[-1], before))
         self._done += len(due)
         changed = before.keep & ~self.plan.keep, self.plan.keep & ~before.keep
-        pruned, regrown = (_channels(self.plan, labels) for labels in changed)
+        # Joint labels, which are in no channel group, follow from others and do not count.
+        groups = [group.labels for group in self.plan.channel_map.groups]
+        pruned, regrown = (sum(int(np.count_nonzero(one[labels])) for labels in groups) for one in changed)
         shares = dict(self.planner.shares(due[-1], self.plan))
         self.changes.append(PlanChange(step, pruned, regrown, shares, *_single_weights(before, self.plan)))
         self._end_if_final()
@@ -198,11 +199,6 @@ class ScheduledMasks:
             for row in state["changes"]
         ]
         self._end_if_final()
-
-
-def _channels(plan: Plan, labels: Keep) -> int:
-    """Return how many of these labels are in channel groups; joint labels follow from others, and don't count."""
-    return sum(int(np.count_nonzero(labels[group.labels])) for group in plan.channel_map.groups)
 
 
 def _single_weights(before: Plan, after: Plan) -> tuple[int, int]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-DEPTHS = {f"resnet{depth}": depth for depth in (8, 20, 32, 44, 56, 110)}
-
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut without parameters."""

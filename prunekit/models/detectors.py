@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from prunekit.errors import ModelError, reason_of, reraise_shortage
+from prunekit.models.names import torchvision_names
 from prunekit.models.state_dicts import load_state, load_weights
 from prunekit.reading.yaml_files import read_yaml
 from prunekit.utils.availability import package_folders
@@ -33,7 +34,7 @@ PLAIN = ("ultralytics.utils.IterableSimpleNamespace", "ultralytics.utils.loss.",
 
 def torchvision_detectors() -> tuple[str, ...]:
     """Return the names of torchvision's detectors, sorted."""
-    return tuple(torchvision.models.list_models(module=torchvision.models.detection))
+    return torchvision_names("detection")
 
 
 def torchvision_detector(name: str) -> Callable[..., nn.Module]:

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.errors import ModelError, nearest, reraise_shortage
+from prunekit.errors import ModelError, nearest, raised_as, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors
+from prunekit.models.names import CONFIG
 from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
 
-CONFIG = "config.json"
 IMAGES: Head = "image_classification"
 """The head that models of transformers get unless something else is said."""
 CLASSES: dict[Head, tuple[str, str]] = {
@@ -62,23 +62,6 @@ def _types(head: Head) -> Mapping[Any, Any]:
     return found
 
 
-def missing_folder(settings: ModelSettings) -> str | None:
-    """Return why a model's folder cannot be used, where it was looked for and how to get it.
-
-    None if it is there, or the model is not named by one.
-    """
-    folder, origin = settings.folder, f"; {settings.origin}" if settings.origin else ""
-    if folder is None or (folder / CONFIG).is_file():
-        return None
-    reason = f"there is no {CONFIG} in it" if folder.is_dir() else "there is no such folder"
-    beside = "" if folder.is_absolute() or folder.is_dir() else ", nor beside the recipe that names it"
-    return (
-        f"model.name: {folder.absolute()}: {reason}{beside}; expected one that `save_pretrained` wrote, with "
-        f"{CONFIG} and model.safetensors; nothing is downloaded: hf download NAME --local-dir FOLDER, and give its "
-        f"path as model.name=FOLDER{origin}"
-    )
-
-
 def builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     """Return what builds a model: of a folder with its weights, of a model type with random ones.
 
@@ -107,25 +90,22 @@ def _of_folder(folder: Path, head: Head, /, num_classes: int | None = None, **ar
     library = _library()
     config = _config(folder)
     _require_known(config.model_type, arguments)
-    try:
-        with _without_bars():
-            model, found = getattr(library, CLASSES[head][0]).from_pretrained(
-                str(folder),
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-                **arguments,
-                **_labels(head, num_classes),
-            )
-    except Exception as error:  # OSError, ValueError, RuntimeError, errors of safetensors
-        reraise_shortage(error)
-        raise ModelError(
-            f"{folder}: {CLASSES[head][0]} of transformers cannot load it: {error}; expected the files that "
-            "`save_pretrained` writes, with safetensors, of a model that needs no code of its own and has such a "
-            "head and as many classes as the data"
-        ) from error
+    expected = (
+        "; expected the files that `save_pretrained` writes, with safetensors, of a model without code of its own "
+        "and has such a head and as many classes as the data"
+    )
+    failed = f"{folder}: {CLASSES[head][0]} of transformers cannot load it: "
+    with raised_as(ModelError, failed, expected, str), _without_bars():
+        model, found = getattr(library, CLASSES[head][0]).from_pretrained(
+            str(folder),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **arguments,
+            **_labels(head, num_classes),
+        )
     missing = sorted(found["missing_keys"])
     if missing and head in WHOLE:
         raise ModelError(

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError, first_line, reraise_shortage
+from prunekit.errors import ModelError, first_line, raised_as
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.models.bitmask import read_tensors
+from prunekit.models.names import SUFFIXES
 from prunekit.utils.display import listed
 from prunekit.utils.files import StrPath
 from prunekit.utils.tensors import is_finite
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 NAMED = 8
 """The most names in a message."""
@@ -119,13 +119,7 @@ def _read(path: Path) -> Any:
         raise ModelError(f"{path}: expected weights in a file that ends in {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file of weights")
-    try:
-        if path.suffix == ".safetensors":
-            return read_tensors(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # UnpicklingError, RuntimeError, EOFError, SafetensorError: a file that cannot be used
-        reraise_shortage(error)
-        raise ModelError(
-            f"{path}: expected a state dict of tensors, but {first_line(error)}; pickled objects are never loaded: "
-            "save model.state_dict()"
-        ) from error
+    advice = "; pickled objects are never loaded: save model.state_dict()"
+    with raised_as(ModelError, f"{path}: expected a state dict of tensors, but ", advice, first_line):
+        plain = path.suffix == ".safetensors"
+        return read_tensors(path) if plain else torch.load(path, map_location="cpu", weights_only=True)

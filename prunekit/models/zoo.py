@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torchvision
@@ -26,7 +26,7 @@ from torch import nn
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError, PrunekitError, SettingsError, UsageError, nearest, reraise_shortage
 from prunekit.models import hugging_face
-from prunekit.models.cifar import DEPTHS, CifarResNet
+from prunekit.models.cifar import CifarResNet
 from prunekit.models.detectors import (
     load_ultralytics,
     torchvision_detector,
@@ -34,8 +34,17 @@ from prunekit.models.detectors import (
     ultralytics_detector,
     ultralytics_names,
 )
+from prunekit.models.names import (
+    DEPTHS,
+    SUFFIXES,
+    bare_names,
+    is_weights_file,
+    missing_file,
+    missing_folder,
+    unknown_name,
+)
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.models.state_dicts import SUFFIXES, load_weights
+from prunekit.models.state_dicts import load_weights
 from prunekit.settings.inputs import Head, ModelSettings
 from prunekit.utils.context import device_of, seeded, training_mode
 from prunekit.utils.inputs import InputSpec, as_example, call, to_device, zeros_of
@@ -77,8 +86,6 @@ def image_shape(model: nn.Module) -> tuple[int, ...] | None:
     return (config.num_channels, *([size, size] if isinstance(size, int) else size))
 
 
-ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
-"""The zoos that are always installed, in which a bare name is looked up."""
 WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_v3)
 
 
@@ -93,9 +100,7 @@ def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, 
         return tuple(sorted(_timm().list_models()))
     if zoo == "hf":
         return hugging_face.model_types(head)
-    if zoo == "cifar":
-        return tuple(sorted(DEPTHS))
-    return (*torchvision.models.list_models(module=torchvision.models), *torchvision_detectors())
+    return bare_names(zoo)
 
 
 def is_detector(settings: ModelSettings) -> bool:
@@ -183,28 +188,16 @@ def from_build(build: Any) -> ModelSettings | None:
     return None
 
 
-def is_weights_file(settings: ModelSettings) -> bool:
-    """Return whether the weights are a file's, not a torchvision name."""
-    return settings.weights is not None and Path(settings.weights).suffix in SUFFIXES
-
-
 def missing_weights(settings: ModelSettings) -> str | None:
     """Return which weights are missing, where they were looked for and how to supply them; None if they are there.
 
     Weights that torchvision knows by name are missing here until they have been downloaded once.
     """
-    if (missing := hugging_face.missing_folder(settings)) is not None:
+    missing = missing_file(settings)
+    known = settings.zoo == "torchvision" and settings.name in zoo_names()
+    if missing is not None or settings.weights is None or is_weights_file(settings) or not known:
         return missing
-    if settings.weights is None:
-        return None
     origin = f"; {settings.origin}" if settings.origin else ""
-    if is_weights_file(settings):
-        path = Path(settings.weights)
-        beside = "" if path.is_absolute() else ", nor beside the recipe that names it"
-        found = f"there is no such file of weights{beside}; give its path as model.weights=FILE{origin}"
-        return None if path.is_file() else f"model.weights: {path.absolute()}: {found}"
-    if settings.zoo != "torchvision" or settings.name not in zoo_names():
-        return None
     weights = torchvision.models.get_model_weights(settings.name).__members__.get(settings.weights)
     if weights is None or _cached(weights.url).is_file():
         return None
@@ -228,14 +221,12 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     if zoo == "own":
         raise ModelError(f"model.zoo: {name!r} is its owner's code; give that as --model file.py:factory")
     if settings.folder is not None:
-        if (missing := hugging_face.missing_folder(settings)) is not None:
+        if (missing := missing_folder(settings)) is not None:
             raise ModelError(missing)
         return hugging_face.builder(settings)
     names = zoo_names(zoo, settings.head)
     if name not in names:
-        other = next((f"it is in model.zoo={other}" for other in ZOOS if name in zoo_names(other)), None)
-        with_it = "" if settings.head is None else f" with the head {settings.head}"
-        raise ModelError(f"model.name: there is no model {name!r} in {zoo}{with_it}; {other or nearest(name, names)}")
+        raise unknown_name(name, zoo if settings.head is None else f"{zoo} with the head {settings.head}", names)
     if zoo == "cifar":
         return partial(CifarResNet, DEPTHS[name])
     if zoo == "timm":

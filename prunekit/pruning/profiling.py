@@ -259,12 +259,13 @@ def _name(module: str, width: Labels, model: nn.Module, channel_map: ChannelMap)
     """Return whether a width is a module's outputs or inputs, by the axes of its weight."""
     axes = channel_map.labels.get(f"{module}.weight".lstrip("."), ())
     names = (INPUTS, OUTPUTS) if isinstance(model.get_submodule(module), _ConvTransposeNd) else (OUTPUTS, INPUTS)
-    same = [name for name, axis in zip(names, axes, strict=False) if axis is not None and _alike(axis, width)]
+    whole = np.sort(width)
+    same = [
+        name
+        for name, axis in zip(names, axes, strict=False)
+        if axis is not None and np.array_equal(np.sort(axis, None), whole)
+    ]
     return same[0] if len(same) == 1 and len(axes) > 1 else OTHERS
-
-
-def _alike(axis: Labels, width: Labels) -> bool:
-    return np.array_equal(np.sort(axis.reshape(-1)), np.sort(width))
 
 
 @public_call

@@ -14,7 +14,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import HALF
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.deployment_transform import without_subnormals
-from prunekit.errors import DataError, ModelError, UsageError, require_kind, reraise_shortage
+from prunekit.errors import DataError, ModelError, UsageError, raised_as, require_kind
 from prunekit.hooks.model_copy import named_tensors, with_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.verification import verify
@@ -457,14 +457,11 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
     kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
     if kind is None:
         return
-    try:
-        with training_mode(model, False), torch.no_grad():
-            call(model, map_tensors(example, torch.clone))
-    except Exception as error:
-        reraise_shortage(error)
-        raise ModelError(
-            f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
-            f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "
-            "or prune it in full precision, prune(model.float(), calibration=images.float(), ...), and call .half() on "
-            "the result"
-        ) from error
+    kind_name, device = str(kind).removeprefix("torch."), next(model.parameters()).device
+    failed = f"{type(model).__name__} does not run on the images in {kind_name} on {device}: "
+    advice = (
+        "; expected a device that has its operators in this precision; or prune it in full precision, "
+        "prune(model.float(), calibration=images.float(), ...), and call .half() on the result"
+    )
+    with raised_as(ModelError, failed, advice, str), training_mode(model, False), torch.no_grad():
+        call(model, map_tensors(example, torch.clone))

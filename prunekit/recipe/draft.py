@@ -17,16 +17,17 @@ from PIL import Image
 from torch import nn
 
 from prunekit.channels.trace import trace
-from prunekit.data.library_datasets import SETS
 from prunekit.data.local_files import read_npz, scan_folder
-from prunekit.data.sources import missing_data
+from prunekit.data.roots import SETS, missing_data
 from prunekit.data.texts import SUFFIXES
-from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest, reraise_shortage
+from prunekit.errors import DataError, ModelError, PlanError, UsageError, reraise_shortage
 from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare
-from prunekit.models.hugging_face import CONFIG, head_of
-from prunekit.models.zoo import ZOOS, has_weights, image_shape, missing_weights, zoo_names
+from prunekit.models.hugging_face import head_of
+from prunekit.models.names import CONFIG, ZOOS
+from prunekit.models.zoo import has_weights, image_shape, missing_weights, zoo_names
 from prunekit.planning.solver import feasible_plan
+from prunekit.recipe.draft_request import DraftRequest, is_hub_name, unknown_data, unknown_model
 from prunekit.recipe.loading import apply_override, load
 from prunekit.recipe.reference import find, flow
 from prunekit.recipe.yaml_positions import Document, Origin
@@ -41,26 +42,6 @@ HEADS_OF_TEXTS: tuple[Head, ...] = ("causal_lm", "masked_lm", "embedding")
 """Heads that a model type may get for a text, the first that it has."""
 SIZED_IMAGES = 32
 """Images whose size is read."""
-FORMS = (
-    "digits, a folder with one folder of images for each class, an .npz file, a data set of torchvision such as "
-    "CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, a file of text or a folder of such, or file.py:factory"
-)
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """The model and data that a recipe is written for."""
-
-    model: str  # name of a zoo's model, the folder of one of transformers, or `file.py:factory`
-    data: str  # see `FORMS`
-    zoo: str | None = None  # zoo of the model; None: torchvision, else cifar
-    weights: str | None = None  # of the dense model, a file or one of torchvision's names; None: it is trained first
-    changes: tuple[str, ...] = ()  # overrides of what is proposed, `key=value` each
-
-    @property
-    def own(self) -> Own:
-        """The user's own code."""
-        return Own(*(text if is_reference(text) else None for text in (self.model, self.data)))
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:
     require_writable(path)
     values, notes = _proposed(path, request)
     command = ["prunekit", "finetune", str(path)]
-    for option, reference in (("--model", request.own.model), ("--data", request.own.data)):
+    for option, reference in zip(("--model", "--data"), request.own, strict=True):
         command += [option, reference] if reference else []
     missing = _missing(values)
     if missing:
@@ -108,7 +89,7 @@ def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str])
         if size is not None:
             data["image_size"] = size
         try:
-            return prepare(_checked(_text(values, command, ()), request.changes), request.own)
+            return prepare(_checked(_text(values, command, ()), request.changes), Own(*request.own))
         except ModelError as error:
             refused.append(error)
     raise refused[0]  # the error at the size of the images
@@ -119,14 +100,14 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "mine"
     model = _model(path, request)
     data, notes = _data(path, request.data)
-    if request.own.model is not None and request.weights is None:
+    if request.own[0] is not None and request.weights is None:
         notes.append(f"{request.model}: it is pruned with its own weights; a section `baseline` trains it")
     if model.get("zoo") == "cifar" and "image_size" in data:
         data["image_size"] = 32
     textual = data["source"] == "text"
     values: dict[str, Any] = {"name": name} | ({"task": _text_task(model)} if textual else {})
     values |= {"model": model, "data": data}
-    if request.own.model is None and not has_weights(ModelSettings(**model)):
+    if request.own[0] is None and not has_weights(ModelSettings(**model)):
         values["baseline"] = {"epochs": 20, "lr": 0.05}
     if textual:
         values["prune"] = {"budget": {"macs": 0.8}, "criterion": "elimination", "scope": "per_mac", "round_to": 8}
@@ -176,11 +157,7 @@ def _model(path: Path, request: DraftRequest) -> dict[str, Any]:
     known = [name for head in HEADS_OF_TEXTS for name in zoo_names("hf", head)] if textual else []
     zoo = next((zoo for zoo in zoos if request.model in known or request.model in zoo_names(zoo)), None)
     if zoo is None:
-        near = nearest(request.model, [name for zoo in zoos for name in zoo_names(zoo)])
-        others = "" if request.zoo else "; models of timm and transformers are named with --zoo timm or --zoo hf"
-        raise UsageError(
-            f"--model {request.model}: expected a model of {' or '.join(zoos)}, or file.py:factory; {near}{others}"
-        )
+        raise unknown_model(request, zoos, [name for zoo in zoos for name in zoo_names(zoo)])
     return {"name": request.model, "zoo": zoo} | weights
 
 
@@ -210,12 +187,10 @@ def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
     if asked in SETS:
         section = {"source": "torchvision", "name": asked, "root": "data", "download": True}
         return section | {"image_size": 32, "batch": 128, "augment": "crop_flip"}, []
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", asked) and not there.parent.exists():
+    if is_hub_name(asked):
         section = {"source": "huggingface", "name": asked, "download": True}
         return section | {"image_size": 32, "batch": 128, "augment": "crop_flip"}, []
-    raise UsageError(
-        f"--data {asked}: there is no such file or folder; expected {FORMS}; {nearest(asked, ['digits', *SETS])}"
-    )
+    raise unknown_data(asked)
 
 
 def _shown(recipe: Path, path: Path) -> str:

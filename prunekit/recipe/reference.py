@@ -218,10 +218,6 @@ def meanings(kind: Any) -> dict[str, str]:
     return found
 
 
-def _first_paragraph(kind: Any) -> str:
-    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
-
-
 def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         made = field.default_factory()
@@ -325,7 +321,8 @@ def _object_schema(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
             properties[name]["default"] = _default(known[name])
     required = [name for name in properties if _is_required(known[name])]
     further = False if beside_of(kind) is None else {"type": "number"}
-    schema = {"type": "object", "description": _first_paragraph(kind), "additionalProperties": further}
+    paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+    schema = {"type": "object", "description": paragraph, "additionalProperties": further}
     return schema | {"properties": properties} | ({"required": required} if required else {})
 
 

@@ -109,7 +109,8 @@ class _OriginVisitor:
                 continue
             seen[name] = self.at(key)
             self.keys.setdefault((*path, name), self.at(key))
-            if _is_empty(value):
+            # YAML places a value that is not there at the next token, often lines below its key.
+            if value.value == "" and value.start_mark.index == value.end_mark.index:
                 self.places.setdefault((*path, name), self.at(key))
             self.visit(value, (*path, name))
 
@@ -121,11 +122,6 @@ class _OriginVisitor:
 
 def _is_merge(pair: tuple[Node, Node]) -> bool:
     return bool(pair[0].tag == "tag:yaml.org,2002:merge")
-
-
-def _is_empty(node: Node) -> bool:
-    # YAML places a value that is not there at the next token, often lines below its key.
-    return bool(node.value == "" and node.start_mark.index == node.end_mark.index)
 
 
 def _syntax_problem(error: YAMLError, origin: Origin) -> Problem:

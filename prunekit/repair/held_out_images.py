@@ -44,7 +44,8 @@ def require_images(images: Tensor | Inputs) -> Inputs:
                 f"got {type(value).__name__}"
                 + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(value, list) else "")
             )
-    shapes = ", ".join(_shape(value) for value in values)
+    texts = (tuple(value.shape) if isinstance(value, Tensor) else f"a list of {len(value)}" for value in values)
+    shapes = ", ".join(map(str, texts))
     few = any((isinstance(value, Tensor) and not value.dim()) or len(value) < FEWEST_IMAGES for value in values)
     if few or (len(values) == 1 and isinstance(values[0], Tensor) and values[0].dim() < 2):  # as a sample alone has
         raise DataError(
@@ -58,10 +59,6 @@ def require_images(images: Tensor | Inputs) -> Inputs:
         if (first := _first_not_finite(value)) is not None:
             raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
     return inputs
-
-
-def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a list of {len(value)}"
 
 
 def _first_not_finite(value: Any) -> int | None:

@@ -132,7 +132,9 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
         said = unit(metrics, main)
         cell, points = _accuracy(masks, main, said), _points(before, masks, main, said)
         yield Row(f"{capital(title)} under the activation masks", of_pruned(cell), points)
-    yield Row(f"Test {what}", tuple((_whole(model.get("n_test")), "") for model in found), "")
+    counts = [model.get("n_test") for model in found]
+    texts = (f"{count:,}" if isinstance(count, int) else numbers.NOTHING for count in counts)
+    yield Row(f"Test {what}", tuple((text, "") for text in texts), "")
     for label, key, form in (
         ("MACs, one sample", "macs", numbers.count),
         ("Parameters", "params", numbers.count),
@@ -177,10 +179,6 @@ def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str, sai
 
 def _difference_unit(said: str) -> str:
     return "points" if said == "%" else said
-
-
-def _whole(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else numbers.NOTHING
 
 
 def comparison(metrics: Mapping[str, Any]) -> Table:

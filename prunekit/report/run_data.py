@@ -118,11 +118,8 @@ def read_run(folder: Path, *, whole: bool = True) -> Run:
         name: found(f"{name}.csv", partial(_table, columns=columns), None) for name, columns in COLUMNS.items()
     }
     read |= {name: found(file, _object, dict[str, Any]()) for name, file in OBJECTS.items()}
-    return Run(folder, recipe=found("recipe.yaml", _text, None), damaged=damaged, **read)
-
-
-def _text(path: Path) -> str | None:
-    return read_text(path) if path.exists() else None
+    recipe = found("recipe.yaml", lambda path: read_text(path) if path.exists() else None, None)
+    return Run(folder, recipe=recipe, damaged=damaged, **read)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
     items = (value.items() if isinstance(value, Mapping) else enumerate(value)) if parts else ()
     misfits = [(f"{path}[{key!r}]", item) for key, item in items if not _fits(inner, item)]
     found = [text for where, item in misfits for text in _problems(inner, item, where)]
-    yield from found or [f"{path}: expected {describe(hint, IN_PYTHON)}, got {_shown(value)}{_near(hint, value)}"]
+    yield from found or [
+        f"{path}: expected {describe(hint, IN_PYTHON)}, got {cut_short(repr(value))}{_near(hint, value)}"
+    ]
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -115,10 +117,6 @@ def _near(hint: Any, value: Any) -> str:
             names += [one for one in get_args(part) if isinstance(one, str)]
     hint_text = nearest(value, names) if names else ""
     return f"; {hint_text}" if hint_text.startswith("did you mean") or get_origin(hint) is Annotated else ""
-
-
-def _shown(value: Any) -> str:
-    return cut_short(repr(value))
 
 
 def describe(hint: Any, words: Mapping[Any, str], keys: Callable[[Any], Iterable[str]] | None = None) -> str:

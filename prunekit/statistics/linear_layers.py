@@ -358,7 +358,7 @@ class StackParts:
             index = call.argument(2 if call.name == "index_select" else 1, _PICKING[call.name])
             first = call.name == "__getitem__" or call.argument(1, "dim") == 0
             picked = first and given.numbers.dim() > 0 and isinstance(index, (Tensor, list))
-            numbers = given.numbers[_on_cpu(index)] if picked else None
+            numbers = given.numbers[index.cpu() if isinstance(index, Tensor) else index] if picked else None
         if numbers is not None and result.shape == (*numbers.shape, *call.args[0].shape[-2:]):
             found = given._replace(numbers=numbers)
             result._prunekit_part = (self._owner, result._version, found)  # type: ignore[attr-defined]
@@ -388,10 +388,6 @@ class StackParts:
             numbers = part.numbers.expand(max(len(inputs), len(weights)))[:, None].expand(-1, weights.shape[2])
             return Operands(weights, part.stack, part.name, None, part.swapped, numbers, COLUMNS)
         return None
-
-
-def _on_cpu(index: Any) -> Any:
-    return index.cpu() if isinstance(index, Tensor) else index
 
 
 def _viewed(value: Tensor, base: Tensor, known: StackPart | None) -> StackPart | None:

@@ -169,8 +169,16 @@ def test_options_and_overrides_reach_the_job(
 @pytest.mark.parametrize("command", ["finetune", "prune"])
 @pytest.mark.parametrize("resume", ["auto", "runs/small/20261122-074155"])
 def test_what_is_to_be_resumed_reaches_the_job(
-    finetune: Callable[..., None], recipe: str, command: str, resume: str
+    finetune: Callable[..., None],
+    recipe: str,
+    command: str,
+    resume: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / resume).mkdir(parents=True)
+    (tmp_path / resume / "status.json").write_text("{}")
     finetune("prune_job" if command == "prune" else command)
     result = run(command, recipe, "--resume", resume)
     assert (result.exit_code, result.stderr.splitlines()[0]) == (0, f"resume {resume}")

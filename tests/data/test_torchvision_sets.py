@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.library_datasets import SETS
 from prunekit.data.loader import batches
+from prunekit.data.roots import SETS
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import DataSettings

@@ -221,10 +221,6 @@ def _adopt(holder: nn.Module, path: str, parameter: nn.Parameter) -> None:
     holder.register_parameter(name, parameter)
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    return next(chain(module.parameters(), module.buffers()), None) is not None
-
-
 def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
     """Return what is left of a module: the children that it still calls, and all that have tensors."""
     made = ShorterModule(body.steps, body.result, type(module).__name__)
@@ -240,7 +236,7 @@ def _shorter(module: nn.Module, body: ModuleBody) -> nn.Module:
         elif kind not in ("add", "mul"):
             raise ValueError(f"{kind!r} is no step")
     for name, child in module._modules.items():
-        if name in called or (child is not None and _has_tensors(child)):
+        if name in called or (child is not None and any(True for _ in chain(child.parameters(), child.buffers()))):
             made._modules[name] = child
         else:
             made.gone = (*made.gone, name)

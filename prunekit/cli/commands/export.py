@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import ModelOptions, model_and_data, model_or_trained
+from prunekit.cli.models import ModelOptions, model_and_data, model_or_trained, require_targets
 from prunekit.cli.options import common_options, model_options, seed_option
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
+from prunekit.jobs.run.early_checks import require_format
 from prunekit.known_names import FORMATS
 
 if TYPE_CHECKING:
@@ -74,7 +75,10 @@ def export_command(
         raise UsageError(f"--output names one file, got {len(wanted)} formats: {', '.join(wanted)}; leave it out")
     if max_drop is not None and not int8:
         raise UsageError("--max-drop goes with --int8")
+    for format_name in wanted:
+        require_format(format_name)
     targets, _, job = model_and_data(arguments, data_recipe, options)
+    require_targets(targets, options)
     from prunekit.backends.files.export_source import ExportOptions
     from prunekit.jobs.stages.export_model import ExportRequest, require_exportable
     from prunekit.jobs.stages.quantize_export import export_target, require_quantizable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -10,6 +11,7 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain
+from prunekit.jobs.run.early_checks import AUTO, require_job, require_run
 from prunekit.utils.display import change, count, share, table
 
 if TYPE_CHECKING:
@@ -94,6 +96,9 @@ def run_recipe(
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
+    require_job(job, model=factory, data=data, optimizer=optimizer)
+    if resume not in (None, AUTO):
+        require_run(Path(resume))
     from prunekit.jobs.run.command_subject import Own
 
     own = Own(factory, data, optimizer)

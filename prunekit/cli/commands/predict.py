@@ -12,6 +12,7 @@ from prunekit.cli.models import ModelOptions, job_to_read, model_command, one_ta
 from prunekit.cli.options import is_recipe
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
+from prunekit.jobs.run.early_checks import require_images, require_trained
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Subject
@@ -43,6 +44,9 @@ def predict_command(
     if not inputs:
         raise UsageError(f"expected images: prunekit predict {model} photo.jpg, or a folder of images")
     refuse_idle_overrides([], [model], given.data)
+    named = not is_recipe(model) and not Path(model).exists() and given.zoo is None
+    require_trained(model, not named or given.weights is not None or given.factory is not None)
+    require_images(inputs)
     from prunekit.jobs.analyses.predict import predict_target
     from prunekit.utils.context import resolve_device
 

@@ -13,6 +13,7 @@ from prunekit.cli.groups import register_command
 from prunekit.cli.options import Zoo, common_options, split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
+from prunekit.recipe.draft_request import DraftRequest, require_known
 from prunekit.utils.display import table
 from prunekit.utils.files import write_text
 
@@ -166,10 +167,12 @@ def init_command(
     path = Path(files[0])
     refuse_present(path, force=force)
     console = Console(as_json)
-    from prunekit.recipe.draft import DraftRequest, write_draft
+    request = DraftRequest(model, data, zoo, weights, tuple(overrides))
+    require_known(request)
+    from prunekit.recipe.draft import write_draft
 
     with console.running():
-        made = write_draft(path, DraftRequest(model, data, zoo, weights, tuple(overrides)))
+        made = write_draft(path, request)
     run = shlex.join(made.command)
     lines = [f"Wrote {path}", *(f"  {note}" for note in made.notes), f"Try it: {run} --dry-run", f"Run it: {run}"]
     console.result({"path": str(path), "command": made.command, "notes": list(made.notes)}, "\n".join(lines))

@@ -62,7 +62,7 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @click.option("--view", type=click.Choice(["maps", "tokens", "bars"]), help="[default: what fits each layer]")
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
-@model_command("the pictures.  [default: features, for a run in its folder]", device=False)
+@model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
 def features_command(
     console: Console,
     given: ModelOptions,
@@ -112,7 +112,7 @@ def _features_text(result: dict[str, Any], folder: Path, pages: list[Path]) -> s
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @click.option("--layer", metavar="PATH", help="Another layer.  [default: the first that reads the image]")
 @click.option("--most", default=256, show_default=True, type=click.IntRange(min=0), help="Filters shown; 0: all.")
-@model_command("the picture.  [default: filters, for a run in its folder]", device=False)
+@model_command("the picture.  [default: filters, for a run in its folder]", runs=True, device=False)
 def filters_command(
     console: Console, given: ModelOptions, arguments: tuple[str, ...], layer: str | None, most: int, output: Path | None
 ) -> None:
@@ -162,7 +162,7 @@ def _map_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Call
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         default = next(iter(methods))
         for option in (
-            model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),
+            model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]", runs=True),
             click.option(
                 "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
             ),
@@ -314,7 +314,9 @@ def _own_options(function: Any) -> Any:
     type=click.FloatRange(0, 1, min_open=True),
     help="From which correlation, or cosine of weights, on a channel is redundant.",
 )
-@model_command("the page and its tables.  [default: histograms, for a run in its folder]", options=_own_options)
+@model_command(
+    "the page and its tables.  [default: histograms, for a run in its folder]", runs=True, options=_own_options
+)
 def histograms_command(
     console: Console,
     given: ModelOptions,

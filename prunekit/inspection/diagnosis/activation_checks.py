@@ -92,11 +92,12 @@ def constant_channels(observation: Observation) -> Iterator[Finding]:
         constant = layer.constant & free
         if constant.sum() >= max(1, CONSTANT * free.sum()):
             values, first = layer.mean[constant], np.flatnonzero(constant)[:8].tolist()
+            again = f" in call {key.call + 1} of a pass" if key.call else ""
             yield Finding(
                 key.module,
                 observation.place(key.module),
                 f"fewer than {CONSTANT:.0%} of the channels constant",
-                f"{constant.sum()} of {layer.channels} channels{_again(key.call)} never change, at {values.min():.3g} "
+                f"{constant.sum()} of {layer.channels} channels{again} never change, at {values.min():.3g} "
                 f"to {values.max():.3g}",
                 "look at its weights, and at values so large that what varies is rounded away",
                 {
@@ -130,10 +131,6 @@ def _passed_on(module: nn.Module, layer: LayerStats, given: LayerStats | None) -
     if alone and layer.channels % given.channels == 0:
         return np.repeat(given.constant, layer.channels // given.channels)
     return np.full(layer.channels, bool(given.constant.all()))
-
-
-def _again(call: int) -> str:
-    return f" in call {call + 1} of a pass" if call else ""
 
 
 @check("batchnorm_mode", "model")

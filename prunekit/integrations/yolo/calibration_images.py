@@ -35,7 +35,11 @@ def calibration_images(yolo: Model, data: Any, size: tuple[int, int], most: int,
     channels = channels_of(yolo.model)
     if isinstance(data, Tensor):
         found = _as_floats(data[:most])
-    elif isinstance(data, (str, Path)) or _is_list_of(data, (str, Path)) or _is_configuration(data):
+    elif (
+        isinstance(data, (str, Path))
+        or _is_list_of(data, (str, Path))
+        or (isinstance(data, Mapping) and "train" in data)
+    ):
         paths = image_files(data, classified=yolo.task == "classify")
         chosen = sorted(random.Random(seed).sample(range(len(paths)), min(most, len(paths))))
         found = _preprocessed(yolo, (_read(paths[index], channels) for index in chosen), size)
@@ -150,10 +154,6 @@ def _of_batches(data: Iterable[Any], most: int) -> Tensor:
 
 def _as_floats(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
-
-
-def _is_configuration(data: Any) -> bool:
-    return isinstance(data, Mapping) and "train" in data
 
 
 def _is_list_of(data: Any, kinds: type | tuple[type, ...]) -> bool:

@@ -18,6 +18,7 @@ from prunekit.data.local_files import image_files
 from prunekit.errors import DataError, ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
+from prunekit.jobs.run.early_checks import require_images, require_trained
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, logits, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened
@@ -235,8 +236,7 @@ def predict_target(
     """
     if top < 1 or batch < 1:
         raise UsageError(f"top, batch: expected at least 1, got {top} and {batch}")
-    if not target.trained:
-        raise ModelError(f"{target.name}: expected trained weights, but they are random; give --weights")
+    require_trained(target.name, target.trained)
     interface = target.interface or ModelInterface((), ())
     task = None if interface.task is None else get_task(interface.task)
     sizes: list[tuple[int, int]] = []
@@ -360,9 +360,7 @@ def _samples(
     if not images:
         raise UsageError("expected at least one image, got none")
     feed = target.preprocessing
-    missing = next((one for one in images if isinstance(one, Path) and not one.is_file()), None)
-    if missing is not None:
-        raise DataError(f"{missing}: expected an image file, and there is none")
+    require_images(one for one in images if isinstance(one, Path))
     return tuple(names), _read_images(feed, images, batch, sizes)
 
 

@@ -17,10 +17,9 @@ from torch import nn
 from prunekit.compaction.model_folder import load, save
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.data.loader import Batches, batches
-from prunekit.data.sources import missing_data
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, require_equal, share_tensors, wait_for_all
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import require_unfrozen
 from prunekit.jobs.run.command_subject import (
@@ -34,6 +33,7 @@ from prunekit.jobs.run.command_subject import (
     own_source,
     own_structure,
 )
+from prunekit.jobs.run.early_checks import require_files, require_own
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.measure.accuracy import Scores, evaluate
 from prunekit.models.interface import ModelInterface
@@ -42,7 +42,6 @@ from prunekit.models.zoo import (
     as_build,
     build_model,
     has_weights,
-    is_weights_file,
     load_factory,
     missing_weights,
     model_arguments,
@@ -283,17 +282,7 @@ def first_training(job: JobSettings) -> tuple[str, TrainSettings]:
 
 def require_sources(job: JobSettings, own: Own) -> None:
     """Raise if data or weights are missing, before anything is read or built."""
-    pairs = (
-        ("model.zoo", job.model.zoo, own.model, "--model", job.model.name),
-        ("data.source", job.data.source, own.data, "--data", None),
-    )
-    for key, value, reference, option, named in pairs:
-        if (value == "own") != (reference is not None):
-            given = f"{option} was not given" if reference is None else f"{option} is {reference}"
-            text = f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory"
-            if reference is None and is_reference(named):
-                text += f"; if you trust that code, add {option} {named}"
-            raise UsageError(text)
+    require_own(job, own.model, own.data)
     _require_source_of_task(job, own)
     asked = [settings.optimizer for settings in training_sections(job).values()]
     if own.optimizer is not None and "own" not in asked:
@@ -301,11 +290,7 @@ def require_sources(job: JobSettings, own: Own) -> None:
         raise UsageError(f"--optimizer is {own.optimizer}: {expected}, got {' and '.join(map(repr, asked))}")
     if job.model.zoo == "own" and job.model.arguments:
         raise UsageError("model.arguments: expected none, because the model's factory takes no arguments")
-    data, weights = missing_data(job.data), missing_weights(job.model)
-    # Weights that torchvision knows are downloaded, but not if the data is missing.
-    if data is not None or (weights is not None and (is_weights_file(job.model) or job.model.folder is not None)):
-        missing = [text for text in (data, weights) if text is not None]
-        raise DataError("\n  ".join([f"{len(missing)} things are missing:", *missing]) if missing[1:] else missing[0])
+    require_files(job, missing_weights(job.model))
 
 
 def _require_source_of_task(job: JobSettings, own: Own) -> None:

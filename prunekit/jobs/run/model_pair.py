@@ -21,7 +21,8 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_hooks import Layers, attention_weights
 from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
-from prunekit.jobs.run.subject_sources import MANIFEST, resolve
+from prunekit.jobs.run.early_checks import MANIFEST
+from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.plan import Plan, load_plan
@@ -139,11 +140,6 @@ def single_model(subject: Subject, job: JobSettings | None = None, own: Own = RE
     )
 
 
-def is_pruned(folder: Path) -> bool:
-    """Return whether a path is the folder of a run or of a model."""
-    return folder.is_dir() and any((folder / name).is_file() for name in (MANIFEST, f"model/{MANIFEST}", "status.json"))
-
-
 def model_folder(folder: Path) -> Path:
     """Return the model folder of a path: the path itself, or the folder `model` of a run."""
     if (folder / MANIFEST).is_file():
@@ -203,14 +199,11 @@ def _load_dense(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module
     dense = load_factory(factory) if factory is not None else build_dense(folder)
     tensors, _ = read_tensors(path, "the dense weights of the run (.safetensors)")
     shapes = {name: tensor.shape for name, tensor in named_tensors(dense)}
-    wrong = sorted(name for name in shapes.keys() | tensors.keys() if _shape(tensors, name) != shapes.get(name))
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = sorted(name for name in shapes.keys() | found.keys() if found.get(name) != shapes.get(name))
     if wrong:
         raise ArtifactError(f"{path}: does not belong to this dense model: {', '.join(wrong[:3])} differ")
     return set_mode(with_tensors(dense, tensors), False), ()
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:
-    return tensors[name].shape if name in tensors else None
 
 
 def _rows(manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Mask]:

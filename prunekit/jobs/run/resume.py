@@ -21,9 +21,10 @@ from prunekit.distributed.process_group import main_process_only, size
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.hooks.model_copy import copied, named_tensors
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, own_source
+from prunekit.jobs.run.early_checks import AUTO, require_run
 from prunekit.jobs.run.job_subject import JobSubject, code_of_job
 from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, weights_digest
-from prunekit.models.zoo import is_weights_file
+from prunekit.models.names import is_weights_file
 from prunekit.planning.plan import load_plan
 from prunekit.pruning.latency_budget_search import time_binds
 from prunekit.pruning.latency_target import Attempt
@@ -40,7 +41,6 @@ from prunekit.utils.state_folders import differences, read_state, write_state
 from prunekit.utils.tensors import require_same_kind
 from prunekit.utils.user_code import absolute_reference, is_reference
 
-AUTO = "auto"
 IDENTITY = "run.json"
 """File in the folder `resume` of a run with what only the same job has; see `identity_of`."""
 
@@ -67,9 +67,8 @@ def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) 
 
 
 def _named(folder: Path, identity: Mapping[str, Any]) -> Path:
+    require_run(folder)
     status = _status(folder)
-    if not status:
-        raise ResumeError(f"{folder}: expected the folder of a run, with a status.json, or 'auto'; found none")
     if status.get("state") == "finished":
         raise ResumeError(f"{folder}: the run has finished; there is nothing to resume")
     if alive(status):

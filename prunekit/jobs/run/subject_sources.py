@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from prunekit.backends.files.exported_model import is_exported, open_exported
 from prunekit.compaction.model_folder import folder_interface, load, read_manifest
-from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reraise_shortage
+from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_shortage
 from prunekit.jobs.run.command_subject import Own, Subject
+from prunekit.jobs.run.early_checks import MANIFEST, require_model_folder
 from prunekit.jobs.run.job_subject import job_subject, own_build
 from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
+from prunekit.models.names import zoo_of
 from prunekit.models.state_dicts import load_weights
 from prunekit.models.zoo import (
-    ZOOS,
     as_build,
     build_model,
     image_shape,
@@ -26,7 +27,6 @@ from prunekit.models.zoo import (
     load_factory,
     load_with_example,
     published,
-    zoo_names,
 )
 from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.job import JobSettings
@@ -34,8 +34,6 @@ from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.utils.context import seeded
 from prunekit.utils.inputs import MASK, InputSpec, described, zeros_of
 from prunekit.utils.tensors import gather
-
-MANIFEST = "prunekit.json"
 
 
 def resolve(
@@ -79,7 +77,7 @@ def resolve(
         if Path(target).exists():
             _forbid_weights(weights, "a model folder", "it holds its own")
             return _from_folder(Path(target), factory, shape)
-        return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
+        return _from_zoo(ModelSettings(str(target), zoo_of(str(target)), weights=weights), shape)
 
 
 def exported_target(path: Path, shape: tuple[int, ...] | None = None, *, allow_code: bool = False) -> Subject:
@@ -116,14 +114,6 @@ def folder_model(
     inputs = None if shape else _noted_inputs(folder, manifest)
     model, interface = load(folder, dense), folder_interface(folder)
     return Subject(model, str(folder), shape or _noted_shape(folder, manifest), inputs=inputs, interface=interface)
-
-
-def require_model_folder(folder: Path) -> None:
-    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant."""
-    if not (folder / MANIFEST).is_file():
-        inside = folder / "model"
-        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
-        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
 
 
 def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -163,23 +153,6 @@ def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> Subject
     return Subject(
         model, settings.name, shape, trained=settings.weights is not None, interface=known, build=as_build(settings)
     )
-
-
-def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:
-    zoo = next((zoo for zoo in ZOOS if name in zoo_names(zoo)), None)
-    if zoo is None:
-        raise ModelError(
-            f"{name!r}: expected a recipe, a model folder, or the name of a torchvision or CIFAR model; {_hint(name)}"
-        )
-    return zoo
-
-
-def _hint(name: str) -> str:
-    if ".py" in name:
-        return "give your own model as --model file.py:factory"
-    names = nearest(name, [known for zoo in ZOOS for known in zoo_names(zoo)])
-    # If no name is near, it was a path: a list of model names would not help.
-    return names if names.startswith("did you mean") else "there is no such file, folder or model"
 
 
 def _from_factory(

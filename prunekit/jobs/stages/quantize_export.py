@@ -107,7 +107,8 @@ def quantize_export(
     require_calibration(target)
     data = list(_calibration(target, exported.interface, settings))
     score = None if target.splits is None else partial(_validation_merit, kind, exported.interface, target)
-    log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, sum(map(_count, data)))} samples")
+    count = sum(max((len(array) for array in batch.values() if array.ndim), default=1) for batch in data)
+    log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, count)} samples")
     with folder_beside(path) as beside_it:
         aside = beside_it / "written"
         aside.mkdir()
@@ -134,10 +135,6 @@ def quantize_export(
     figures = found.as_dict() | {"path": str(path), "speedup": beside}
     size, notes, interface = bytes_written, tuple(found.notes), exported.interface
     return Exported(path, kind.format, size, (), real, scores, latency, interface, notes, figures)
-
-
-def _count(batch: Mapping[str, Any]) -> int:
-    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 def _calibration(

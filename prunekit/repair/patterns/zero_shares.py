@@ -39,7 +39,8 @@ def uniform_shares(layers: PatternLayers, settings: PatternSettings) -> dict[str
     free = sum(layer.size for layer in layers.layers if layer.zeros is None)
     rest = settings.zeros
     if settings.kept_of is None and free:
-        rest = (settings.zeros * layers.size - _fixed(layers)) / free
+        fixed = sum(layer.zeros * layer.size for layer in layers.layers if layer.zeros is not None)
+        rest = (settings.zeros * layers.size - fixed) / free
     return {layer.weight: rest if layer.zeros is None else layer.zeros for layer in layers.layers}
 
 
@@ -84,10 +85,6 @@ def shares_by_error(
     if not curves:
         return uniform_shares(layers, settings)
     return _equal_slopes(layers, curves, settings)
-
-
-def _fixed(layers: PatternLayers) -> float:
-    return sum(layer.zeros * layer.size for layer in layers.layers if layer.zeros is not None)
 
 
 def _equal_slopes(layers: PatternLayers, curves: Mapping[str, Tensor], settings: PatternSettings) -> dict[str, float]:

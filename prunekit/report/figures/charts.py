@@ -284,7 +284,7 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
         of_channels = changes[changes["resource"] != "weights"]
         what = "weights" if of_channels.empty else "channels"
         once = (changes if of_channels.empty else of_channels).drop_duplicates("step")
-        width = 0.7 * _closest(once["epoch"])
+        width = 0.7 * (float(np.diff(once["epoch"]).min()) if len(once) > 1 else 0.5)  # of the smallest distance
         channels.bar(once["epoch"], once["pruned"], width, color="#e5a13d", label="pruned")
         channels.bar(once["epoch"], -once["regrown"], width, color=COLORS["pruned"], label="came back")
         channels.axhline(0, color=GRAY, linewidth=0.7)
@@ -308,11 +308,6 @@ def _timeline(summary: Mapping[str, Any]) -> Timeline:
 
     settings = ScheduleSettings(**summary["settings"])
     return timeline(settings, epochs=summary["epochs"], steps=summary["steps_per_epoch"])
-
-
-def _closest(epochs: pd.Series) -> float:
-    """Return the smallest distance between two changes, of which the bars take a part."""
-    return float(np.diff(epochs).min()) if len(epochs) > 1 else 0.5
 
 
 def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
