@@ -42,7 +42,7 @@ class PrunekitError(Exception):
         ...     pk.prune(model, x, macs=50)
         ... except pk.PrunekitError as error:
         ...     print(type(error).__name__, error, sep=": ")
-        UsageError: macs: expected a share above 0 and at most 1, got 50
+        UsageError: macs: expected a share above 0 and at most 1, got 50; did you mean 0.5?
     """
 
     exit_code = 1
@@ -187,6 +187,12 @@ def is_of_torchscript(error: BaseException) -> bool:
 def cut_short(text: str) -> str:
     """Return a text of at most 60 characters, cut off if it is longer."""
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def share_meant(value: object) -> str:
+    """Return the share that a percentage stands for, as "; did you mean 0.5?"; empty for what is none."""
+    percent = isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value <= 100
+    return f"; did you mean {value / 100:g}?" if percent else ""  # type: ignore[operator]
 
 
 def nearest(name: str, allowed: Iterable[str], *, count: int = 3) -> str:

@@ -5,7 +5,6 @@ The objects themselves are not imported. Types of settings that several modules 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any, Literal
 
@@ -14,66 +13,24 @@ from annotated_types import Ge, Gt
 from prunekit.utils.registry import Registered, Registry
 
 
-def _lazily(place: str) -> Callable[[str, Any], Any]:
-    """Return a function of a module that is imported when it is called."""
-    module, _, name = place.rpartition(".")
-    return lambda reference, found: getattr(import_module(module), name)(reference, found)
+def _registry(name: str, plural: str, room: str, accept: str, also: str = "", kind: str = "") -> Registry[Any]:
+    """Return the registry of a room; the function `accept` is imported when it is called."""
+
+    def accepted(reference: str, found: Any) -> Any:
+        module, _, function = f"prunekit.{accept}".rpartition(".")
+        return getattr(import_module(module), function)(reference, found)
+
+    return Registry(kind or name, plural, f"prunekit.{room}", f"register_{name}", accepted, also)
 
 
-BUDGETS: Registry[Any] = Registry(
-    "budget",
-    "budgets",
-    "prunekit.planning.budgets",
-    "register_budget",
-    _lazily("prunekit.planning.budgets.budget.accept"),
-)
-CRITERIA: Registry[Any] = Registry(
-    "criterion",
-    "criteria",
-    "prunekit.criteria",
-    "register_criterion",
-    _lazily("prunekit.criteria.criterion.accept"),
-)
-SECTIONS: Registry[Any] = Registry(
-    "report section",
-    "sections",
-    "prunekit.report.sections",
-    "register_section",
-    _lazily("prunekit.report.sections.section.accept"),
-)
-TASKS: Registry[Any] = Registry(
-    "task", "tasks", "prunekit.tasks", "register_task", _lazily("prunekit.tasks.task.accept")
-)
-RUNTIMES: Registry[Any] = Registry(
-    "runtime",
-    "runtimes",
-    "prunekit.backends",
-    "register_runtime",
-    _lazily("prunekit.backends.backend.accept_runtime"),
-    "register_backend",
-)
-COMMANDS: Registry[Any] = Registry(
-    "command",
-    "commands",
-    "prunekit.cli.commands",
-    "register_command",
-    _lazily("prunekit.cli.groups.accept"),
-)
-SUBSTITUTES: Registry[Any] = Registry(
-    "substitute",
-    "substitutes",
-    "prunekit.models",
-    "register_substitute",
-    _lazily("prunekit.channels.tracing.substitutes.accept"),
-)
-FORMATS: Registry[Any] = Registry(
-    "format",
-    "formats",
-    "prunekit.backends",
-    "register_format",
-    _lazily("prunekit.backends.backend.accept_format"),
-    "register_backend",
-)
+BUDGETS = _registry("budget", "budgets", "planning.budgets", "planning.budgets.budget.accept")
+CRITERIA = _registry("criterion", "criteria", "criteria", "criteria.criterion.accept")
+SECTIONS = _registry("section", "sections", "report.sections", "report.sections.section.accept", kind="report section")
+TASKS = _registry("task", "tasks", "tasks", "tasks.task.accept")
+RUNTIMES = _registry("runtime", "runtimes", "backends", "backends.backend.accept_runtime", "register_backend")
+COMMANDS = _registry("command", "commands", "cli.commands", "cli.groups.accept")
+SUBSTITUTES = _registry("substitute", "substitutes", "models", "channels.tracing.substitutes.accept")
+FORMATS = _registry("format", "formats", "backends", "backends.backend.accept_format", "register_backend")
 
 
 Count = Annotated[int, Ge(0)]

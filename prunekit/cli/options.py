@@ -93,6 +93,19 @@ class _Zoos(click.Choice[str]):
         return f"[{'|'.join([*get_args(Zoo), 'python:MODULE:FACTORY'])}]"
 
 
+def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*([x,][1-9]\d*)+", value):
+        raise click.BadParameter(f"expected sizes with the batch first, such as 1x3x224x224, got {value!r}")
+    return tuple(map(int, re.split("[x,]", value)))
+
+
+input_shape_option = click.option(
+    "--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."
+)
+
+
 def model_options(function: Decorated, *, images: bool = False) -> Decorated:
     """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
     zoos = _Zoos(get_args(Zoo))
@@ -101,7 +114,7 @@ def model_options(function: Decorated, *, images: bool = False) -> Decorated:
         task_option,
         images_option if images else data_option,
         click.option("--zoo", type=zoos, help=ZOO),
-        click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
+        input_shape_option,
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
         own_model_option,
     ):
@@ -171,14 +184,6 @@ def recipe_command(output: str = RUNS, *, device: bool = True) -> Callable[[Call
         return run
 
     return decorate
-
-
-def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not re.fullmatch(r"[1-9]\d*([x,][1-9]\d*)+", value):
-        raise click.BadParameter(f"expected sizes with the batch first, such as 1x3x224x224, got {value!r}")
-    return tuple(map(int, re.split("[x,]", value)))
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -238,6 +238,10 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
     if not path.is_file():
         alone = (Path(folder) / "plan.json").is_file()
         hint = f"; this is a plan, which prunekit.load_plan({str(folder)!r}) reads" if alone else ""
+        if path.parent.is_file():
+            hint = (
+                "; this is a file: build its model, and give it its weights by model.load_state_dict(torch.load(path))"
+            )
         if left := replaced(Path(folder)):
             hint = f"; a process that was killed while it replaced it left it as {left[0].name!r}: rename that"
         raise ArtifactError(

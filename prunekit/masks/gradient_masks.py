@@ -107,9 +107,9 @@ class GradientMasks(HookOwner):
     def _unhooked_modules(self) -> set[str]:
         """Return channelwise modules whose inputs all come from modules with hooks on their outputs."""
         chart = self._plan.channel_map
-        channelwise = {
-            path for path, (mod, _) in self._masked.items() if path not in chart.norms and _is_channelwise(mod)
-        }
+        leaves = {path: mod for path, (mod, _) in self._masked.items() if not any(True for _ in mod.children())}
+        vectors = {path for path, mod in leaves.items() if all(one.ndim == 1 for one in mod.parameters())}
+        channelwise = vectors - chart.norms.keys()  # all their parameters are one number for each channel
         others = self._masked.keys() - channelwise
         made = [labels for (path, side, _), labels in chart.activations.items() if side == "output" and path in others]
         known = np.unique(np.concatenate([np.zeros(1, np.int64), *made]))  # 0: locked
@@ -137,11 +137,6 @@ class GradientMasks(HookOwner):
         watch()
         # load_state_dict(assign=True) puts other parameters in the place of those that are hooked
         self.own(nn.Module.register_load_state_dict_post_hook(module, OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
-
-
-def _is_channelwise(module: nn.Module) -> bool:
-    """Return whether all parameters of a module are one number for each channel."""
-    return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
 
 
 def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:

@@ -212,8 +212,9 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     model = _section(values, "model")
     if not model or model.get("zoo") == "own":  # whose factory may load weights itself
         return
-    if model.get("zoo") == "hf" and _is_folder(model.get("name")):
-        return
+    name = model.get("name")
+    if model.get("zoo") == "hf" and isinstance(name, str) and ModelSettings(name, "hf").folder is not None:
+        return  # a folder of transformers has its weights
     if model.get("weights") is None and values.get("baseline") is None:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
@@ -225,11 +226,6 @@ def _head(values: Mapping[str, Any]) -> Iterator[Finding]:
     if model.get("head") is not None and zoo != "hf":
         text = f"expected nothing, because model.zoo is {show(zoo)}, got {show(model['head'])}; it goes with 'hf'"
         yield ("model", "head"), text
-
-
-def _is_folder(name: Any) -> bool:
-    """Return whether a model of transformers is named by its folder, which has its weights."""
-    return isinstance(name, str) and ModelSettings(name, "hf").folder is not None
 
 
 def _training(values: Mapping[str, Any]) -> Iterator[Finding]:

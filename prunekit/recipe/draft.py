@@ -84,6 +84,7 @@ def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str])
     """Read the data and build the model, with the first image size that the model takes, which is set."""
     data = values["data"]
     sizes = [None] if "image_size" not in data else list(dict.fromkeys([data["image_size"], 224, 299]))
+    sizes = sizes if request.input_shape is None else sizes[:1]
     refused: list[ModelError] = []
     for size in sizes:
         if size is not None:
@@ -101,9 +102,12 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
     model = _model(path, request)
     data, notes = _data(path, request.data)
     if request.own[0] is not None and request.weights is None:
-        notes.append(f"{request.model}: it is pruned with its own weights; a section `baseline` trains it")
-    if model.get("zoo") == "cifar" and "image_size" in data:
-        data["image_size"] = 32
+        notes.append(f"{request.model} is pruned as it is built; without its #, `baseline` below trains it")
+    if "image_size" in data:
+        sizes = (32,) if model.get("zoo") == "cifar" else (data["image_size"],)
+        data["image_size"] = (request.input_shape or sizes)[-1]
+    elif request.input_shape is not None:
+        raise UsageError(f"--input-shape goes with images: {request.data} says itself what an input is")
     textual = data["source"] == "text"
     values: dict[str, Any] = {"name": name} | ({"task": _text_task(model)} if textual else {})
     values |= {"model": model, "data": data}
@@ -303,6 +307,10 @@ def _text(values: Mapping[str, Any], command: list[str], notes: Sequence[str]) -
     lines += [f"#   {shlex.join(command)} --dry-run   # shows the plan; trains nothing", f"#   {shlex.join(command)}"]
     for key, value in values.items():
         lines += ["", *_entry((key,), value)]
+        if key == "model" and value.get("zoo") == "own" and "weights" not in value and "baseline" not in values:
+            rates = {"epochs": 2, "lr": 0.02} | (values.get("finetune") or {})
+            trained = rates | {"epochs": 3 * rates["epochs"], "lr": 2.5 * rates["lr"]}
+            lines += ["", *(f"# {line}" for line in _entry(("baseline",), trained))]  # to be uncommented
     return "\n".join(lines) + "\n"
 
 

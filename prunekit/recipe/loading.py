@@ -21,6 +21,7 @@ from prunekit.recipe.keys import allows, choices, describe, hint_at, key_path, k
 from prunekit.recipe.yaml_positions import Document, KeyPath, Origin, Problem, parse
 from prunekit.settings.job import JobSettings, dump, yaml_value
 from prunekit.settings.pruning import facts_without_code, other_budgets
+from prunekit.settings.validation import meant_at
 from prunekit.utils.files import StrPath
 from prunekit.utils.registry import MappingKey, registered_names, replaced_at
 from prunekit.utils.user_code import ForbiddenReference, from_file, is_reference
@@ -99,17 +100,12 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
         _validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder
     )
     for key, name, _ in registered_names(JobSettings, job):
-        at = _in_recipe(key)
+        at = (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key  # as recipes have it
         if is_reference(name) and (place := _place(document, at)).line:
             there = _reference(name, folder)
             named = from_file(there, f"{place}: {'.'.join(map(str, at))}") if refused else there
             job = replaced_at(job, key, named)
     return job
-
-
-def _in_recipe(key: KeyPath) -> KeyPath:
-    """Return the key path in a recipe of a key path in settings, which differ for budgets of registries."""
-    return (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key
 
 
 def _place(document: Document, path: KeyPath) -> Origin:
@@ -268,7 +264,8 @@ def _wrong_value(path: KeyPath, missing: bool, values: Any) -> str:
         return f"{expected}, got nothing; this key is required"
     value = _value_at(path, values)
     hint = nearest(str(value), choices(path)) if choices(path) else ""
-    return f"{expected}, got {show(value)}" + (f"; {hint}" if hint.startswith("did you mean") else "")
+    meant = f"; {hint}" if hint.startswith("did you mean") else meant_at(hint_at(path), value)
+    return f"{expected}, got {show(value)}{meant}"
 
 
 def _error(problems: Iterable[Problem], name: str) -> RecipeError:

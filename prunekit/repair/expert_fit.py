@@ -64,7 +64,9 @@ class StackFitter:
         for number in numbers.nonzero().flatten().tolist() if not bool(columns.all()) else []:
             matrix, judge = weight[number, rows], held.grams[number][:-1, :-1]
             change = without_columns(matrix, fitted.grams[number], columns, biased=False)[:, :-1]
-            errors = [_errors(each, judge) / spread[number, rows] for each in (matrix * ~columns, change)]
+            tried = matrix * ~columns, change  # without a fit, and with it
+            squares = [((each @ judge) * each).sum(1).clamp(min=0) for each in tried]  # mean squared errors, (o,)
+            errors = [each / spread[number, rows] for each in squares]
             lower = float(errors[1].sum()) < float(errors[0].sum())
             before += float(errors[0].sum()) / int(rows.sum())
             after += float(errors[lower].sum()) / int(rows.sum())
@@ -84,8 +86,3 @@ class StackFitter:
         kept = torch.zeros(self._plan.channel_map.shapes[name][axis], dtype=torch.bool)
         kept[torch.from_numpy(self._plan.kept(name, axis))] = True
         return kept.to(self._dense[name].device)
-
-
-def _errors(change: Tensor, gram: Tensor) -> Tensor:
-    """Return the mean squared change of each output by a change of a matrix, (o,)."""
-    return ((change @ gram) * change).sum(1).clamp(min=0)

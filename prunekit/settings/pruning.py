@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from prunekit.errors import UsageError
+from prunekit.errors import UsageError, share_meant
 from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveFloat, PositiveInt, RuntimeName
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.validation import Checked
@@ -59,7 +59,7 @@ class BudgetFacts:
         if number and above < value <= most and value < math.inf:  # type: ignore[operator]
             return None
         if self.share and not self.least:
-            return f"expected a share above {above} and at most {most}, got {value!r}"
+            return f"expected a share above {above} and at most {most}, got {value!r}{share_meant(value)}"
         figure = self.figure or f"number of {self.unit}".removesuffix(" of ")
         return f"expected a {figure} above {above}, got {value!r}"
 
@@ -158,7 +158,7 @@ class BudgetSettings:
         {'macs': 0.5, 'size_mb': 10}
         >>> pk.BudgetSettings(macs=50)
         Traceback (most recent call last):
-        prunekit.errors.UsageError: macs: expected a share above 0 and at most 1, got 50
+        prunekit.errors.UsageError: macs: expected a share above 0 and at most 1, got 50; did you mean 0.5?
     """
 
     channels: Share | None = None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-from prunekit.errors import SettingsError, cut_short, nearest
+from prunekit.errors import SettingsError, cut_short, nearest, share_meant
 from prunekit.utils.registry import Registered, field_hints
 from prunekit.utils.user_code import is_reference
 
@@ -108,7 +108,7 @@ def _near(hint: Any, value: Any) -> str:
     if callable(value) and any(isinstance(one, Registered) for part in parts for one in get_args(part)):
         return "; register it under a name first, by prunekit.register_..., and give the name"
     if not isinstance(value, str):
-        return ""
+        return meant_at(hint, value)
     names: list[str] = []
     for part in parts:
         if get_origin(part) is Annotated:
@@ -117,6 +117,11 @@ def _near(hint: Any, value: Any) -> str:
             names += [one for one in get_args(part) if isinstance(one, str)]
     hint_text = nearest(value, names) if names else ""
     return f"; {hint_text}" if hint_text.startswith("did you mean") or get_origin(hint) is Annotated else ""
+
+
+def meant_at(hint: Any, value: Any) -> str:
+    """Return the share that was meant where a number is too large and its hundredth fits; may be empty."""
+    return share_meant(value) if isinstance(value, (int, float)) and _fits(hint, value / 100) else ""
 
 
 def describe(hint: Any, words: Mapping[Any, str], keys: Callable[[Any], Iterable[str]] | None = None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from operator import length_hint
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -124,12 +125,12 @@ class ModelBatches:
             alone = PaddedTexts() if MASK in parameter_names(model) else default_collate
             collate = alone if task is None else task.collate
             return samples_in_batches(model, data, names, self.where, self.size, self.count, collate)
-        if isinstance(data, (Tensor, str, nn.Module)) or not (
-            hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-        ):
+        kinds = (Tensor, str, PathLike, nn.Module)
+        if isinstance(data, kinds) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+            folder = "; a folder of images is read by torchvision.datasets.ImageFolder(folder, transform=...)"
             raise DataError(
                 f"{self.where}: expected a tensor or a mapping of tensors with all samples, a data set, or batches, "
-                f"such as a DataLoader; got {described(data)}"
+                f"such as a DataLoader; got {described(data)}{folder if isinstance(data, (str, PathLike)) else ''}"
             )
         return data if task is not None else batches_among(model, data, self.where, self.size)
 

@@ -93,8 +93,9 @@ def test_a_run_of_another_recipe_is_refused(left: Path, changes: dict[str, Any],
     assert sorted(left.parents[1].rglob("*")) == before
     said = go_on(left, "auto", **changes)
     assert said[0].startswith("resume: no run of this recipe")
-    assert said[1].startswith("run: ")
-    assert str(left) not in said[1]
+    assert said[1].startswith(f"resume: {left} is unfinished, and was started otherwise: {expected[0]}")
+    assert said[2].startswith("run: ")
+    assert str(left) not in said[2]
 
 
 @pytest.mark.slow

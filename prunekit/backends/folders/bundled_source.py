@@ -81,13 +81,10 @@ def module_at(model: nn.Module, path: str, name: str = "model") -> str:
 def _step(parent: nn.Module, part: str) -> str:
     if isinstance(parent, nn.ModuleDict):
         return f"[{part!r}]"
-    if isinstance(parent, (nn.Sequential, nn.ModuleList)) and list(parent._modules)[_index(part) :][:1] == [part]:
+    listed = part.isdecimal() and isinstance(parent, (nn.Sequential, nn.ModuleList))
+    if listed and list(parent._modules)[int(part) :][:1] == [part]:
         return f"[{part}]"
     return f".{part}" if is_name(part) else f".get_submodule({part!r})"
-
-
-def _index(part: str) -> int:
-    return int(part) if part.isdecimal() else 1 << 30
 
 
 def is_name(text: str) -> bool:

@@ -176,14 +176,10 @@ def _where_free(heads: Labels, positions: Labels, on_axes: Labels) -> Labels:
     together.new(2 * heads.size)
     together.merge(a, b + heads.size)
     which = together.find(a)
-    n_heads, n_positions = (_classes(which, classes, heads.size) for classes in (a, b))
+    size = heads.size
+    n_heads, n_positions = (np.bincount(np.unique(which * size + one) // size, minlength=size) for one in (a, b))
     n_pairs = np.bincount(which, minlength=heads.size)
     complete = (n_positions > 1) & (n_heads * n_positions == n_pairs)
     free[b[complete[which]]] = True
     free[0] = False
     return np.where(free[positions], positions, 0)
-
-
-def _classes(which: Labels, classes: Labels, size: int) -> Labels:
-    """Return the number of classes of each component, (size,)."""
-    return np.bincount(np.unique(which * size + classes) // size, minlength=size)

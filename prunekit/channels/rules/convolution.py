@@ -128,7 +128,9 @@ def _by_columns(
     flow: LabelFlow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
 ) -> Labels | None:
     """Couple the same columns of all groups, or leave it to a constraint, and return the labels of the output."""
-    if x is not None and first is not None and second is not None and not transposed and _remembers_groups(flow):
+    # Of a module of torch the number of groups can be set.
+    sets = flow.model is not None and isinstance(flow.model.get_submodule(flow.module), _ConvNd)
+    if x is not None and first is not None and second is not None and not transposed and sets:
         flow.constraints.append(Grouped(x.reshape(groups, -1), first.reshape(groups, -1), second, flow.module))
         return first
     columns = None if x is None else flow.union.tie(x.reshape(groups, -1), [0]).reshape(-1)
@@ -139,8 +141,3 @@ def _by_columns(
         return None if second is None else np.tile(second, groups)
     flow.join(columns, second, FIXED_PARTNER)
     return first
-
-
-def _remembers_groups(flow: LabelFlow) -> bool:
-    """Return whether the running module is torch's, whose number of groups can be set."""
-    return flow.model is not None and isinstance(flow.model.get_submodule(flow.module), _ConvNd)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.options import Zoo, common_options, split_overrides
+from prunekit.cli.options import Zoo, common_options, input_shape_option, split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.recipe.draft_request import DraftRequest, require_known
@@ -148,10 +148,18 @@ def refuse_present(path: Path, *, force: bool) -> None:
     "--zoo", type=click.Choice(get_args(Zoo)), help="The zoo of the model.  [default: torchvision, else cifar]"
 )
 @click.option("--weights", metavar="FILE|NAME", help="Of the dense model.  [default: it is trained first]")
+@input_shape_option
 @force_option
 @common_options
 def init_command(
-    arguments: tuple[str, ...], model: str, data: str, zoo: str | None, weights: str | None, force: bool, as_json: bool
+    arguments: tuple[str, ...],
+    model: str,
+    data: str,
+    zoo: str | None,
+    weights: str | None,
+    input_shape: tuple[int, ...] | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Look at a model and a data set, and write a recipe that prunes one on the other, with a comment at each key.
 
@@ -167,7 +175,7 @@ def init_command(
     path = Path(files[0])
     refuse_present(path, force=force)
     console = Console(as_json)
-    request = DraftRequest(model, data, zoo, weights, tuple(overrides))
+    request = DraftRequest(model, data, zoo, weights, tuple(overrides), input_shape)
     require_known(request)
     from prunekit.recipe.draft import write_draft
 

@@ -224,7 +224,9 @@ def bench_targets(
     places = devices("cpu" if files and device == "auto" else device, settings)
     targets = _with_inputs(targets)
     _same_inputs(targets)
-    models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
+    names = [target.name for target in targets]
+    twice = [f" ({names[:i].count(name) + 1})" * (names.count(name) > 1) for i, name in enumerate(names)]
+    models = {f"{name}{number}": target for name, number, target in zip(names, twice, targets, strict=True)}
     for target in targets:
         target.probe()
     measured = {name: target.model for name, target in models.items()}
@@ -297,8 +299,3 @@ def _taken(target: Subject, named: bool) -> str:
         + "x".join(map(str, spec.shape[1:]))
         for spec in found
     )
-
-
-def _unique(names: Sequence[str]) -> list[str]:
-    """Return names with numbers where they are equal, as a model may be timed against itself."""
-    return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]

@@ -54,8 +54,11 @@ def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) 
     """
     if asked != AUTO:
         return _named(Path(asked), identity)
+    others = []
     for folder, there in _unfinished(runs):
-        if list(differences(there.get("recipe"), identity["recipe"])) or there.get("command") != identity["command"]:
+        then, now = ({key: one.get(key) for key in ("command", "recipe")} for one in (there, identity))
+        if changed := list(differences(then, now)):
+            others.append(f"{folder} is unfinished, and was started otherwise: {'; '.join(changed[:4])}")
             continue
         if alive(_status(folder)):
             log(f"resume: {folder} is of this recipe, and still runs")
@@ -63,6 +66,8 @@ def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) 
         require_same(folder, there, identity)
         return folder
     log(f"resume: no run of this recipe in {runs} is left unfinished; starting a new one")
+    for text in others[:1]:  # the newest
+        log(f"resume: {text}; to go on with it, repeat what it was started with")
     return None
 
 

@@ -104,11 +104,8 @@ def with_larger_batch(
 def mask_hooks(model: nn.Module) -> int:
     """Return the number of hooks of prunekit's and torch's masks, which run with every forward pass."""
     tables = (module._forward_pre_hooks | module._forward_hooks for module in model.modules())
-    return sum(_is_mask(hook) for table in tables for hook in table.values())
-
-
-def _is_mask(hook: object) -> bool:
-    return isinstance(hook, torch_prune.BasePruningMethod) or (is_ours(hook) and not is_inert(hook))
+    hooks = [hook for table in tables for hook in table.values()]
+    return sum(isinstance(one, torch_prune.BasePruningMethod) or (is_ours(one) and not is_inert(one)) for one in hooks)
 
 
 def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> PairedTiming:

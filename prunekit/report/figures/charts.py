@@ -211,7 +211,8 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
         kind = "cross entropy" if score in LABELS else "loss"
         loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel=kind)
         reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent" if unit == "%" else unit or label)
-        if _wide(history[["train_loss", "validation_loss"]]):
+        losses = history[["train_loss", "validation_loss"]]
+        if losses.min().min() > 0 and losses.max().max() > 50 * losses.min().min():  # small ones would lie on the axis
             loss.set_yscale("log")
             # The default labels are mathematics, which an SVG that keeps its text as text shows as source.
             loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -222,11 +223,6 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         reached.legend(loc="lower right")
         return stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
-
-
-def _wide(losses: pd.DataFrame) -> bool:
-    """Return whether positive losses differ so much that small ones would lie on the axis."""
-    return bool(losses.min().min() > 0 and losses.max().max() > 50 * losses.min().min())
 
 
 def latencies(samples: pd.DataFrame) -> Markup:

@@ -70,7 +70,9 @@ def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         score=score,
         intervals=" ".join(dict.fromkeys(filter(None, (intervals(side.run.metrics) for side in found)))),
         figure=pareto(panels, score, units) if panels else None,
-        fronts=[(panel[0], _fronts(panel)) for panel in panels],
+        fronts=[
+            (panel[0], [", ".join(one.label for one in best) for best in fronts(panel[2]) if best]) for panel in panels
+        ],
         left_out=max(0, len(panels) - MAX_PANELS),
         links={side.letter: linked(side.run.folder / PAGE, page) for side in found},
         command=" ".join(["prunekit report", *(shlex.quote(str(folder)) for folder in folders)]),
@@ -161,11 +163,6 @@ def _panels(found: Sequence[ComparedRun]) -> Iterator[Panel]:
     )
     for setting in settings(found):
         yield setting, "median latency, ms", by_latency(found, setting)
-
-
-def _fronts(panel: Panel) -> list[str]:
-    """Return the labels of the Pareto fronts of a panel, the cheapest first."""
-    return [", ".join(point.label for point in best) for best in fronts(panel[2]) if best]
 
 
 def _notes(found: Sequence[ComparedRun]) -> Iterator[str]:

@@ -70,7 +70,7 @@ class ModelSummary(Displayed):
                 row.kind,
                 shapes_text(row.inputs),
                 shapes_text(row.outputs),
-                _held(row),
+                count(row.params) + (f" (+{count(row.shared_params)} shared)" if row.shared_params else ""),
                 count(row.macs),
                 share(row.macs / total),
                 size(row.activation_bytes),
@@ -171,8 +171,3 @@ def shapes_text(shapes: Shapes) -> str:
     """Return shapes as text, such as `1x64x8x8, 1x10`; of more than three only two and their number."""
     texts = ["x".join(map(str, shape)) or "scalar" for shape in shapes]
     return ", ".join(texts) if len(texts) <= 3 else f"{', '.join(texts[:2])}, ... ({len(texts)})"
-
-
-def _held(row: ModuleRow) -> str:
-    """Return the number of parameters, and of shared ones that were counted before."""
-    return count(row.params) + (f" (+{count(row.shared_params)} shared)" if row.shared_params else "")
