@@ -191,7 +191,7 @@ def cut_short(text: str) -> str:
 
 def share_meant(value: object) -> str:
     """Return the share that a percentage stands for, as "; did you mean 0.5?"; empty for what is none."""
-    percent = isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value <= 100
+    percent = isinstance(value, (int, float)) and not isinstance(value, bool) and 5 <= value <= 100
     return f"; did you mean {value / 100:g}?" if percent else ""  # type: ignore[operator]
 
 

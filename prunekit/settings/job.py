@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -109,16 +110,38 @@ class JobSettings(Checked):
         return replace(self.data, tokenizer=self.model.folder) if textual else self.data
 
 
-def dump(job: JobSettings) -> str:
-    """Return a job as a recipe with all defaults; `prunekit.recipe.loading.load` of this text returns an equal job."""
+def dump(job: JobSettings, *, defaults: bool = True) -> str:
+    """Return a job as a recipe; `prunekit.recipe.loading.load` of this text returns an equal job.
+
+    Without `defaults`, keys are left out whose values are the defaults.
+    """
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     stream = io.StringIO()
     values = asdict(job)
-    values["prune"]["budget"] |= values["prune"]["budget"].pop("others")  # all budgets stand beside each other
+    if not defaults:
+        values = _changed(job)
+    if budget := values.get("prune", {}).get("budget"):
+        budget |= budget.pop("others", {})  # all budgets stand beside each other
     yaml.dump(yaml_value(values, ""), stream)
     return stream.getvalue()
+
+
+def _changed(value: Any, default: Any = None) -> Any:
+    """Return the fields of settings that differ from their defaults; of an optional section, from its own."""
+    if isinstance(value, tuple):
+        return [_changed(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    known = default if isinstance(default, type(value)) else SimpleNamespace(**_defaults(value))
+    pairs = ((name, getattr(value, name), getattr(known, name, known)) for name in (one.name for one in fields(value)))
+    return {name: _changed(now, then) for name, now, then in pairs if now != then}
+
+
+def _defaults(settings: Any) -> dict[str, Any]:
+    made = {one.name: one.default_factory() for one in fields(settings) if one.default_factory is not MISSING}
+    return made | {one.name: one.default for one in fields(settings) if one.default is not MISSING}
 
 
 def yaml_value(value: Any, path: str) -> Any:

@@ -251,6 +251,8 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     monkeypatch.setattr(dry_run_module, "dry_run", lambda job, *, log, own: plan)
     text = run("finetune", recipe, "--dry-run").stdout
     assert "name: small\n" in text
+    assert "momentum" not in text
+    assert "# All other keys have their defaults: --full\n" in text
     assert "Schedule linear, 32 steps an epoch" in text
     assert re.search(r"16 +0\.50 +75\.0 %\n +32 +1\.00 +50\.0 %", text)
     plan |= {"schedule": None, "blocks": ["layer1.0", "layer2.1"]}
@@ -258,7 +260,7 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     assert "Schedule" not in again
     assert "Blocks gone: layer1.0, layer2.1\n" in again
     assert "Blocks" not in text
-    assert "momentum: 0.9" in text
+    assert "momentum: 0.9" in run("finetune", recipe, "--dry-run", "--full").stdout
     assert "MACs 2.00 k -> 990 (−50.5 %)" in text
     assert "Budget macs: 49.50 % left, at most 50.00 % asked for\n" in text
     assert "Budget size_mb: 1.49 MB left, at most 1.50 MB asked for, of 3.00 MB, the one that binds\n" in text

@@ -177,8 +177,9 @@ jobs = st.builds(
 @given(job=jobs)
 def test_dump_then_load_gives_an_equal_job(job: JobSettings, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
-    path.write_text(dump(job), encoding="utf-8")
-    assert load(path) == job
+    for defaults in (True, False):
+        path.write_text(dump(job, defaults=defaults), encoding="utf-8")
+        assert load(path) == job
 
 
 def test_a_recipe_that_is_not_there_has_a_near_spelling(tmp_path: Path) -> None:

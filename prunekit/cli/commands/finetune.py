@@ -37,7 +37,8 @@ def job_options(function: Command) -> Command:
             is_flag=True,
             help="With --dry-run: measure no latency; predict budgets of time, from a cached profile if there is one.",
         ),
-        click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
+        click.option("--full", is_flag=True, help="With --dry-run: print the recipe with all its defaults."),
+        click.option("--dry-run", is_flag=True, help="Print what the recipe changes, and the plan; train nothing."),
     ):
         function = option(function)
     return function
@@ -76,6 +77,7 @@ def run_recipe(
     overrides: tuple[str, ...],
     dry_run: bool,
     no_measure: bool,
+    full: bool,
     factory: str | None,
     data: str | None,
     task: str | None,
@@ -91,6 +93,8 @@ def run_recipe(
         raise click.UsageError("--dry-run runs nothing that could be resumed: expected one of --dry-run and --resume")
     if no_measure and not dry_run:
         raise click.UsageError("--no-measure goes with --dry-run: a run measures what it delivers")
+    if full and not dry_run:
+        raise click.UsageError("--full goes with --dry-run: the recipe that a run keeps has all keys")
     if find_batch_size and (dry_run or resume is not None):
         other = "--dry-run" if dry_run else "--resume"
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
@@ -105,7 +109,7 @@ def run_recipe(
     if find_batch_size:
         _find_batch_size(job, own, console)
     elif dry_run:
-        _dry_run(job, own, console, measure=not no_measure)
+        _dry_run(job, own, console, measure=not no_measure, full=full)
     elif _run(job, own, console, resume, training=training):
         click.get_current_context().exit(1)
 
@@ -120,14 +124,15 @@ def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
     console.result(plain(found), f"{text}{found.available / 1e6:.0f} MB that were free; {ends}")
 
 
-def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool) -> None:
+def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool, full: bool) -> None:
     from prunekit.jobs.dry_run import dry_run
     from prunekit.settings.job import dump
 
     with console.running():
         given = {} if measure else {"measure": False}
         plan = dry_run(job, log=console.log, own=own, **given)
-    console.result({"recipe": plain(job), "plan": plan}, f"{dump(job)}\n{_plan(plan)}")
+    shown = dump(job) if full else f"{dump(job, defaults=False)}# All other keys have their defaults: --full\n"
+    console.result({"recipe": plain(job), "plan": plan}, f"{shown}\n{_plan(plan)}")
 
 
 def _plan(plan: dict[str, Any]) -> str:
