@@ -44,10 +44,12 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._values = [read() for read, _ in _PARTS]
+        self._handled = sys.exc_info()[1]  # what the caller is handling, which this call has nothing to do with
 
     def restore(self, error: BaseException) -> None:
-        """Go back to this state, after what `error` interrupted has been closed."""
-        _close_what_was_open(error)
+        """Go back to this state, after what `error`, or an interruption that it replaced, left open has been closed."""
+        for one in dict.fromkeys((interruption_in(error, self._handled) or error, error)):
+            _close_what_was_open(one)
         for (_, write), value in zip(_PARTS, self._values, strict=True):
             write(value)
 

@@ -160,6 +160,31 @@ def changes(call: Callable[[], object], models: list[nn.Module], points: int, se
     return found
 
 
+class _InExits(_Interruption):
+    """An interruption at one of the lines by which torch puts a mode back on the stack."""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "call" and not is_looked_at(frame.f_code.co_filename):
+            return None
+        generator = getattr(frame.f_locals.get("self"), "gen", None)
+        leaves = frame.f_code.co_name == "__exit__" and "_pop_mode" in getattr(generator, "__name__", "")
+        return super().__call__(frame, event, _) if leaves else self
+
+
+def test_an_interruption_in_the_place_of_which_another_error_came_leaves_no_mode() -> None:
+    """Where a mode is off the stack, its own exit fails, and copying reports that as its error."""
+    model, samples = _model(_Convolutions)
+    plan = pk.plan(model, samples[:1], channels=0.5)
+    model.memory = model.stem.weight * 2  # type: ignore[assignment]  # with a history
+    (whole := _InExits()).run(lambda: pk.compact(model, plan))
+    assert whole.count
+    for at in range(1, whole.count + 1):
+        before, interruption = process_state(), _InExits(at)
+        interruption.run(lambda: pk.compact(model, plan))
+        assert interruption.place.endswith("__exit__")
+        assert process_state() == before, at
+
+
 def _model(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     """Return a model with training flags and gradients of its own, and samples."""
     torch.manual_seed(0)
