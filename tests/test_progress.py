@@ -88,16 +88,34 @@ def test_nothing_is_shown_where_nobody_looks_on(capsys: pytest.CaptureFixture[st
 def test_a_long_call_says_its_stage_where_no_bars_are_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At most one line in half a minute; none where `progress=False` says that none is wanted."""
+    """At most one line in ten seconds; none where `progress=False` says that none is wanted."""
     now = [0.0]
     monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
-    for asked, expected in ((None, "prune [31 s]: stage 31\nprune [61 s]: stage 61\n"), (False, "")):
+    for asked, expected in ((None, "prune [11 s]: stage 11\nprune [21 s]: stage 21\n"), (False, "")):
         now[0] = 0.0
         with reporting(asked, "prune"):
-            for second in (1, 29, 31, 45, 61, 62):
+            for second in (1, 9, 11, 20, 21, 22):
                 now[0] = float(second)
                 stage(f"stage {second}")
         assert capsys.readouterr().err == expected
+
+
+def test_a_long_loop_says_how_far_it_is_where_no_bars_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
+    for total, left in ((8, " of 8, about 15 s left"), (None, "")):
+        now[0] = 0.0
+        with reporting(None, "prune"):
+            for _ in tracked((group for group in range(8)), "elimination", total=total, unit="group"):
+                now[0] += 5
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[:2] == [
+            f"prune [10 s]: elimination: group 2{left.replace('15', '30')}",
+            f"prune [20 s]: elimination: group 4{left.replace('15', '20')}",
+        ]
+        assert len(lines) == 4
 
 
 def test_nothing_is_shown_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

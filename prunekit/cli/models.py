@@ -23,7 +23,8 @@ from prunekit.cli.options import (
 )
 from prunekit.cli.output import Console, check_folder
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.run.early_checks import is_pruned, require_code, require_target
+from prunekit.jobs.run.early_checks import is_pruned, require_target
+from prunekit.utils.user_code import require_object
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Subject
@@ -117,8 +118,9 @@ def require_targets(names: Iterable[str], options: ModelOptions, *, runs: bool =
     for name in names:
         if not is_recipe(name) and not (runs and is_pruned(Path(name))):
             require_target(name, options.zoo)
-    if all(is_recipe(name) or Path(name).is_dir() for name in names):  # beside a zoo's name it is one model too many
-        require_code(options.factory, ModelError)
+    # Beside a zoo's name the user's own is one model too many.
+    if options.factory is not None and all(is_recipe(name) or Path(name).is_dir() for name in names):
+        require_object(options.factory, ModelError)
 
 
 def _resolve(

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +16,7 @@ import click
 from prunekit.distributed.launcher import leads
 from prunekit.utils.display import Displayed, text_of
 from prunekit.utils.files import require_writable, write_json
+from prunekit.utils.progress import reporting
 
 # For terminals and pipes whose encoding has no such characters.
 PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→": "->"})
@@ -38,8 +39,13 @@ class Console:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Redirect to stderr what a model's own code prints, so that stdout has the result alone."""
-        with redirect_stdout(sys.stderr):
+        """Redirect to stderr what a model's own code prints, so that stdout has the result alone.
+
+        Where stderr is no terminal, a line every ten seconds says how far the command is.
+        """
+        context = click.get_current_context(silent=True)
+        name = str("prunekit" if context is None else context.info_name)
+        with redirect_stdout(sys.stderr), nullcontext() if self.progress or not self._speaks else reporting(None, name):
             yield
 
     def result(self, payload: Mapping[str, Any], text: str) -> None:

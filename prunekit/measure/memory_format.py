@@ -22,7 +22,8 @@ TRIED = 2
 
 def images_channels_last(inputs: Any) -> Any:
     """Return inputs whose images (B, C, H, W) have their channels last in memory, the others as they are."""
-    return map_tensors(inputs, _with_channels_last)
+    last = torch.channels_last
+    return map_tensors(inputs, lambda one: one.contiguous(memory_format=last) if one.dim() == 4 else one)
 
 
 def in_fastest_format(model: nn.Module, samples: Any) -> Any:
@@ -56,7 +57,3 @@ def _output(model: nn.Module, example: tuple[Any, ...]) -> Any:
     copy, inputs = substituted_copy(model, own=lambda name: name in buffers), map_tensors(example, Tensor.clone)
     with same_draws(copy), training_mode(copy, False):
         return without_gradients(lambda: call(copy, inputs))
-
-
-def _with_channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -135,15 +135,12 @@ def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings)
     of_heads = np.isin(channel_map.joint[:, 1], group.labels)
     if not of_heads.any():
         return None
-    sizes = [_sizes_of(channel_map, column[of_heads]) for column in channel_map.joint.T[2:]]
+    columns = [column[of_heads] for column in channel_map.joint.T[2:]]
+    groups = [np.unique(channel_map.group_of[labels[labels > 0]]) for labels in columns]
+    sizes = [[int(channel_map.groups[index].labels.size) for index in each] for each in groups]
     if sizes[0]:
         return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes[0]])))
     return max(1, channels_per_label(channel_map, group) // max(sizes[1]))
-
-
-def _sizes_of(channel_map: ChannelMap, labels: Labels) -> list[int]:
-    """Return the sizes of the groups that labels are in."""
-    return [channel_map.groups[index].labels.size for index in np.unique(channel_map.group_of[labels[labels > 0]])]
 
 
 def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, least: int = 1) -> Labels:

@@ -72,7 +72,7 @@ from prunekit.training.run_state import EpochSums, Position, RunState, identity_
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device
-from prunekit.utils.progress import make_bar, wanted
+from prunekit.utils.progress import make_bar, make_counter, wanted
 
 FIGURES_S = 0.5
 """Seconds between two looks at the figures that a bar shows."""
@@ -436,6 +436,8 @@ class ProgressBar:
     ) -> None:
         self.label, self.metrics, self.score = label, metrics if shown else dict, score
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
+        self.done = 0
+        self.count: Callable[[int], None] = (lambda done: None) if shown else make_counter(label, steps, "batch")[1]
         self.extra: Mapping[str, Any] = {}
         self.due = 0.0
 
@@ -453,3 +455,5 @@ class ProgressBar:
             shown = {"loss": f"{loss():.3f}", **scored, "img/s": f"{images_per_s:.0f}", **self.extra}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
+        self.done += 1
+        self.count(self.done)

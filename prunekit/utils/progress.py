@@ -1,6 +1,6 @@
 """Progress of long calls: bars on terminals and in notebooks, and lines to the logger `prunekit`.
 
-Where neither is, a call that takes longer than half a minute writes its stage to stderr now and then.
+Where neither is, a long call writes a line to stderr every ten seconds: what is done, and how long the rest may take.
 
 In notebooks bars are widgets. Without the package `ipywidgets` the stages alone are shown, as text in one line.
 `logging.getLogger("prunekit").setLevel("INFO")` and a handler show a line for each stage.
@@ -24,8 +24,8 @@ LOGGER = logging.getLogger("prunekit")
 LOGGER.addHandler(logging.NullHandler())
 WIDTH = 60
 """The most characters of a stage in the line above the bars."""
-QUIET_S = 30.0
-"""Seconds without a word after which a call says its stage in a line, where its output goes to a file or a pipe."""
+QUIET_S = 10.0
+"""Seconds without a word after which a call writes a line, where its output goes to a file or a pipe."""
 Log = Callable[[str], None]
 """A function that gets a line on what happens."""
 T = TypeVar("T")
@@ -62,6 +62,14 @@ class _ProgressReport:
             self._line = make_bar(True, bar_format="{desc} [{elapsed}]", desc=shown, leave=False)
             self._bars.insert(0, self._line)
         self._line.set_description_str(shown)
+
+    def count(self, what: str, done: int, total: int | None, since: float) -> None:
+        """Say how far a loop is that began at a time, and how long the rest may take; bars show that themselves."""
+        now = perf_counter()
+        if self.shown or not done or now - self._last < QUIET_S:
+            return
+        left = f" of {total}, about {(now - since) / done * (total - done):.0f} s left" if total else ""
+        self.say(f"{what} {done}{left}")
 
     def close(self) -> None:
         """Remove all bars, also after an error or an interrupt."""
@@ -140,13 +148,21 @@ class StageCounter:
 
 def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "batch") -> Iterator[T]:
     """Yield items one by one, with a bar if the running call shows bars."""
-    report = _RUNNING.get()
-    if report is None or not report.shown:
-        yield from items
-        return
-    bar = report.bar(what, total or length_hint(items) or None, unit)
-    for item in items:
+    total = total or length_hint(items) or None
+    bar, count = make_counter(what, total, unit)
+    for done, item in enumerate(items, 1):
         yield item
         del item  # before the next is made: it may be large
-        bar.update()
+        count(done)
     remove_bar(bar)
+
+
+def make_counter(what: str, total: int | None, unit: str) -> tuple[Any, Callable[[int], None]]:
+    """Return a bar, and a function that gets how many units are done: it moves the bar, or says so now and then."""
+    report, since = _RUNNING.get(), perf_counter()
+    if report is None:
+        return make_bar(False), lambda done: None
+    if report.shown:
+        bar = report.bar(what, total, unit)
+        return bar, lambda done: bar.update()
+    return make_bar(False), lambda done: report.count(f"{what}: {unit}", done, total, since)

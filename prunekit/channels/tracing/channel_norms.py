@@ -173,7 +173,8 @@ def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> Cha
     if not before or after is None:
         return f"{name} has no labels, or joint ones over several axes, on its input or its output{APART}"
     norm = ChannelNorm(before, after)
-    channels, parts = (_classes(flow, part) for part in ([a for _, a in norm.axes], _labels_of_children(module, flow)))
+    both = [a for _, a in norm.axes], _labels_of_children(module, flow)
+    channels, parts = (flow.union.find(np.concatenate([np.zeros(1, np.int64), *labels])) for labels in both)
     if np.intersect1d(channels, parts).any():
         advice = f" ({FIXED_CODE})" if has_fixed_code(module) else APART
         return f"{name} does more than normalize: it has modules with parameters of these channels{advice}"
@@ -184,10 +185,6 @@ def _labels_of_children(module: nn.Module, flow: LabelFlow) -> list[Labels]:
     """Return the labels of all parameters of a module's children."""
     parameters = (parameter for child in module.children() for parameter in child.parameters())
     return [field.labels.reshape(-1) for parameter in parameters for field in flow.fields(parameter)]
-
-
-def _classes(flow: LabelFlow, labels: Iterable[Labels]) -> Labels:
-    return flow.union.find(np.concatenate([np.zeros(1, dtype=np.int64), *labels]))
 
 
 def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:

@@ -28,17 +28,14 @@ AUTO = "auto"
 
 
 def require_job(job: JobSettings, *, model: str | None, data: str | None, optimizer: str | None = None) -> None:
-    """Raise if a job names what is not there: its own code, model, data, weights, or packages of runtimes and formats.
+    """Raise if a job names what is not there: model, data, weights, own code, or packages of runtimes and formats.
 
-    Args:
-        model: the user's own model as the command line gives it, `file.py:factory`; None if it gives none.
-        data: the same of the data.
-        optimizer: the same of the optimizer.
+    Own code is that of the command line, `file.py:factory` each.
     """
     require_own(job, model, data)
-    require_code(model, ModelError)
-    require_code(data, DataError)
-    require_code(optimizer, UsageError)
+    for reference, error in ((model, ModelError), (data, DataError), (optimizer, UsageError)):
+        if reference is not None:
+            require_object(reference, error)
     require_bare_name(job.model.name, job.model.zoo)
     require_files(job)
     target = [job.prune.target.runtime] if job.prune.budget.measured else []
@@ -59,12 +56,6 @@ def require_own(job: JobSettings, model: str | None, data: str | None) -> None:
             if reference is None and is_reference(named):
                 text += f"; if you trust that code, add {option} {named}"
             raise UsageError(text)
-
-
-def require_code(reference: str | None, error: type[UsageError]) -> None:
-    """Raise if `file.py:object` names no file, or no object that the file defines; the file is not run."""
-    if reference is not None:
-        require_object(reference, error)
 
 
 def require_files(job: JobSettings, downloads: str | None = None) -> None:

@@ -179,7 +179,8 @@ def once(points: Sequence[Point]) -> Iterator[Point]:
 
 def joined(letters: Sequence[str]) -> str:
     """Return the letters of runs, in order, as one text: A+B+D; four or more in a row as A–D."""
-    numbers = [_number(name) for name in letters]
+    tens = [[(ord(each) - ord("A") + 1) * 26**place for place, each in enumerate(reversed(name))] for name in letters]
+    numbers = [*map(sum, tens)]
     parts: list[str] = []
     start = 0
     for end in range(1, len(letters) + 1):
@@ -189,10 +190,6 @@ def joined(letters: Sequence[str]) -> str:
         parts += [f"{row[0]}–{row[-1]}"] if len(row) > 3 else row
         start = end
     return "+".join(parts)
-
-
-def _number(name: str) -> int:
-    return sum((ord(each) - ord("A") + 1) * 26**place for place, each in enumerate(reversed(name)))
 
 
 def groups(points: Sequence[Point]) -> list[list[Point]]:
