@@ -240,7 +240,7 @@ DOORS = {
     "jobs/run/subject_sources.py: _from_folder": "--model, typed",
     "jobs/run/subject_sources.py: _from_factory": "--model, typed",
     "jobs/finetune.py: RunResult.model": "the factory that the run was called with",
-    "known_names.py: _lazily": "a table of its own",
+    "known_names.py: _registry.accepted": "a table of its own",
     "measure/latency/worker_process.py: WorkerProcess.ask": "the answer of a process of its own, in a private folder",
     "measure/latency/worker_process.py: _read": "the question of the process that started it, in a private folder",
     "measure/latency/worker_process.py: serve": "the question of the process that started it, in a private folder",
