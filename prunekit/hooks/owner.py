@@ -71,6 +71,9 @@ class HookOwner:
             raise NotImplementedError
         self._hooks(self)
 
+    def begin_pass(self) -> None:
+        """Drop what a pass noted that failed: a whole one over the same batch begins, see `observers.watch`."""
+
     def own(self, handle: Removable) -> None:
         """Remove a handle when this owner exits."""
         self._undo.append(handle.remove)

@@ -10,7 +10,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.errors import DataError
@@ -106,12 +106,21 @@ class _InputMoments(HookOwner):
         self.norms, self._batch = norms, ""
         self.sums = {name: VarianceSum() for name in norms}  # per channel
         self.calls = Counter[str]()
+        self._read: list[tuple[str, int, Tensor, Tensor]] = []  # in the running pass: count, mean, squared deviations
 
     def described(self, batches: ModelBatches) -> Iterator[tuple[Any, None]]:
-        """Yield the inputs of batches, and note what error messages say of the running one."""
+        """Yield the inputs of batches, for error messages to name the running one, and add up what was read of each."""
         for number, inputs in enumerate(_without_single(batches), 1):
             self._batch = f"batch {number} of {described(inputs[0] if len(inputs) == 1 else inputs)}"
             yield inputs, None
+            for name, count, mean, squares in self._read:
+                self.sums[name].add(count, mean, squares)
+                self.calls[name] += 1
+            self._read.clear()
+
+    def begin_pass(self) -> None:
+        """Drop what a pass noted that failed."""
+        self._read.clear()
 
     def register(self) -> None:
         """Register a hook on each BatchNorm."""
@@ -128,8 +137,7 @@ class _InputMoments(HookOwner):
                 f"got {tuple(inputs[0].shape)}, which has no variance"
             )
         variance, mean = torch.var_mean(x.to(accumulation_dtype(x.device)), 1, correction=0)  # (C,), (C,)
-        self.sums[name].add(count, mean, variance * count)
-        self.calls[name] += 1
+        self._read.append((name, count, mean, variance * count))
 
     def write(self) -> None:
         """Write mean and unbiased variance into the modules; one that never ran keeps what it had."""

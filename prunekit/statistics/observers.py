@@ -341,12 +341,21 @@ def watch(
     All observers see the same passes. An owner of hooks is entered once, before the first batch; an interceptor, which
     numbers the calls of a pass, anew for each batch, with the inputs of that pass. A batch is a model's inputs, or a
     tuple or list whose first entry they are. `title` and `total` are those of the progress bar.
+
+    A model whose code takes gradients fails without them, and runs on the batch again: `begin_pass` of each owner is
+    called before both passes.
     """
     place, count = device_of(model, device), 0
+    owners = [owner for owner in observers if isinstance(owner, HookOwner)]
+
+    def forward(given: tuple[Any, ...]) -> None:
+        for owner in owners:
+            owner.begin_pass()
+        call(model, given)
+
     with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
-        for owner in observers:
-            if isinstance(owner, HookOwner):
-                entered.enter_context(owner)
+        for owner in owners:
+            entered.enter_context(owner)
         for batch in tracked(batches, title, total=total):
             count += 1
             given = to_device(inputs_as_example(model, inputs_in(batch)), place)
@@ -354,7 +363,7 @@ def watch(
                 for interceptor in observers:
                     if isinstance(interceptor, CallInterceptor):
                         during.enter_context(interceptor.during(given))
-                without_gradients(partial(call, model, given))
+                without_gradients(partial(forward, given))
     return count
 
 

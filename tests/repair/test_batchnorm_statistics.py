@@ -41,6 +41,32 @@ def test_equal_to_one_batch_of_everything(norm: Any, momentum: float | None) -> 
     assert model.num_batches_tracked == 4
 
 
+class Forces(nn.Module):
+    """Returns the gradient of its layers by the input, with gradients enabled by itself or by its caller."""
+
+    def __init__(self, *, enables: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.enables = enables
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.enables or torch.is_grad_enabled()):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.layers(x).square().sum(), x)[0]
+
+
+def test_a_pass_that_runs_again_with_gradients_counts_once() -> None:
+    once, again = Forces(enables=True).double(), Forces(enables=False).double()
+    again.load_state_dict(once.state_dict())
+    for model in (once, again):
+        assert recalibrate_batchnorm(model, batches(data(6))) == ("layers.1", "layers.4")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, once.state_dict()[name]), name
+    assert again.layers[1].num_batches_tracked == 4
+    expected = once.layers[0](data(6)).var(0)
+    torch.testing.assert_close(again.layers[1].running_var, expected, rtol=1e-12, atol=0)
+
+
 def test_float32_keeps_a_small_variance_beside_a_large_mean() -> None:
     x = 1000 + 0.1 * data(6, 4, 4).sub(100).div(30)
     model = nn.BatchNorm2d(6)
