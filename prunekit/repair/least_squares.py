@@ -302,8 +302,7 @@ def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps
         return problem.now + scale * (inputs @ found)
 
     before, spread = problem.error(problem.now), problem.wanted.var(1).mean(1)
-    ridged = (with_ridge(moments, ridge * multiple, biased=problem.biased) for multiple in RIDGES)
-    factors = torch.stack([torch.linalg.cholesky(each) for each in ridged])
+    factors = torch.stack([ridged(moments, ridge * multiple, biased=problem.biased)[1] for multiple in RIDGES])
     trials = torch.stack([solve(problem.wanted, factor) for factor in factors])
     errors, best = torch.stack([problem.error(end(trial)) for trial in trials]).min(0)
     every = torch.arange(len(best), device=best.device)
@@ -322,18 +321,23 @@ def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps
     return GroupedChange(weight, bias, before, torch.where(wins, errors, before), spread, wins)
 
 
-def with_ridge(gram: Tensor, ridge: float, *, biased: bool) -> Tensor:
-    """Return Gram matrices (..., d, d) with a share of the mean diagonal added, more where they cannot be factored."""
+def ridged(gram: Tensor, ridge: float, *, biased: bool) -> tuple[Tensor, Tensor]:
+    """Return Gram matrices (..., d, d) with a share of the mean diagonal added, and their Cholesky factors.
+
+    More is added where they cannot be factored.
+    """
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     mean = diagonal[..., : diagonal.shape[-1] - biased].mean(-1, keepdim=True)
     pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()
     if biased:
         pull[..., -1] = 0
     found = gram + torch.diag_embed(pull)
-    failed = torch.linalg.cholesky_ex(found).info > 0
+    factor, info = torch.linalg.cholesky_ex(found)
+    failed = (info > 0)[..., None, None]
     if not bool(failed.any()):
-        return found
-    return torch.where(failed[..., None, None], with_ridge(gram, 10 * ridge, biased=biased), found)
+        return found, factor
+    more, other = ridged(gram, 10 * ridge, biased=biased)
+    return torch.where(failed, more, found), torch.where(failed, other, factor)
 
 
 def chunks(groups: int, rows: int, columns: int, values: int = CHUNK) -> Iterator[slice]:

@@ -15,7 +15,7 @@ from prunekit.compaction.compact_model import compact
 from prunekit.models.zoo import build_model
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
-from prunekit.repair.least_squares import with_ridge
+from prunekit.repair.least_squares import ridged
 from prunekit.repair.patterns import removal
 from prunekit.repair.patterns.group_problem import column_by_column
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
@@ -29,7 +29,7 @@ def gram_of(columns: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
     inputs = (torch.randn(400, columns, generator=generator, dtype=torch.float64) @ mixing).relu()
-    return with_ridge(inputs.T @ inputs / len(inputs), 1e-3, biased=False)
+    return ridged(inputs.T @ inputs / len(inputs), 1e-3, biased=False)[0]
 
 
 def cost(gram: Tensor, weight: Tensor, keep: Tensor) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunekit.planning.patterns.pattern import Pattern, highest
-from prunekit.repair.least_squares import FitProblem, GroupedProblem, mean_squared_error, with_ridge
+from prunekit.repair.least_squares import FitProblem, GroupedProblem, mean_squared_error, ridged
 from prunekit.repair.patterns.removal import (
     MaskedLeastSquares,
     grouped_masked_least_squares,
@@ -129,8 +129,8 @@ class GroupProblem:
 
     def removal_costs(self, pattern: Pattern, shape: Shape) -> Tensor:
         """Return what the removal of each unit costs, (o', units), see `RemovalOrder.scores`."""
-        gram, weight = self._optimum()
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        _, factor, weight = self._optimum()
+        inverse = torch.cholesky_inverse(factor)
         units = shape[1] // pattern.inputs * (1 if pattern.whole_kernels else shape[2])
         if shape[0] % pattern.outputs:  # a block over outputs of several groups
             losses = (weight[:, : self.columns] * self.importance[:, None]).square() / inverse.diagonal()[
@@ -141,7 +141,7 @@ class GroupProblem:
 
     def column_by_column(self, pattern: Pattern, shape: Shape, share: float) -> Tensor:
         """Return the mask (o, i * taps) by the order of SparseGPT."""
-        gram, weight = self._optimum()
+        gram, _, weight = self._optimum()
         return column_by_column(gram, weight, self.importance, pattern, shape, share)[0]
 
     def sizes(self, *, by_input: bool) -> Tensor:
@@ -163,11 +163,11 @@ class GroupProblem:
         found, error = self.zeroed(mask)
         best, missing, solver = float("inf"), self._missing(self.fit.wanted[rows]), None
         for multiple in RIDGES if self.fitted else RIDGES[:1]:
-            ridged = with_ridge(self.gram, self.settings.ridge * multiple, biased=self.fit.biased)
-            trial = MaskedLeastSquares(ridged, keep)
-            weight = trial.solve(self.present @ ridged + missing, found)
+            tried, _ = ridged(self.gram, self.settings.ridge * multiple, biased=self.fit.biased)
+            trial = MaskedLeastSquares(tried, keep)
+            weight = trial.solve(self.present @ tried + missing, found)
             if (error_now := self._error(weight)) < best:
-                gram, solver, found, error, best = ridged, trial, weight, error_now, error_now
+                gram, solver, found, error, best = tried, trial, weight, error_now, error_now
         if solver is None:  # NaN or Inf
             return found, error
         momentum, ahead = 1.0, found
@@ -182,13 +182,13 @@ class GroupProblem:
             found, error, momentum = again, error_now, following
         return found, error
 
-    def _optimum(self) -> tuple[Tensor, Tensor]:
-        """Return the Gram matrix with a ridge, and the weights (o, d) that fit best if all are kept."""
-        gram = with_ridge(self.gram, self.settings.ridge, biased=self.fit.biased)
+    def _optimum(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the Gram matrix with a ridge, its factor, and the weights (o, d) that fit best if all are kept."""
+        gram, factor = ridged(self.gram, self.settings.ridge, biased=self.fit.biased)
         if not self.fitted:
-            return gram, self.present
+            return gram, factor, self.present
         right = self.present @ gram + self._missing(self.fit.wanted[: self.fit.fitted])
-        return gram, torch.cholesky_solve(right.T, torch.linalg.cholesky(gram)).T
+        return gram, factor, torch.cholesky_solve(right.T, factor).T
 
     def _missing(self, target: Tensor) -> Tensor:
         """Return the mean products (o, d) of the inputs and what the present weights miss of a target (N, usable)."""
@@ -249,16 +249,16 @@ class SmallGroups:
 
     def removal_costs(self, pattern: Pattern, shape: Shape) -> Tensor:
         """Return what the removal of each unit costs, (g * o, units); for a pattern within single outputs."""
-        gram, weight = self._optimum()
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram)).repeat_interleave(weight.shape[1], 0)
+        factor, weight = self._optimum()
+        inverse = torch.cholesky_inverse(factor).repeat_interleave(weight.shape[1], 0)
         units = shape[1] // pattern.inputs * (1 if pattern.whole_kernels else shape[2])
         sizes = len(inverse), shape[1], shape[2]
         return removal_order(inverse, weight.flatten(0, 1), self._importance(), pattern, sizes).scores(units)
 
     def losses(self) -> Tensor:
         """Return what the removal of each weight alone costs, (g * o, columns)."""
-        gram, weight = self._optimum()
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram)).diagonal(dim1=1, dim2=2)[:, None]
+        factor, weight = self._optimum()
+        inverse = torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2)[:, None]
         losses = (weight.square() / inverse)[..., : self.columns].flatten(0, 1)
         return losses * self._importance()[:, None].square()
 
@@ -283,7 +283,7 @@ class SmallGroups:
         wanted = self.fit.wanted
         trials = []
         for multiple in RIDGES if self.fitted else RIDGES[:1]:
-            gram = with_ridge(self.gram, self.settings.ridge * multiple, biased=self.fit.biased)
+            gram, _ = ridged(self.gram, self.settings.ridge * multiple, biased=self.fit.biased)
             trials.append((grouped_masked_least_squares(gram, self._right(gram, wanted), keep), gram))
         errors = torch.stack([self._error(weight) for weight, _ in trials])
         best, every = errors.argmin(0), torch.arange(len(keep), device=keep.device)
@@ -305,11 +305,12 @@ class SmallGroups:
         return found.clamp(min=UNSEEN * float(found.max()) or 1.0)
 
     def _optimum(self) -> tuple[Tensor, Tensor]:
-        gram = with_ridge(self.gram, self.settings.ridge, biased=self.fit.biased)
+        """Return the factor of the Gram matrix with a ridge, and the weights (g, o, d) that fit best, all kept."""
+        gram, factor = ridged(self.gram, self.settings.ridge, biased=self.fit.biased)
         if not self.fitted:
-            return gram, self.present
+            return factor, self.present
         right = self._right(gram, self.fit.wanted).transpose(1, 2)
-        return gram, torch.cholesky_solve(right, torch.linalg.cholesky(gram)).transpose(1, 2)
+        return factor, torch.cholesky_solve(right, factor).transpose(1, 2)
 
     def _right(self, gram: Tensor, target: Tensor) -> Tensor:
         right = self.present @ gram

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers
 from prunekit.planning.plan import Plan
-from prunekit.repair.least_squares import with_ridge
+from prunekit.repair.least_squares import ridged
 from prunekit.repair.patterns.removal import removal_order
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.weight_pattern import PatternSettings
@@ -126,8 +126,8 @@ def _unit_costs(
     most = max(1, int(WORK / len(columns) ** 2))
     for group in _evenly(torch.unique(of), most):
         rows = _whole_blocks((of == group).nonzero().flatten(), max(1, most // groups), aligned.outputs)
-        gram = with_ridge(moments.grams[int(group)][columns][:, columns], ridge, biased=True)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        _, factor = ridged(moments.grams[int(group)][columns][:, columns], ridge, biased=True)
+        inverse = torch.cholesky_inverse(factor)
         own = torch.cat([matrix[rows].flatten(1), matrix.new_zeros(len(rows), 1)], 1)
         order = removal_order(inverse, own, scale[rows], aligned, (len(rows), inputs, taps), AT_ONCE)
         found.append(order.costs.flatten().cpu())
