@@ -22,6 +22,7 @@ from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
+from prunekit.statistics.layer_errors import norm_affine
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import as_example, call
@@ -203,11 +204,10 @@ def _more_than_a_norm(module: nn.Module, pair: FoldablePair) -> str:
     if not isinstance(module, _BatchNorm):
         return f"{type(module).__name__} is no BatchNorm of torch"
     norm = copied(module, "cpu", torch.float64).eval()
-    assert isinstance(norm, _BatchNorm)
     with seeded(0), torch.no_grad():
         values = torch.randn(pair.shape, dtype=torch.float64)
         want = norm(values.clone())
-        scale, shift = _scale_and_shift(norm)
+        scale, shift = norm_affine(norm)
         by_channel = [-1, *(1,) * (values.dim() - 2)]
         got = FoldedNorm(norm, pair.layer)(values * scale.view(by_channel) + shift.view(by_channel))
     same = isinstance(want, Tensor) and want.shape == got.shape and torch.allclose(want, got, rtol=1e-9, atol=1e-9)
@@ -230,25 +230,13 @@ def _fold_in_place(model: nn.Module, pairs: Sequence[FoldablePair]) -> nn.Module
     norms = [model.get_submodule(pair.norm) for pair in pairs]
     set_folds(model, {pair.norm: pair.layer for pair in pairs})
     for pair, norm in zip(pairs, norms, strict=True):
-        assert isinstance(norm, _BatchNorm)
-        layer, (scale, shift) = model.get_submodule(pair.layer), _scale_and_shift(norm)
+        layer, (scale, shift) = model.get_submodule(pair.layer), norm_affine(norm)
         weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
         weight.copy_(_scaled(weight.double(), scale, transposed=pair.transposed))
         bias.copy_(bias.double() * scale + shift)
         for tensor in (weight, bias):  # small scales make subnormal numbers, which are slow
             tensor.masked_fill_(is_subnormal(tensor), 0)
     return model
-
-
-def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Return the scale and the shift of each channel, (channels,), in float64."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.double()
 
 
 def _scaled(weight: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import WeightChange
-from prunekit.statistics.layer_errors import norm_factor
+from prunekit.statistics.layer_errors import norm_affine
 from prunekit.statistics.linear_layers import LayerCall
 
 
@@ -36,7 +36,7 @@ class LayerWeights:
             gain = layer.gain[rows]
         if layer.norm is None:
             return gain, torch.zeros_like(gain)
-        factor, offset = _norm_affine(modules[layer.norm])
+        factor, offset = norm_affine(modules[layer.norm])
         return gain * factor[rows], gain * offset[rows]
 
     def _weight(self, layer: LayerCall, rows: Tensor, columns: Tensor) -> Tensor:
@@ -44,35 +44,16 @@ class LayerWeights:
         return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
 
     def _write(self, layer: LayerCall, rows: Tensor, columns: Tensor, change: WeightChange) -> None:
+        """Change a layer's weight, and its bias, or where it has none that of its norm, in place."""
         weight = layer.matrix(self._tensors[layer.weight])
         addition = change.weight.reshape(len(rows), len(columns), *weight.shape[2:]).to(weight.dtype)
+        norm: Any = None if layer.norm is None else self._modules[layer.norm]
         with torch.no_grad():
             weight[rows[:, None], columns[None]] += addition
-        norm = self._modules[layer.norm] if layer.norm is not None else None
-        _add_bias(layer, self._tensors, norm, rows, change.bias)
-
-
-def _norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return the factor and offset of a BatchNorm in eval mode, (channels,) each, in float64."""
-    assert isinstance(norm, _BatchNorm)
-    assert norm.running_mean is not None
-    factor = norm_factor(norm)
-    offset = -norm.running_mean.double() * factor
-    return factor, offset if norm.bias is None else offset + norm.bias.detach().double()
-
-
-def _add_bias(
-    layer: LayerCall, parameters: Mapping[str, Tensor], norm: nn.Module | None, rows: Tensor, change: Tensor
-) -> None:
-    """Add to a layer's bias, or where it has none to that of its norm, in place."""
-    with torch.no_grad():
-        if layer.bias is not None:
-            target = parameters[layer.bias]
-            target[rows] += change.to(target.dtype)
-        elif norm is not None:
-            assert isinstance(norm, _BatchNorm)
-            if norm.bias is not None:
-                norm.bias[rows] += (change * norm_factor(norm)[rows]).to(norm.bias.dtype)
-            else:
-                assert norm.running_mean is not None
-                norm.running_mean[rows] -= change.to(norm.running_mean.dtype)
+            if layer.bias is not None:
+                bias = self._tensors[layer.bias]
+                bias[rows] += change.bias.to(bias.dtype)
+            elif norm is not None and norm.bias is not None:
+                norm.bias[rows] += (change.bias * norm_affine(norm)[0][rows]).to(norm.bias.dtype)
+            elif norm is not None:
+                norm.running_mean[rows] -= change.bias.to(norm.running_mean.dtype)

@@ -96,7 +96,7 @@ class _Change:
         if self.bias is not None and self.layer.bias is not None:
             yield self.layer.bias, self.bias
         elif self.bias is not None and (norm := self.layer.norm) is not None and modules[norm].weight is not None:
-            yield f"{norm}.bias", norm_factor(modules[norm]) * self.bias
+            yield f"{norm}.bias", norm_affine(modules[norm])[0] * self.bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,10 +395,12 @@ def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> T
         scale = scale * moments.layer.gain.to(scale.device)
     if moments.layer.norm is None:
         return scale
-    return scale * norm_factor(modules[moments.layer.norm]).to(scale.device)
+    return scale * norm_affine(modules[moments.layer.norm])[0].to(scale.device)
 
 
-def norm_factor(norm: Any) -> Tensor:
-    """Return what a BatchNorm in eval mode multiplies each channel by, (channels,), float64."""
+def norm_affine(norm: Any) -> tuple[Tensor, Tensor]:
+    """Return the factor and the offset of a BatchNorm in eval mode, (channels,) each, float64."""
     factor: Tensor = (norm.running_var.double() + norm.eps).rsqrt()
-    return factor if norm.weight is None else factor * norm.weight.detach().double()
+    factor = factor if norm.weight is None else factor * norm.weight.detach().double()
+    offset = -norm.running_mean.double() * factor
+    return factor, offset if norm.bias is None else offset + norm.bias.detach().double()
