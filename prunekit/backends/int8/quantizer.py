@@ -162,9 +162,9 @@ def quantized_file(
                 f"{quantizer.file.name}: expected layers that can be quantized{kinds}, and it has none; stay in float"
             )
         limit = AccuracyLimit(quantizer, settings, score, log)
-        file, worst, restored = limit.choose()
+        file, error, worst, restored = limit.choose()
         layers, floats = quantizer.described(file, worst[:restored])
-        error, scores = limit.error(file), limit.scores_with(file)
+        scores = limit.scores_with(file)
         quantizer.finish(file, path)
     return Quantized(path, layers, floats, error, tuple(worst), *scores, tuple(quantizer.notes))
 
@@ -180,25 +180,25 @@ class AccuracyLimit:
     log: Log = lambda text: None  # gets a line for each step
     scores: dict[Path, float] = field(default_factory=dict)
 
-    def choose(self) -> tuple[Path, list[LayerError], int]:
-        """Return the file within the limit that has the fewest layers in float, and which these are.
+    def choose(self) -> tuple[Path, float, list[LayerError], int]:
+        """Return the file within the limit that has the fewest layers in float, its error, and which these are.
 
         They are the first of the layers with their errors, the worst first, and their number; no errors are returned
         where none were measured.
         """
         assert self._reference  # raises before anything is calibrated on what is not finite
-        every, best = frozenset(self.quantizer.layers), list[tuple[float, str, Path]]()
+        every, best = frozenset(self.quantizer.layers), list[tuple[float, float, str, Path]]()
         for way in self.quantizer.ways:
             file = self.quantizer.quantize(way, every)
             error, cost = self.error(file), self._cost(file)
             self.log(f"int8: calibrated by {way}: output error {share(error)}{self._in_words(cost)}")
-            best.append((error if cost is None else cost, way, file))
+            best.append((error if cost is None else cost, error, way, file))
             if error <= GOOD_ERROR if cost is None else self._within(cost):
                 break
-        lost, way, file = min(best, key=lambda found: found[0])
+        lost, error, way, file = min(best, key=lambda found: found[0])
         if self.score is not None and not self._within(lost):
             return self._restored(way, lost)
-        return file, [], 0
+        return file, error, [], 0
 
     @cached_property
     def _reference(self) -> list[Array]:
@@ -210,7 +210,7 @@ class AccuracyLimit:
             )
         return found
 
-    def _restored(self, way: str, whole: float) -> tuple[Path, list[LayerError], int]:
+    def _restored(self, way: str, whole: float) -> tuple[Path, float, list[LayerError], int]:
         """Return layers to float, the worst first: twice as many each time, then the fewest by bisection."""
         worst = self._sensitivity(way)
         most, tried = len(worst) - 1, dict[int, Path]()
@@ -230,7 +230,7 @@ class AccuracyLimit:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if enough(middle) else (middle, high)
-        return tried[high], worst, high
+        return tried[high], self.error(tried[high]), worst, high
 
     def _sensitivity(self, way: str) -> list[LayerError]:
         self.log(f"int8: measuring what each of {len(self.quantizer.layers)} layers costs alone")

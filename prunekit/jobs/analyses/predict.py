@@ -244,8 +244,8 @@ def predict_target(
     parts = _without_nan(parts, names)
     place, classes = device or device_of(target.model), interface.classes
     if (task is not None and task.logits is not None) or (task is None and classes):
-        every = _class_scores(target, task, names, _run(target, parts, place))
-        return Prediction(target.name, names, classes, every.softmax(1), {"scores": every.float()}, top)
+        every, shares = _class_scores(target, task, names, _run(target, parts, place))
+        return Prediction(target.name, names, classes, shares, {"scores": every.float()}, top)
     if task is not None and task.predictions is not None and not isinstance(target.model, ExportedModel):
         found = list(_detected(target, task, _run(target, parts, place)))
         outputs = {f"{key}_{at}": tensor for at, each in enumerate(found) for key, tensor in each.items()}
@@ -280,8 +280,8 @@ def _detected(target: Subject, task: Task, runs: Runs) -> Iterator[dict[str, Ten
             yield {name: each[name][order].detach().cpu() for name in ("boxes", "scores", "labels")}
 
 
-def _class_scores(target: Subject, task: Task | None, names: tuple[str, ...], runs: Runs) -> Tensor:
-    """Return the scores of classes, (samples, classes) float64, which are finite."""
+def _class_scores(target: Subject, task: Task | None, names: tuple[str, ...], runs: Runs) -> tuple[Tensor, Tensor]:
+    """Return the scores of classes, and their probabilities, which are finite: (samples, classes) float64 each."""
     scores = []
     for part, output in runs:
         try:
@@ -294,18 +294,19 @@ def _class_scores(target: Subject, task: Task | None, names: tuple[str, ...], ru
             )
         scores.append(found.detach().cpu().double())
     every = torch.cat(scores)
+    shares = every.softmax(1)
     classes = () if target.interface is None else target.interface.classes
     if classes and len(classes) != every.shape[1]:
         raise ModelError(
             f"{target.name}: expected a score for each of its {len(classes)} classes, got {every.shape[1]} scores"
         )
-    if (wrong := every.softmax(1).isnan().any(1)).any():
+    if (wrong := shares.isnan().any(1)).any():
         sample = names[int(wrong.nonzero()[0])]
         raise ModelError(
             f"{target.name}: its scores of {sample} are NaN or infinite, which put no class first; were its weights, "
             "or what it was trained on, finite?"
         )
-    return every
+    return every, shares
 
 
 def _outputs(runs: Runs) -> dict[str, Tensor]:
