@@ -173,8 +173,9 @@ class StatsCollector(ConsumerHooks):
         self._called: set[str] = set()
         self._sides = {"input": inputs, "output": outputs}
         self._axes = dict(axes or {})
-        for path in self._axes.keys() - self._targets.keys():
-            raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, self._targets)}")
+        for path in self._axes:
+            if path not in self._targets:
+                raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, self._targets)}")
         self._reducer = Reducer(fused)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
 

@@ -105,7 +105,10 @@ class Sums(NamedTuple):
 
 
 def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
-    """Return the sums of values, on the CPU; NaN and Inf are counted and left out if they are `finite_only`."""
+    """Return the sums of values, on the CPU.
+
+    With `finite_only` NaN and Inf are counted and left out; else they are not counted, and sums with them not finite.
+    """
     dim = values.ndim - 2
     blocks = _blocks(values)
     wide = torch.empty_like(blocks[0], dtype=accumulation_dtype(values.device))
