@@ -77,10 +77,14 @@ def _looked_through_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread_and_no_mode_left_on() -> Iterator[None]:
+    """A mode that stays on would fail all tests that come later in this process, far from its cause."""
     import torch  # not above: the process that only hands out the tests never needs it, and takes seconds to import it
 
     torch.set_num_threads(1)
+    yield
+    in_mode = torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
+    assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), in_mode) == (False, True, False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -247,6 +247,9 @@ def public_call(function: Callable[P, R]) -> Callable[P, R]:
             raise
         finally:
             _INSIDE.set(False)
+            # A frame that holds its own error is freed by the collector alone, in the middle of whatever runs then, and
+            # with it torch's guards of modes, each of which sets what was on when it was made.
+            handled = interruption = None
 
     return call
 
@@ -257,11 +260,16 @@ def own_part() -> Iterator[None]:
     if _INSIDE.get():
         yield
         return
-    process = ProcessState()
-    with torch.inference_mode(False):  # the state before it comes back last, whatever is closed in which order
-        try:
-            with usual_modes():
-                yield
-        except BaseException as error:
-            finished(partial(process.restore, error))
-            raise
+    process, mode = ProcessState(), torch.inference_mode(False)
+    try:
+        with mode:  # the state before it comes back last, whatever is closed in which order
+            try:
+                with usual_modes():
+                    yield
+            except BaseException as error:
+                finished(partial(process.restore, error))
+                raise
+    except KeyboardInterrupt:
+        with suppress(AttributeError):  # it came before the mode was set
+            mode.__exit__(None, None, None)  # does nothing the second time
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import gc
 import logging
 import random
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,12 @@ LOOKED_AT = ("/prunekit/", "contextlib.py", "/torch/autograd/", "/torch/utils/",
 @cache
 def is_looked_at(filename: str) -> bool:
     return any(part in filename for part in LOOKED_AT)
+
+
+@cache
+def _ends_of_handlers(code: CodeType) -> frozenset[int]:
+    """Return where Python leaves `except`: no signal comes there, and an error would leave the handled one for good."""
+    return frozenset(one.offset for one in dis.get_instructions(code) if one.opname == "POP_EXCEPT")
 
 
 class _Block(nn.Module):
@@ -120,7 +127,7 @@ class _Interruption:
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "call" and not is_looked_at(frame.f_code.co_filename):
             return None
-        if event in ("call", "line"):
+        if event in ("call", "line") and frame.f_lasti not in _ends_of_handlers(frame.f_code):
             self.count += 1
             if self.count == self.at:
                 sys.settrace(None)
@@ -161,14 +168,21 @@ def changes(call: Callable[[], object], models: list[nn.Module], points: int, se
 
 
 class _InExits(_Interruption):
-    """An interruption at one of the lines by which torch puts a mode back on the stack."""
+    """An interruption at one of the lines of `__exit__` of some contexts."""
+
+    def __init__(self, leaves: Callable[[Any], bool], at: int = 0) -> None:
+        super().__init__(at)
+        self.leaves = leaves
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "call" and not is_looked_at(frame.f_code.co_filename):
             return None
-        generator = getattr(frame.f_locals.get("self"), "gen", None)
-        leaves = frame.f_code.co_name == "__exit__" and "_pop_mode" in getattr(generator, "__name__", "")
-        return super().__call__(frame, event, _) if leaves else self
+        left = frame.f_code.co_name == "__exit__" and self.leaves(frame.f_locals.get("self"))
+        return super().__call__(frame, event, _) if left else self
+
+
+def _puts_mode_back(context: Any) -> bool:
+    return "_pop_mode" in getattr(getattr(context, "gen", None), "__name__", "")
 
 
 def test_an_interruption_in_the_place_of_which_another_error_came_leaves_no_mode() -> None:
@@ -176,13 +190,39 @@ def test_an_interruption_in_the_place_of_which_another_error_came_leaves_no_mode
     model, samples = _model(_Convolutions)
     plan = pk.plan(model, samples[:1], channels=0.5)
     model.memory = model.stem.weight * 2  # type: ignore[assignment]  # with a history
-    (whole := _InExits()).run(lambda: pk.compact(model, plan))
+    (whole := _InExits(_puts_mode_back)).run(lambda: pk.compact(model, plan))
     assert whole.count
     for at in range(1, whole.count + 1):
-        before, interruption = process_state(), _InExits(at)
+        before, interruption = process_state(), _InExits(_puts_mode_back, at)
         interruption.run(lambda: pk.compact(model, plan))
         assert interruption.place.endswith("__exit__")
         assert process_state() == before, at
+
+
+def test_no_mode_is_kept_by_the_error_of_an_interruption() -> None:
+    """Torch's guard of a mode sets what was on before it when it is freed, in the middle of what runs then."""
+    model, samples = _model(_Convolutions)
+    (whole := _InExits(_sets_inference)).run(lambda: pk.trace(model, samples[:1]))
+    assert whole.count
+    for at in range(1, whole.count + 1):
+        interruption, kept = _InExits(_sets_inference, at), []
+
+        def interrupted() -> None:
+            try:
+                pk.trace(model, samples[:1])
+            except KeyboardInterrupt as error:
+                kept.append(error)  # noqa: B023
+
+        interruption.run(interrupted)
+        assert len(kept) == 1
+        with torch.inference_mode():
+            kept.clear()
+            gc.collect()
+            assert torch.is_inference_mode_enabled(), at
+
+
+def _sets_inference(context: Any) -> bool:
+    return isinstance(context, torch.inference_mode)
 
 
 def _model(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:

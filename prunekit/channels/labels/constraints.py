@@ -95,6 +95,8 @@ class EqualParts(Constraint):
         The rest is matched by how often a class occurs, so that classes of one size meet.
         """
         counts = [Counter(row) for row in union.find(self.labels).tolist()]  # of each class in each part
+        if all(own == counts[0] for own in counts[1:]):
+            return []
         common = reduce(and_, counts)
         rest = [(own - common).most_common() for own in counts]
         rows = [np.array([one for one, n in classes for _ in range(n)], dtype=np.int64) for classes in rest]

@@ -214,7 +214,7 @@ def _again(model: nn.Module, examples: Examples, how: _Attempt, trace: Trace, cl
         inputs = [map_tensors(example, how.stand_in) for example in examples]
         if unread := results_aside(trace.runs, clone, inputs):
             return _trace(model, examples, replace(how, aside=unread))
-    divisors = _divisors(trace, clone) if trace.flow.divisors else frozenset()
+    divisors = _divisors(trace, model) if trace.flow.divisors else frozenset()
     if not divisors <= how.divided:  # they keep their values under masks, so that what is added to them is not zero
         return _trace(model, examples, replace(how, divided=how.divided | divisors))
     if how.alternatives is None and (found := alternatives_of(clone, trace.ran, trace.activations, trace.flow.union)):
@@ -223,9 +223,12 @@ def _again(model: nn.Module, examples: Examples, how: _Attempt, trace: Trace, cl
     return None
 
 
-def _divisors(trace: Trace, clone: nn.Module) -> frozenset[TensorAxis]:
-    """Return the axes of parameters and buffers that are divided by, whole and entry by entry."""
-    tensors = dict(named_tensors(clone))
+def _divisors(trace: Trace, model: nn.Module) -> frozenset[TensorAxis]:
+    """Return the axes of parameters and buffers that are divided by, whole and entry by entry.
+
+    The model is the given one: forward may have replaced buffers of the traced copy, by ones of other sizes or none.
+    """
+    tensors = dict(named_tensors(model))
     return frozenset(
         (name, axis)
         for labels, size in trace.flow.divisors

@@ -78,8 +78,8 @@ class BatchAxes:
     @cached_property
     def _known(self) -> dict[TracedOperator, frozenset[int]]:
         both_modes = not all(run.repeats for run in self._trace.runs if run.training)
-        larger = [with_doubled_batch(one) for one in self._examples]
-        try:
+        try:  # some examples, such as sparse tensors, cannot be joined with themselves
+            larger = [with_doubled_batch(one) for one in self._examples]
             trace = trace_model(self._model, larger, both_modes=both_modes, read=self._trace.read)
         except (ModelError, RuntimeError):
             return {}
