@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import namedtuple
 from dataclasses import dataclass
@@ -93,6 +94,41 @@ def test_a_trial_does_not_touch_buffers_that_forward_updates(dtype: torch.dtype)
 
 def random_states() -> list[Any]:
     return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[union-attr]
+
+
+class ReplacesItsBuffer(nn.Module):
+    """Divides by a parameter and by a buffer, in place of which forward leaves something else."""
+
+    def __init__(self, left: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.left = nn.Linear(6, 8), nn.Linear(8, 3), left
+        self.by = nn.Parameter(torch.rand(8) + 1)
+        self.register_buffer("spread", torch.rand(8) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) / self.by / self.spread + self.by + self.spread
+        spread = self.spread
+        del self.spread
+        self.left(self, spread)
+        return self.b(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        lambda net, spread: None,
+        lambda net, spread: setattr(net, "spread", [spread]),
+        lambda net, spread: net.register_buffer("spread", None),
+        lambda net, spread: net.register_buffer("spread", torch.stack([spread, spread])),
+    ],
+)
+def test_what_is_divided_by_keeps_its_values_also_where_forward_replaces_it(left: Any) -> None:
+    net, example = randomized(ReplacesItsBuffer(left)), torch.randn(4, 6)
+    result = prunekit.prune(net, example, channels=0.5)
+    assert {("by", 0), ("spread", 0)} <= result.plan.channel_map.divided
+    masked = copy.deepcopy(net)
+    result.plan.zero(masked)
+    assert torch.allclose(result.model(example), masked(example), rtol=1e-4)
 
 
 def test_random_states_are_as_they_were() -> None:

@@ -236,3 +236,26 @@ def test_a_write_into_a_part_takes_the_promise_of_zeros_from_the_whole() -> None
     net = Net(forward, a=nn.Linear(6, 8))
     (lock,) = [lock for lock in prunekit.trace(net, tokens()).locks if lock.operator == "aten.bmm"]
     assert lock.reason == NOT_ZERO
+
+
+class PartsOfNeighbors(nn.Module):
+    """Sums over neighbors, which the matrix that it is given tells, and splits the sums by fixed widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(3, 3), nn.Linear(5, 3)
+
+    def forward(self, links: Tensor, x: Tensor) -> Tensor:
+        first, second = torch.sparse.mm(links, self.a(x).relu()).split([3, 5], 1)
+        return self.b(first) + self.c(second)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sizes_in_python_are_found_where_an_input_cannot_be_joined_with_itself(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    example = (torch.eye(5) + torch.eye(5).roll(1, 0)).to_sparse(layout=layout), torch.randn(5, 6)
+    dense = PartsOfNeighbors().eval()
+    result = prunekit.prune(dense, example, channels=0.5)
+    small: Any = result.model
+    assert [small.get_submodule(path).weight.shape for path in "abc"] == [(3, 6), (3, 1), (3, 2)]
+    assert prunekit.verify(dense, small, result.plan, [example]).max_relative_difference < 1e-5

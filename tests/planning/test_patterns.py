@@ -50,6 +50,23 @@ def test_a_mask_has_its_pattern_and_keeps_the_highest_units(pattern: Pattern) ->
         assert float((scores * mask).sum()) == pytest.approx(float(best))
 
 
+def test_masks_are_the_same_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `kthvalue` raises on a GPU, as it does here."""
+    scores = torch.randint(5, (8, 8, 9), generator=torch.Generator().manual_seed(0)).double()
+    masks = [Pattern("unstructured").mask(scores, share) for share in (0.0, 0.1, 0.5, 1.0)]
+
+    def kthvalue(*_: Any) -> None:
+        raise RuntimeError("kthvalue does not have a deterministic implementation")
+
+    monkeypatch.setattr(torch.Tensor, "kthvalue", kthvalue)
+    torch.use_deterministic_algorithms(True)
+    try:
+        again = [Pattern("unstructured").mask(scores, share) for share in (0.0, 0.1, 0.5, 1.0)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, masks, again))
+
+
 def test_neighbors_along_the_inputs_are_counted_at_each_position_of_a_kernel() -> None:
     mask = of("2:4").mask(torch.rand(3, 8, 9), 0.5)
     assert torch.equal(mask.view(3, 2, 4, 9).sum(2), torch.full((3, 2, 9), 2))

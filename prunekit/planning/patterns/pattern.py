@@ -110,7 +110,8 @@ def lowest(values: Tensor, number: int) -> Tensor:
     """
     if not 0 < number < values.numel():
         return torch.full_like(values, number > 0, dtype=torch.bool)
-    edge = values.kthvalue(number).values
+    sort = torch.are_deterministic_algorithms_enabled()  # then GPUs refuse `kthvalue`, whose indices may differ
+    edge = values.sort().values[number - 1] if sort else values.kthvalue(number).values
     chosen = values < edge
     equal = (values == edge).nonzero()[:, 0]
     chosen[equal[: number - int(chosen.sum())]] = True
