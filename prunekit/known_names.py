@@ -33,6 +33,11 @@ SUBSTITUTES = _registry("substitute", "substitutes", "models", "channels.tracing
 FORMATS = _registry("format", "formats", "backends", "backends.backend.accept_format", "register_backend")
 
 
+def is_export_name(name: str) -> bool:
+    """Return whether a name ends as files of a format of exports do."""
+    return name.endswith(tuple(str(end) for facts in FORMATS.facts().values() if (end := facts.get("suffix"))))
+
+
 Count = Annotated[int, Ge(0)]
 PositiveInt = Annotated[int, Ge(1)]
 PositiveFloat = Annotated[float, Gt(0)]

@@ -6,6 +6,7 @@ import inspect
 import io
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from prunekit.errors import ModelError
 from prunekit.jobs.finetune import prune_job
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
+from prunekit.tasks.classification import TOP1
+from prunekit.training.loop import ProgressBar
 from prunekit.utils.progress import LOGGER, StageCounter, reporting, stage, tracked, wanted
 
 LONG = [
@@ -116,6 +119,71 @@ def test_a_long_loop_says_how_far_it_is_where_no_bars_are_shown(
             f"prune [20 s]: elimination: group 4{left.replace('15', '20')}",
         ]
         assert len(lines) == 4
+
+
+def test_what_was_done_before_a_run_was_resumed_counts_for_no_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
+    for begun, said in ((0, "25 of 1000, about 195 s left"), (500, "525 of 1000, about 95 s left")):
+        now[0] = 0.0
+        with reporting(None, "finetune"):
+            bar = ProgressBar("pruned", 1000, dict, False, TOP1)
+            now[0] = 5.0  # compiled meanwhile
+            bar.begin(begun)
+            for step in range(1, 26):
+                now[0] = 5.0 + step / 5
+                bar.step(lambda: 0.0, lambda: None, 0.0)
+        assert capsys.readouterr().err == f"finetune [10 s]: pruned: batch {said}\n"
+    shown = ProgressBar("pruned", 1000, dict, True, TOP1)
+    shown.begin(500)
+    shown.bar.update(10)
+    assert (shown.bar.n, shown.bar.format_dict["initial"]) == (510, 500)  # a rate is that of the difference
+    shown.bar.close()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_of_several_processes_the_main_one_tells(
+    process: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
+    monkeypatch.setattr("prunekit.distributed.process_group.rank", lambda: process)
+    for asked in (None, True):
+        with reporting(asked, "finetune"):
+            for _ in tracked(range(3), "gradients"):
+                now[0] += 20
+        assert bool(capsys.readouterr().err) == (process == 0), asked
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_an_item_is_let_go_before_the_next_is_made(asked: bool | None) -> None:
+    """A batch may take as much memory as a model."""
+    alive: list[bool] = []
+
+    def made() -> Iterator[Tensor]:
+        last: Any = lambda: None  # noqa: E731
+        for _ in range(3):
+            alive.append(last() is not None)
+            batch = torch.zeros(1)
+            last = weakref.ref(batch)
+            yield batch
+            del batch
+
+    with reporting(asked, "prune"):
+        for batch in tracked(made(), "batches"):
+            del batch
+    assert alive == [False, False, False]
+
+
+def test_batches_that_do_not_know_their_number_are_counted_all_the_same() -> None:
+    class Unknown(list[int]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    with reporting(None, "prune"):
+        assert [*tracked(Unknown((1, 2)), "batches")] == [1, 2]
 
 
 def test_nothing_is_shown_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

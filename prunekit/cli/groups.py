@@ -124,7 +124,11 @@ class ErrorGroup(click.Group):
             _report(context, str(error))
             context.exit(error.exit_code)
         except Exception as error:
-            _report(context, _refused(error) or _unexpected(context, error))
+            if (message := _refused(error)) is None:
+                hint = "" if _debugging(context) else "\nThis was not expected; --debug shows where it comes from."
+                place = place_in_user_code(error)
+                message = f"{type(error).__name__}: {error}{'' if place is None else f' ({place})'}{hint}"
+            _report(context, message)
             context.exit(FAILED)
 
 
@@ -139,12 +143,6 @@ def _refused(error: Exception) -> str | None:
     if safetensors is not None and isinstance(error, safetensors.SafetensorError):
         return f"a file of tensors cannot be read or written: {str(error).rpartition('I/O error: ')[2]}"
     return None
-
-
-def _unexpected(context: click.Context, error: Exception) -> str:
-    hint = "" if _debugging(context) else "\nThis was not expected; --debug shows where it comes from."
-    place = place_in_user_code(error)
-    return f"{type(error).__name__}: {error}{'' if place is None else f' ({place})'}{hint}"
 
 
 def _report(context: click.Context, message: str) -> None:

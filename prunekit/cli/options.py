@@ -122,11 +122,6 @@ def model_options(function: Decorated, *, images: bool = False) -> Decorated:
     return function
 
 
-def own_options(function: Decorated) -> Decorated:
-    """Add the options for the user's own code: `--model`, `--data`, `--task`, `--optimizer`, `--allow-code`."""
-    return own_model_option(data_option(task_option(optimizer_option(allow_code_option(function)))))
-
-
 def common_options(function: Decorated) -> Decorated:
     """Add `--json` and `--debug`, which every command has."""
     return json_option(debug_option(function))
@@ -141,7 +136,7 @@ def recipe_options(output: str = RUNS, *, device: bool = True) -> Callable[[Deco
             output_option(output),
             seed_option,
             *([device_option] if device else []),
-            own_options,
+            *(allow_code_option, optimizer_option, task_option, data_option, own_model_option),  # the user's own code
             click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
             click.argument("recipe", metavar="RECIPE"),
         ):

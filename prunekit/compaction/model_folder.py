@@ -31,9 +31,11 @@ from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_in
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.known_names import is_export_name
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
 from prunekit.models.hugging_face import set_noted_config
 from prunekit.models.interface import ModelInterface, attach
+from prunekit.models.names import SUFFIXES
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import tensor_problem
 from prunekit.models.zoo import as_build, build_model, found_build, from_build
@@ -232,6 +234,20 @@ def _example(inputs: tuple[InputSpec, ...]) -> dict[str, Any]:
     return known
 
 
+def _read_by(file: Path) -> str:
+    """Return what reads a file that was given in place of a model folder."""
+    if (file.parent / MANIFEST).is_file():
+        return f"give the folder that it is in: prunekit.load({str(file.parent)!r})"
+    if file.suffix in SUFFIXES:
+        read = "safetensors.torch.load_file" if file.suffix == ".safetensors" else "torch.load"
+        return f"build its model, and give it its weights by model.load_state_dict({read}(path))"
+    if is_export_name(file.name):
+        return "which a runtime runs: prunekit.predict(path, images), and `prunekit evaluate`, `bench` and `inspect`"
+    if file.suffix in (".yaml", ".yml"):
+        return "a recipe by its name, which prunekit.finetune(path) runs"
+    return "no model folder"
+
+
 def read_manifest(folder: StrPath) -> dict[str, Any]:
     """Return the manifest of a model folder."""
     path = Path(folder) / MANIFEST
@@ -239,9 +255,7 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
         alone = (Path(folder) / "plan.json").is_file()
         hint = f"; this is a plan, which prunekit.load_plan({str(folder)!r}) reads" if alone else ""
         if path.parent.is_file():
-            hint = (
-                "; this is a file: build its model, and give it its weights by model.load_state_dict(torch.load(path))"
-            )
+            hint = f"; this is a file, {_read_by(path.parent)}"
         if left := replaced(Path(folder)):
             hint = f"; a process that was killed while it replaced it left it as {left[0].name!r}: rename that"
         raise ArtifactError(

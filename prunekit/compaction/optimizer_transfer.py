@@ -132,16 +132,12 @@ def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Pa
         )
     name = names[dense]
     found = there.get(name)
-    wanted = _kept_shape(dense, name, plan)
+    kept = plan.kept_indices.get(name, (None,) * dense.dim())
+    wanted = tuple(size if index is None else len(index) for size, index in zip(dense.shape, kept, strict=True))
     if found is None or tuple(found.shape) != wanted:
         got = "no such parameter" if found is None else f"the shape {tuple(found.shape)}"
         raise PlanError(f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan")
     return found
-
-
-def _kept_shape(dense: Tensor, name: str, plan: Plan) -> tuple[int, ...]:
-    kept = plan.kept_indices.get(name, (None,) * dense.dim())
-    return tuple(size if index is None else len(index) for size, index in zip(dense.shape, kept, strict=True))
 
 
 def cut_state(key: str, value: Any, dense: Tensor, name: str, plan: Plan) -> Any:

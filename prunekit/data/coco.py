@@ -328,11 +328,9 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_box(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 4 and all(is_number(one) or _is_infinite(one) for one in value)
-
-
-def _is_infinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    return all(is_number(one) or (isinstance(one, float) and not math.isfinite(one)) for one in value)
 
 
 Rule = tuple[str, Callable[[Any], object]]

@@ -93,7 +93,8 @@ def describe_yolo(root: Path) -> YoloDescription:
     """
     file = root if root.is_file() else _file_in(root)
     if file is None:
-        known = _of_ultralytics(root.name)
+        files = [folder / "cfg" / "datasets" / f"{root.name}.yaml" for folder in package_folders("ultralytics")]
+        known = next((path for path in files if path.is_file()), None)
         content, base = (_parsed(known) if known else {}), root
         content = {key: f"images/{key}" for key in PARTS.values() if (root / "images" / key).is_dir()} | {
             key: content[key] for key in ("names", "kpt_shape", "flip_idx") if key in content
@@ -138,12 +139,6 @@ def _file_in(folder: Path) -> Path | None:
         found = ", ".join(path.name for path in named or files)
         raise DataError(f"{folder}: expected one file that describes the data, found {found}; give one as data.root")
     return next(iter(named or files), None)
-
-
-def _of_ultralytics(name: str) -> Path | None:
-    """Return ultralytics' own file for a data set of this name."""
-    files = [folder / "cfg" / "datasets" / f"{name}.yaml" for folder in package_folders("ultralytics")]
-    return next((path for path in files if path.is_file()), None)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

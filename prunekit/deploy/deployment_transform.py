@@ -144,6 +144,7 @@ def flush_subnormals(model: nn.Module, example: Any) -> FlushedModel:
     return without_subnormals(model, as_example(model, example), strict=True)
 
 
+@public_call
 def without_subnormals(model: nn.Module, example: tuple[Any, ...], *, strict: bool = False) -> FlushedModel:
     """Return what `flush_subnormals` does; unless strict, the model itself if its outputs change by that."""
     if next(_holding(model), None) is None:

@@ -202,7 +202,7 @@ def require_no_failure() -> None:
 
 
 def _claim(error: BaseException) -> PeerError | None:
-    """Record a failure if it is the first of the group, and return None; else return the failure that was first."""
+    """Record a failure if it is the first of the group; return that of another process if it was first, else None."""
     try:
         shared = store()
         if shared.add("failed", 1) == 1:

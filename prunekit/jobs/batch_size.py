@@ -221,7 +221,9 @@ class Rehearsal:
         job, prepared = self._prepared.job, self._prepared
         for name, section in self._sections.items():
             settings = replace(section, epochs=1, accumulate=min(section.accumulate, 2), warmup=0.0)
-            splits = _sized(prepared.splits, batch, STEPS * settings.accumulate)
+            given, count = prepared.splits, batch * STEPS * settings.accumulate
+            held_out = _some(given.validation, min(batch, len(given.validation)))  # at most one batch
+            splits = replace(given, train=_some(given.train, count), validation=held_out)
             with threads(job.threads):
                 fit(
                     copied(prepared.model),
@@ -256,12 +258,6 @@ class Rehearsal:
         if settings is None:
             return None
         return ActivationThresholds(dict.fromkeys(chosen_paths(model, settings), SMALL), {}, None, settings.side, 0)
-
-
-def _sized(splits: Splits, batch: int, steps: int) -> Splits:
-    """Return splits with training images for so many batches, and at most one batch to validate on."""
-    train, validation = splits.train, splits.validation
-    return replace(splits, train=_some(train, batch * steps), validation=_some(validation, min(batch, len(validation))))
 
 
 def _some(dataset: SampleDataset, count: int) -> SampleDataset:

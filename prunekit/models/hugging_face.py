@@ -91,8 +91,8 @@ def _of_folder(folder: Path, head: Head, /, num_classes: int | None = None, **ar
     config = _config(folder)
     _require_known(config.model_type, arguments)
     expected = (
-        "; expected the files that `save_pretrained` writes, with safetensors, of a model without code of its own "
-        "and has such a head and as many classes as the data"
+        "; expected the files that `save_pretrained` writes, with safetensors, of a model without code of its own, "
+        "with such a head and as many classes as the data"
     )
     failed = f"{folder}: {CLASSES[head][0]} of transformers cannot load it: "
     with raised_as(ModelError, failed, expected, str), _without_bars():

@@ -230,7 +230,7 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     if zoo == "cifar":
         return partial(CifarResNet, DEPTHS[name])
     if zoo == "timm":
-        return partial(_timm().create_model, name, pretrained=False)
+        return partial(_timm().create_model, name, False)  # by position: no argument can replace it
     if zoo == "hf":
         return hugging_face.builder(settings)
     if zoo == "ultralytics":

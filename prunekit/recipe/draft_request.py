@@ -48,9 +48,9 @@ def require_known(request: DraftRequest) -> None:
     elif zoos and request.model not in names and not Path(request.model).is_dir():
         raise unknown_model(request, zoos, names)
     shape = request.input_shape
-    if shape is not None and (len(shape) != 4 or shape[2] != shape[3]):
+    if shape is not None and (len(shape) != 4 or shape[1] != 3 or shape[2] != shape[3]):
         got = "x".join(map(str, shape))
-        raise UsageError(f"--input-shape: expected that of square images, such as 1x3x224x224, got {got}")
+        raise UsageError(f"--input-shape: expected that of square images in RGB, as 1x3x224x224, got {got}")
     if is_reference(request.data):
         require_object(request.data, DataError)
     elif not (request.data in ("digits", *SETS) or Path(request.data).exists() or is_hub_name(request.data)):

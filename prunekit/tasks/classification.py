@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError
 from prunekit.models.interface import auxiliary, logits
-from prunekit.tasks.task import Score, Task, register_task
+from prunekit.tasks.task import Score, Task, register_task, with_smoothing
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
 from prunekit.utils.tensors import occurrences
 
@@ -65,6 +65,10 @@ def wilson_interval(correct: int, count: int) -> tuple[float, float]:
     return 100 * max(0.0, center - half), 100 * min(1.0, center + half)
 
 
+def _interval(counts: Tensor) -> tuple[float, float]:
+    return wilson_interval(int(counts[0]), int(counts[1]))
+
+
 def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Return token ids (B, tokens) and other inputs by the names of the model's arguments, and labels (B,) int64.
 
@@ -80,7 +84,7 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, batch[label]
 
 
-TOP1 = Score("top1", "top-1", top1, lambda found: wilson_interval(int(found[0]), int(found[1])), most_frequent)
+TOP1 = Score("top1", "top-1", top1, _interval, most_frequent)
 IMAGE_CLASSIFICATION = register_task(
     "image_classification", data="images with a label each", measures="cross entropy; top-1"
 )(
@@ -90,7 +94,7 @@ IMAGE_CLASSIFICATION = register_task(
         hits,
         (TOP1,),
         logits=logits,
-        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
+        smoothed=partial(with_smoothing, cross_entropy),
         samples="images",
         labeled_images=True,
     )
@@ -106,7 +110,7 @@ TEXT_CLASSIFICATION = register_task(
         (TOP1,),
         texts,
         logits=logits,
-        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
+        smoothed=partial(with_smoothing, cross_entropy),
         samples="texts",
         collate=PaddedTexts(),
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -148,8 +149,8 @@ EMBEDDING = register_task(
         _unbound,
         None,
         (
-            Score("cosine", "cosine to the dense model", lambda found: float(found["cosine"])),
-            Score("spearman", "rank correlation of similarities", lambda found: float(found["spearman"])),
+            Score("cosine", "cosine to the dense model", itemgetter("cosine")),
+            Score("spearman", "rank correlation of similarities", itemgetter("spearman")),
         ),
         with_samples,
         samples="texts",

@@ -20,7 +20,7 @@ from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.interface import logits
 from prunekit.tasks.classification import most_frequent, top1
-from prunekit.tasks.task import Score, Task, register_task
+from prunekit.tasks.task import Score, Task, register_task, with_smoothing
 from prunekit.tasks.texts import IGNORED, PaddedTexts, counted_tokens, named_inputs, token_labels
 from prunekit.utils.tensors import accumulation_dtype, occurrences
 
@@ -157,9 +157,9 @@ def _tags(output: Any, labels: Tensor) -> Tensor:
     return torch.cat([torch.stack([right, counted]), occurrences(wanted, scores.shape[1])])
 
 
-def _of_tokens(read: Callable[[Tensor], float]) -> Callable[[Tensor], float]:
-    """Return a score that is 0 where no token counts."""
-    return lambda sums: read(sums) if float(sums[1]) else 0.0
+def _of_tokens(read: Callable[[Tensor], float], sums: Tensor) -> float:
+    """Return a score, which is 0 where no token counts."""
+    return read(sums) if float(sums[1]) else 0.0
 
 
 PERPLEXITY = Score("perplexity", "perplexity", perplexity, unit="", lower_is_better=True)
@@ -174,7 +174,7 @@ def _task(name: str, unpack: Callable[[Any], tuple[Mapping[str, Tensor], Tensor]
         (PERPLEXITY, TOKEN_ACCURACY),
         unpack,
         logits=_rows,
-        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
+        smoothed=partial(with_smoothing, cross_entropy),
         samples="texts",
         collate=PaddedTexts(),
         weight=count,
@@ -197,7 +197,7 @@ TOKEN_CLASSIFICATION = register_task(
     replace(
         _task("token_classification", labeled_tokens),
         counts=_tags,
-        scores=(Score("token_accuracy", "token accuracy", _of_tokens(top1), chance=_of_tokens(most_frequent)),),
+        scores=(replace(TOKEN_ACCURACY, of=partial(_of_tokens, top1), chance=partial(_of_tokens, most_frequent)),),
     )
 )
 """Token ids with a label (B, T) each, -100 where a token does not count."""

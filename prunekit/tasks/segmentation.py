@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError
 from prunekit.models.interface import logits
-from prunekit.tasks.task import Score, Task, register_task
+from prunekit.tasks.task import Score, Task, register_task, with_smoothing
 from prunekit.utils.tensors import occurrences
 
 IGNORED = 255
@@ -115,7 +115,7 @@ SEGMENTATION = register_task(
         ),
         images,
         logits=_rows,
-        smoothed=lambda share: partial(cross_entropy, label_smoothing=share),
+        smoothed=partial(with_smoothing, cross_entropy),
         samples="images",
     )
 )

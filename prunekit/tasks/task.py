@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -242,6 +243,11 @@ def described_task(task: Task) -> dict[str, Any]:
     ]
     by = None if task.main.interval is None else task.main.interval_by
     return {"name": task.name, "samples": task.samples, "scores": scores, "interval": by}
+
+
+def with_smoothing(loss: Callable[..., Tensor], share: float) -> Loss:
+    """Return a loss with its label smoothing, for `Task.smoothed`: unlike a lambda it can be pickled, as tasks are."""
+    return partial(loss, label_smoothing=share)
 
 
 def training_loss(task: Task, label_smoothing: float) -> Loss:

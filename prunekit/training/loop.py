@@ -226,7 +226,7 @@ class TrainingLoop:
         at, best = self.state.position, self.state.best
         if not self.settings.epochs:
             best.keep()
-        self.bar.bar.update((at.epoch - 1) * len(self.train) + at.batch)  # done before the run was resumed
+        self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
             row = self._epoch(at, until)
@@ -436,10 +436,14 @@ class ProgressBar:
     ) -> None:
         self.label, self.metrics, self.score = label, metrics if shown else dict, score
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
-        self.done = 0
-        self.count: Callable[[int], None] = (lambda done: None) if shown else make_counter(label, steps, "batch")[1]
+        self.begin(0)
         self.extra: Mapping[str, Any] = {}
         self.due = 0.0
+
+    def begin(self, done: int) -> None:
+        """Count on from batches that were done before the run was resumed; rates are those of the others."""
+        self.done = self.bar.initial = self.bar.n = self.bar.last_print_n = done
+        self.count = make_counter(self.label, self.bar.total, "batch", done)
 
     def epoch(self, number: int, epochs: int) -> None:
         """Begin an epoch."""

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.util import find_spec
 from operator import length_hint
@@ -63,13 +63,12 @@ class _ProgressReport:
             self._bars.insert(0, self._line)
         self._line.set_description_str(shown)
 
-    def count(self, what: str, done: int, total: int | None, since: float) -> None:
-        """Say how far a loop is that began at a time, and how long the rest may take; bars show that themselves."""
+    def count(self, what: str, done: int, total: int | None, made: int, since: float) -> None:
+        """Say how far a loop is, and how long the rest may take as `made` units took since a time."""
         now = perf_counter()
-        if self.shown or not done or now - self._last < QUIET_S:
-            return
-        left = f" of {total}, about {(now - since) / done * (total - done):.0f} s left" if total else ""
-        self.say(f"{what} {done}{left}")
+        if made and now - self._last >= QUIET_S:
+            left = f" of {total}, about {(now - since) / made * (total - done):.0f} s left" if total else ""
+            self.say(f"{what} {done}{left}")
 
     def close(self) -> None:
         """Remove all bars, also after an error or an interrupt."""
@@ -110,11 +109,13 @@ def remove_bar(bar: Any) -> None:
 
 @contextmanager
 def reporting(progress: bool | None, title: str) -> Iterator[None]:
-    """Show the stages and bars of a call while it runs, and of the calls inside it."""
+    """Show the stages and bars of a call while it runs, and of the calls inside it; of several processes the main's."""
     if _RUNNING.get() is not None:
         yield
         return
-    report = _ProgressReport(title, shown=wanted(progress), told=progress is None)
+    group: Any = sys.modules.get("prunekit.distributed.process_group")  # not there before torch is imported
+    main = group is None or group.is_main()
+    report = _ProgressReport(title, shown=wanted(progress) and main, told=progress is None and main)
     try:
         _RUNNING.set(report)
         yield
@@ -126,8 +127,7 @@ def reporting(progress: bool | None, title: str) -> Iterator[None]:
 def stage(text: str) -> None:
     """Report the current stage of a call: to the logger, and in the line above the bars if there are any."""
     LOGGER.info(text)
-    report = _RUNNING.get()
-    if report is not None:
+    if (report := _RUNNING.get()) is not None:
         report.say(text)
 
 
@@ -148,21 +148,23 @@ class StageCounter:
 
 def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "batch") -> Iterator[T]:
     """Yield items one by one, with a bar if the running call shows bars."""
-    total = total or length_hint(items) or None
-    bar, count = make_counter(what, total, unit)
-    for done, item in enumerate(items, 1):
+    report, done = _RUNNING.get(), 0
+    with suppress(NotImplementedError):  # of a sampler that does not know its length
+        total = total or length_hint(items) or None
+    bar = report.bar(what, total, unit) if report is not None and report.shown else make_bar(False)
+    count = make_counter(what, total, unit)
+    for item in items:
         yield item
         del item  # before the next is made: it may be large
+        done += 1  # noqa: SIM113 - `enumerate` keeps the item while the next is made
+        bar.update()
         count(done)
     remove_bar(bar)
 
 
-def make_counter(what: str, total: int | None, unit: str) -> tuple[Any, Callable[[int], None]]:
-    """Return a bar, and a function that gets how many units are done: it moves the bar, or says so now and then."""
+def make_counter(what: str, total: int | None, unit: str, begun: int = 0) -> Callable[[int], None]:
+    """Return a function that gets how many units are done, `begun` of them before now, and says so now and then."""
     report, since = _RUNNING.get(), perf_counter()
-    if report is None:
-        return make_bar(False), lambda done: None
-    if report.shown:
-        bar = report.bar(what, total, unit)
-        return bar, lambda done: bar.update()
-    return make_bar(False), lambda done: report.count(f"{what}: {unit}", done, total, since)
+    if report is None or report.shown:  # bars show that themselves
+        return lambda done: None
+    return lambda done: report.count(f"{what}: {unit}", done, total, done - begun, since)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from prunekit.cli import cli
+from prunekit.errors import UsageError
 from prunekit.models import names
 from prunekit.models.zoo import zoo_names
 
@@ -22,6 +27,8 @@ MISTAKES = {
     "predict resnet18 photo.jpg": "resnet18: expected trained weights, but they are random; give --weights",
     "predict run photo.jpg": NO_FOLDER,
     "predict run/model nowhere.jpg": "nowhere.jpg: expected an image file, and there is none",
+    "predict run/model nowhere.npz": "nowhere.npz: expected a file of inputs, and there is none",
+    "predict nowhere.onnx photo.jpg": "nowhere.onnx: expected an exported file, and there is none",
     "inspect --model nett.py:Net --input-shape 1x4": "nett.py: there is no such file",
     "inspect --model net.py:Nut --input-shape 1x4": "there is no function or class 'Nut' here; did you mean 'Net'?",
     "inspect net.py:Net": "give your own model as --model file.py:factory",
@@ -48,6 +55,8 @@ MISTAKES = {
     "init --model resnt18 --data digits mine.yaml": "expected a model of torchvision or cifar, or file.py:factory",
     "init --model resnet18 --data nowhere mine.yaml": "there is no such file or folder; expected digits",
     "init --model net.py:Nut --data digits mine.yaml": "did you mean 'Net'?",
+    "init --model resnet18 --data digits --input-shape 1x1x32x32 mine.yaml": "expected that of square images in RGB",
+    "init --model resnet18 --data digits --input-shape 1x3x32x64 mine.yaml": "expected that of square images in RGB",
     "recipe show resnt34": "did you mean 'resnet34'",
 }
 """Command lines with a mistake, each with a part of what is said of it."""
@@ -82,7 +91,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_told_before_torch_is_imported(line: str, answers: dict[str, tuple[int, str, list[str]]]) -> None:
     code, output, imported = answers[line]
-    assert (code, imported) == (2, []), output
+    assert (code, imported) == (1 if "an exported file" in MISTAKES[line] else 2, []), output
     assert MISTAKES[line] in output
     assert "Traceback" not in output
 
@@ -100,3 +109,34 @@ def test_without_its_source_torchvision_itself_says_what_it_has(monkeypatch: pyt
     known = names.torchvision_names("detection")
     monkeypatch.setattr(names, "package_folders", lambda package: [])
     assert names.torchvision_names.__wrapped__("detection") == known
+
+
+@pytest.mark.parametrize(
+    ("line", "function"),
+    [
+        ("calibrate resnet34 export=[tensorrt] latency.runtimes=[tensorrt]", "stages.calibration_stage.calibrate"),
+        ("sensitivity resnet34 export=[tensorrt] latency.runtimes=[tensorrt]", "analyses.sensitivity.analyze"),
+        ("profile resnet34 export=[tensorrt] latency.runtimes=[tensorrt]", "analyses.profile.profile_job"),
+        ("finetune resnet34 export=[tensorrt] --dry-run", "dry_run.dry_run"),
+        ("finetune resnet34 export=[tensorrt] --find-batch-size", "batch_size.find_batch_size"),
+    ],
+)
+def test_what_writes_no_file_needs_no_package_of_its_format(
+    line: str, function: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A recipe for a machine with TensorRT is looked into on any other one."""
+
+    def reached(*_: Any, **__: Any) -> None:
+        raise UsageError("reached")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"prunekit.jobs.{function}", reached)
+    result = CliRunner().invoke(cli, line.split())
+    assert result.output == "prunekit: error: reached\n"
+
+
+def test_a_path_is_no_name_of_a_zoo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    result = CliRunner().invoke(cli, ["inspect", "small", "--zoo", "cifar"])
+    assert "--zoo cifar goes with the name of a model, got small" in result.output

@@ -526,3 +526,23 @@ def test_what_builds_no_model_says_what_to_give(given: Any, message: str, tmp_pa
 def test_a_folder_that_is_no_path_is_named(function: Callable[[Any], Any]) -> None:
     with pytest.raises(UsageError, match="expected a path, such as 'small', got type"):
         function(nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("resnet.pth", r"model\.load_state_dict\(torch\.load\(path\)\)"),
+        ("resnet.safetensors", r"model\.load_state_dict\(safetensors\.torch\.load_file\(path\)\)"),
+        ("resnet.onnx", r"which a runtime runs: prunekit\.predict\(path, images\)"),
+        ("resnet.engine", "which a runtime runs"),
+        ("mine.yaml", r"prunekit\.finetune\(path\) runs"),
+        ("photo.jpg", "this is a file, no model folder"),
+        ("small/model.safetensors", r"the folder that it is in: prunekit\.load\('.*small'\)"),
+    ],
+)
+def test_a_file_in_place_of_a_folder_says_what_reads_it(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    for file in ("small/prunekit.json", name):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ArtifactError, match=said):
+        load(tmp_path / name)

@@ -118,3 +118,18 @@ def test_a_model_without_subnormal_numbers_is_left_bit_for_bit() -> None:
     assert flushed.counts == {}
     assert flushed.max_relative_difference == 0
     assert_unchanged(flushed.model, snapshot(model))
+
+
+def test_interrupted_in_a_job_the_process_is_as_before() -> None:
+    """A job calls `without_subnormals` outside of any public call."""
+
+    class Interrupted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.set_default_dtype(torch.float64)
+            raise KeyboardInterrupt
+
+    model = Interrupted(4, 2)
+    model.weight.data[0] = 1e-40
+    with pytest.raises(KeyboardInterrupt):
+        without_subnormals(model, (torch.ones(1, 4),))
+    assert torch.get_default_dtype() == torch.float32

@@ -101,3 +101,11 @@ def test_weights_have_no_names_here() -> None:
     need("timm")
     with pytest.raises(ModelError, match=r"has no weights 'IMAGENET1K_V1'; it has none with names"):
         build_model(ModelSettings(SMALL["timm"][0], "timm", weights="IMAGENET1K_V1"), num_classes=None)
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_no_argument_takes_the_place_of_the_one_that_keeps_timm_from_downloading(given: Any) -> None:
+    need("timm")
+    settings = ModelSettings(SMALL["timm"][0], "timm", arguments={"pretrained": given})
+    with pytest.raises(ModelError, match=r"timm's test_efficientnet refuses \{'pretrained'"):
+        build_model(settings, num_classes=5)

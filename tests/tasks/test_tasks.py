@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks import task as task_module
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION
 from prunekit.tasks.segmentation import SEGMENTATION
-from prunekit.tasks.task import get_task, training_loss
+from prunekit.tasks.task import TASKS, get_task, training_loss
 from prunekit.training import run_state
 from prunekit.training.callbacks.selection import task_loss
 from prunekit.training.run_state import EpochSums
@@ -146,3 +147,9 @@ def test_what_a_task_cannot_do_is_refused(settings: TrainSettings, message: str)
     other = replace(IMAGE_CLASSIFICATION, name="other", logits=None, smoothed=None, labeled_images=False)
     with pytest.raises(UsageError, match=message):
         task_loss(other, settings)
+
+
+@pytest.mark.parametrize("name", TASKS.declared)
+def test_a_task_can_be_pickled_as_data_that_has_it_for_another_process(name: str) -> None:
+    again = pickle.loads(pickle.dumps(get_task(name)))
+    assert (again.name, [score.name for score in again.scores]) == (name, [one.name for one in get_task(name).scores])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.backends.files.export_source import Run
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.known_names import FORMATS
+from prunekit.known_names import FORMATS, is_export_name
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.inputs import Keywords, concatenate, is_batched, sample_count, select_samples, to_device
 from prunekit.utils.tensors import gather, map_tensors
@@ -37,7 +37,7 @@ def formats_of(path: Path) -> list[str]:
 
 def is_exported(path: Path) -> bool:
     """Return whether a path is a file of a format of exports."""
-    return bool(formats_of(path)) and not path.is_dir()
+    return is_export_name(path.name) and not path.is_dir()
 
 
 def open_exported(path: Path, *, allow_code: bool = False) -> ExportedModel:

@@ -11,7 +11,7 @@ import click
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain
-from prunekit.jobs.run.early_checks import AUTO, require_job, require_run
+from prunekit.jobs.run.early_checks import AUTO, require_job, require_packages, require_run
 from prunekit.utils.display import change, count, share, table
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def run_recipe(
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     require_job(job, model=factory, data=data, optimizer=optimizer)
+    if not find_batch_size:
+        require_packages(job, dry=dry_run)
     if resume not in (None, AUTO):
         require_run(Path(resume))
     from prunekit.jobs.run.command_subject import Own

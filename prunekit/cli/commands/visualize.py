@@ -248,21 +248,17 @@ def _show_maps(
         found = class_maps(pair, values, find, layer=layer, target=target, device=where)
         title = _maps_title(found)
         scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
-        path = write_picture(
-            folder / _picture_name(found, shown), list(_map_panels(pair, values, shown, found)), title, scale
-        )
+        # Names differ by method, layer, image and class.
+        parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
+        name = re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-")
+        panels = list(_map_panels(pair, values, shown, found))
+        path = write_picture(folder / f"{name}.png", panels, title, scale)
     payload = {"model": pair.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
     save(payload, folder, path.with_suffix(".json").name, console)
     rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
     pages = report_of(pair, folder, "maps")
     lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
-
-
-def _picture_name(found: ClassMaps, shown: str) -> str:
-    """Return the name of a picture's file, which differs by method, layer, image and class."""
-    parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
-    return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-") + ".png"
 
 
 def _maps_title(found: ClassMaps) -> str:
@@ -292,10 +288,6 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> l
     return panels
 
 
-def _own_options(function: Any) -> Any:
-    return own_model_option(data_option(task_option(allow_code_option(function))))
-
-
 @visualize_group.command(
     "histograms", short_help="Show distributions of weights and activations, dead and redundant channels."
 )
@@ -315,7 +307,9 @@ def _own_options(function: Any) -> Any:
     help="From which correlation, or cosine of weights, on a channel is redundant.",
 )
 @model_command(
-    "the page and its tables.  [default: histograms, for a run in its folder]", runs=True, options=_own_options
+    "the page and its tables.  [default: histograms, for a run in its folder]",
+    runs=True,
+    options=lambda made: own_model_option(data_option(task_option(allow_code_option(made)))),
 )
 def histograms_command(
     console: Console,

@@ -231,12 +231,13 @@ def bench_targets(
         target.probe()
     measured = {name: target.model for name, target in models.items()}
     report = measure_latency(measured, targets[0].timing_inputs, settings, places, log=log)
-    sizes = {name: target.figures() for name, target in models.items()}
+    zeros = {name: zero_patterns(model) for name, model in measured.items() if isinstance(model, nn.Module)}
+    runtimes = dict.fromkeys(str(row["runtime"]) for row in report.rows)
     return Benchmark(
-        models=sizes,
+        models={name: target.figures() for name, target in models.items()},
         latency=tuple(dict(row) for row in report.rows),
         speedup=tuple(dict(row) for row in report.speedup),
-        notes=(*report.notes, *_mixed(report.rows), *_zeros(measured, report.rows)),
+        notes=(*report.notes, *_mixed(report.rows), *unused_zeros_notes(zeros, tuple(runtimes))),
         failures=tuple(dict(row) for row in report.failures),
         machine=dict(report.machine),
     )
@@ -260,12 +261,6 @@ def _mixed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     shown = ", ".join(f"{model} in {own[model]}" for model in dict.fromkeys(row["model"] for row in rows))
     return [f"{shown}: speedups over {first} are of the runtimes too"]
-
-
-def _zeros(models: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return notes on models that were timed with zeros of single weights, in runtimes that do not use them."""
-    zeros = {name: zero_patterns(model) for name, model in models.items() if isinstance(model, nn.Module)}
-    return unused_zeros_notes(zeros, tuple(dict.fromkeys(str(row["runtime"]) for row in rows)))
 
 
 def _with_inputs(targets: Sequence[Subject]) -> list[Subject]:

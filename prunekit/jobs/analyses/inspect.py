@@ -97,12 +97,11 @@ class Inspection(Displayed):
         if staying := [(row["block"] or "(root)", row["reason"]) for row in found["block_locks"]]:
             title = f"{plural(len(staying), 'block')} that stay{'s'[: len(staying) == 1]}, and why"
             yield Table(("block", "reason"), staying, ("reason",), title, widest=WHOLE)
-        rows = [(row["module"] or "(root)", row["kind"], *_costs(row, total)) for row in found["layers"]]
+        costs = ((count(row["macs"]), share(row["macs"] / total), count(row["params"])) for row in found["layers"])
+        rows = [
+            (row["module"] or "(root)", row["kind"], *each) for row, each in zip(found["layers"], costs, strict=True)
+        ]
         yield Table(("module", "kind", "MACs", "share", "parameters"), rows, ("kind",), "MACs by layer")
-
-
-def _costs(row: dict[str, Any], total: int) -> tuple[str, str, str]:
-    return count(row["macs"]), share(row["macs"] / total), count(row["params"])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

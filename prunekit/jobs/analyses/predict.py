@@ -18,7 +18,7 @@ from prunekit.data.local_files import image_files
 from prunekit.errors import DataError, ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
-from prunekit.jobs.run.early_checks import require_images, require_trained
+from prunekit.jobs.run.early_checks import TENSOR_FILES, require_images, require_trained
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.interface import ModelInterface, TensorSpec, attached, logits, named_tensors_of
 from prunekit.models.preprocessing import Pixels, Preprocessing, opened
@@ -42,7 +42,6 @@ from prunekit.utils.inputs import (
 from prunekit.utils.tensors import gather
 
 Runs = Iterator[tuple[tuple[Any, ...], Any]]
-TENSOR_FILES = (".npy", ".npz", ".safetensors")
 FEW = 10
 """Values of an output that are shown one by one; of more, their range."""
 

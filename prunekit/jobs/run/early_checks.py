@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prunekit.data.roots import missing_data
-from prunekit.errors import DataError, ModelError, ResumeError, UsageError
-from prunekit.known_names import FORMATS, RUNTIMES
+from prunekit.errors import ArtifactError, DataError, ModelError, ResumeError, UsageError
+from prunekit.known_names import FORMATS, RUNTIMES, is_export_name
 from prunekit.models.names import missing_file, require_bare_name, zoo_of
 from prunekit.utils.availability import unusable
 from prunekit.utils.user_code import is_reference, require_object
@@ -23,24 +23,27 @@ if TYPE_CHECKING:
 
 MANIFEST = "prunekit.json"
 """The manifest in a model folder."""
+TENSOR_FILES = (".npy", ".npz", ".safetensors")
+"""Ends of the names of files of inputs."""
 AUTO = "auto"
 """In place of a run's folder: the newest unfinished run of the same recipe."""
 
 
 def require_job(job: JobSettings, *, model: str | None, data: str | None, optimizer: str | None = None) -> None:
-    """Raise if a job names what is not there: model, data, weights, own code, or packages of runtimes and formats.
-
-    Own code is that of the command line, `file.py:factory` each.
-    """
+    """Raise if a job names what is not there: model, data, weights, or own code of the command line."""
     require_own(job, model, data)
     for reference, error in ((model, ModelError), (data, DataError), (optimizer, UsageError)):
         if reference is not None:
             require_object(reference, error)
     require_bare_name(job.model.name, job.model.zoo)
     require_files(job)
-    target = [job.prune.target.runtime] if job.prune.budget.measured else []
+
+
+def require_packages(job: JobSettings, *, dry: bool) -> None:
+    """Raise if a runtime or a format of a run needs what this machine lacks; a dry run exports nothing."""
+    target = [job.prune.target.runtime] if job.prune.budget.measured and not dry else []
     require_usable("runtime", RUNTIMES, dict.fromkeys([*target, *job.latency.runtimes]))
-    require_usable("export", FORMATS, job.export)
+    require_usable("export", FORMATS, () if dry else job.export)
 
 
 def require_own(job: JobSettings, model: str | None, data: str | None) -> None:
@@ -73,8 +76,7 @@ def require_usable(kind: str, registry: Registry[object], names: Iterable[str]) 
     """Raise if a runtime or a format needs what this machine lacks; names of the user's own code are not looked at."""
     facts = registry.facts()
     lacking = {name: unusable(facts[name]) for name in names if name in facts}
-    problems = [f"{kind} {name!r} {reason}" for name, reason in lacking.items() if reason]
-    if problems:
+    if problems := [f"{kind} {name!r} {reason}" for name, reason in lacking.items() if reason]:
         raise UsageError("; ".join(problems))
 
 
@@ -90,16 +92,14 @@ def require_target(name: str, zoo: str | None = None) -> None:
     """Raise if a word that names a model on a command line is no model folder, no file and no name of its zoo."""
     path = Path(name)
     if zoo is not None:
-        require_bare_name(name, zoo)
+        if not path.exists():  # else the command says that a path is no name
+            require_bare_name(name, zoo)
     elif path.is_dir():
         require_model_folder(path)
-    elif not path.exists() and not _is_exported(path):
+    elif not path.exists():
+        if is_export_name(name):
+            raise ArtifactError(f"{name}: expected an exported file, and there is none")
         zoo_of(name)
-
-
-def _is_exported(path: Path) -> bool:
-    """Return whether a name ends as exported files do, whose reader says what is missing."""
-    return any(path.name.endswith(end) for facts in FORMATS.facts().values() if (end := facts.get("suffix")))
 
 
 def require_trained(name: str, trained: bool) -> None:
@@ -109,10 +109,10 @@ def require_trained(name: str, trained: bool) -> None:
 
 
 def require_images(paths: Iterable[Path]) -> None:
-    """Raise a `DataError` if an image is not there."""
-    missing = next((path for path in paths if not path.exists()), None)
-    if missing is not None:
-        raise DataError(f"{missing}: expected an image file, and there is none")
+    """Raise a `DataError` if an image, or a file of inputs, is not there."""
+    if (missing := next((path for path in paths if not path.exists()), None)) is not None:
+        kind = "a file of inputs" if missing.suffix in TENSOR_FILES else "an image file"
+        raise DataError(f"{missing}: expected {kind}, and there is none")
 
 
 def is_pruned(folder: Path) -> bool:

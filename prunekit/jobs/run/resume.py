@@ -58,7 +58,8 @@ def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) 
     for folder, there in _unfinished(runs):
         then, now = ({key: one.get(key) for key in ("command", "recipe")} for one in (there, identity))
         if changed := list(differences(then, now)):
-            others.append(f"{folder} is unfinished, and was started otherwise: {'; '.join(changed[:4])}")
+            if not alive(_status(folder)):
+                others.append(f"{folder} is unfinished, and was started otherwise: {'; '.join(changed[:4])}")
             continue
         if alive(_status(folder)):
             log(f"resume: {folder} is of this recipe, and still runs")

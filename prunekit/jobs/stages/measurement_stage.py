@@ -220,7 +220,8 @@ def write_detections(prepared: JobSubject, models: Mapping[str, nn.Module], run:
     if splits.task is not DETECTION:
         return []
     spread = torch.linspace(0, len(splits.test) - 1, min(LOOKED_AT, len(splits.test))).long()
-    images, targets = _read(prepared, spread)
+    parts = list(batches(splits.test, len(spread), shuffle_seed=None, indices=spread))
+    images, targets = torch.cat([part for part, _ in parts]), [target for _, part in parts for target in part]
     chosen = [i for i, target in enumerate(targets) if len(target["labels"])][:SHOWN]
     found = {name: _detected(model, images[chosen]) for name, model in models.items()} if chosen else {}
     rows = []
@@ -235,11 +236,6 @@ def write_detections(prepared: JobSubject, models: Mapping[str, nn.Module], run:
     if rows:
         write_json(run / DETECTIONS / "detections.json", {"models": list(models), "images": rows})
     return [str(row["picture"]) for row in rows]
-
-
-def _read(prepared: JobSubject, indices: Tensor) -> tuple[Tensor, Targets]:
-    parts = list(batches(prepared.splits.test, len(indices), shuffle_seed=None, indices=indices))
-    return torch.cat([images for images, _ in parts]), [target for _, targets in parts for target in targets]
 
 
 def _detected(model: nn.Module, images: Tensor) -> Targets:

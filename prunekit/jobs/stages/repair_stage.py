@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,9 +35,8 @@ def repair_masked(
 
     The main process repairs once in a run, and shares weights and masks. There is no report if nothing was fitted.
     """
-    model, report, made = copied(dense), None, None
-    if is_main():
-        model, report, made = _once_in_a_run(prepared, dense, plan, run, training)
+    work = partial(_once_in_a_run, prepared, dense, plan, run, training)
+    model, report, made = work() if is_main() else (copied(dense), None, None)
     share_model(model, "the masked model")
     return model, report, plan if prepared.job.prune.pattern is None else share_plan(made)
 

@@ -317,7 +317,6 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
     )
 
 
-FLOW_COLUMNS = ("step", "epoch", "layer", "p10", "median", "p90", "zeros")
 MOST_LAYERS = 64
 PHASES = (("first tenth of training", "#64748b", -0.17), ("last tenth", "#0f766e", 0.17))
 FLOW_STYLE: dict[Any, Any] = {
