@@ -72,7 +72,7 @@ from prunekit.training.run_state import EpochSums, Position, RunState, identity_
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device
-from prunekit.utils.progress import make_bar, make_counter, wanted
+from prunekit.utils.progress import make_bar, make_teller, wanted
 
 FIGURES_S = 0.5
 """Seconds between two looks at the figures that a bar shows."""
@@ -226,7 +226,7 @@ class TrainingLoop:
         at, best = self.state.position, self.state.best
         if not self.settings.epochs:
             best.keep()
-        self.bar.bar.update((at.epoch - 1) * len(self.train) + at.batch)  # done before the run was resumed
+        self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
             row = self._epoch(at, until)
@@ -436,10 +436,14 @@ class ProgressBar:
     ) -> None:
         self.label, self.metrics, self.score = label, metrics if shown else dict, score
         self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
-        self.done = 0
-        self.count: Callable[[int], None] = (lambda done: None) if shown else make_counter(label, steps, "batch")[1]
         self.extra: Mapping[str, Any] = {}
         self.due = 0.0
+
+    def begin(self, done: int) -> None:
+        """Begin with so many batches that were done before the run was resumed."""
+        self.bar.update(done)
+        self.done = done
+        self.tell = make_teller(self.label, self.bar.total, "batch", done) if is_main() else lambda done: None
 
     def epoch(self, number: int, epochs: int) -> None:
         """Begin an epoch."""
@@ -456,4 +460,4 @@ class ProgressBar:
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
         self.done += 1
-        self.count(self.done)
+        self.tell(self.done)

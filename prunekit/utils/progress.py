@@ -63,12 +63,12 @@ class _ProgressReport:
             self._bars.insert(0, self._line)
         self._line.set_description_str(shown)
 
-    def count(self, what: str, done: int, total: int | None, since: float) -> None:
-        """Say how far a loop is that began at a time, and how long the rest may take; bars show that themselves."""
+    def count(self, what: str, done: int, total: int | None, since: float, before: int) -> None:
+        """Say how far a loop is, and how long the rest may take as it went since a time; bars show that themselves."""
         now = perf_counter()
-        if self.shown or not done or now - self._last < QUIET_S:
+        if self.shown or done <= before or now - self._last < QUIET_S:
             return
-        left = f" of {total}, about {(now - since) / done * (total - done):.0f} s left" if total else ""
+        left = f" of {total}, about {(now - since) / (done - before) * (total - done):.0f} s left" if total else ""
         self.say(f"{what} {done}{left}")
 
     def close(self) -> None:
@@ -147,22 +147,19 @@ class StageCounter:
 
 
 def tracked(items: Iterable[T], what: str, *, total: int | None = None, unit: str = "batch") -> Iterator[T]:
-    """Yield items one by one, with a bar if the running call shows bars."""
-    total = total or length_hint(items) or None
-    bar, count = make_counter(what, total, unit)
+    """Yield items one by one, with a bar if the running call shows bars, or with a line now and then."""
+    total, report = total or length_hint(items) or None, _RUNNING.get()
+    bar = make_bar(False) if report is None or not report.shown else report.bar(what, total, unit)
+    tell = make_teller(what, total, unit)
     for done, item in enumerate(items, 1):
         yield item
         del item  # before the next is made: it may be large
-        count(done)
+        bar.update()
+        tell(done)
     remove_bar(bar)
 
 
-def make_counter(what: str, total: int | None, unit: str) -> tuple[Any, Callable[[int], None]]:
-    """Return a bar, and a function that gets how many units are done: it moves the bar, or says so now and then."""
+def make_teller(what: str, total: int | None, unit: str, before: int = 0) -> Callable[[int], None]:
+    """Return a function that gets how many units are done, with those `before` now, and says so where no bars are."""
     report, since = _RUNNING.get(), perf_counter()
-    if report is None:
-        return make_bar(False), lambda done: None
-    if report.shown:
-        bar = report.bar(what, total, unit)
-        return bar, lambda done: bar.update()
-    return make_bar(False), lambda done: report.count(f"{what}: {unit}", done, total, since)
+    return lambda done: None if report is None else report.count(f"{what}: {unit}", done, total, since, before)
