@@ -120,14 +120,19 @@ def drawn() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_registrations_go() -> Iterator[None]:
-    """What a test registers is gone after it: other tests know the names that come with the package."""
+    """What a test registers is gone after it: other tests know the names that come with the package.
+
+    What a module of the package registers stays, also if the test is the first that imports the module.
+    """
     from prunekit import known_names
     from prunekit.utils.registry import Registry
 
+    package = os.path.join(os.path.dirname(known_names.__file__), "")
     each = [found for found in vars(known_names).values() if isinstance(found, Registry)]
     before = [set(one._items) for one in each]
     yield
     for one, names in zip(each, before, strict=True):
         for name in set(one._items) - names - set(one.declared):
-            del one._items[name]
-            one._homes.pop(name, None)
+            if not one._homes.get(name, ("", ""))[0].startswith(package):
+                del one._items[name]
+                one._homes.pop(name, None)

@@ -45,8 +45,6 @@ STACKS = "pkg.torch.onnx.stack_trace"
 """Metadata of torch's exporter: the files and lines that a node comes from, which are of this machine."""
 LARGEST_HALF = 65504.0
 """The largest number in float16."""
-
-
 KERNEL, FORWARD = "_kernel_time", "model_run"
 """The profiler's names for the time of a node, and for the time of a whole pass, which it writes last."""
 ROUNDING_US = 0.5

@@ -161,11 +161,12 @@ class ModuleState:
         for module in model.modules():
             own = {name: value for name, value in vars(module).items() if name not in without}
             held = [(value, copy(value)) for value in own.values() if isinstance(value, _CONTAINERS)]
-            self._modules.append(_ModuleParts(module, type(module), own, held))
+            scripted = dict(module._buffers.items()) if isinstance(module, torch.jit.ScriptModule) else {}
+            self._modules.append(_ModuleParts(module, type(module), own, held, scripted))
 
     def restore(self) -> None:
         """Go back to this state."""
-        for module, kind, own, held in self._modules:
+        for module, kind, own, held, scripted in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind
             attributes = vars(module)
@@ -175,6 +176,8 @@ class ModuleState:
             for value, content in held:
                 value.clear()
                 value.extend(content) if isinstance(value, list) else value.update(content)
+            for name, buffer in scripted.items():
+                module._buffers[name] = buffer
 
 
 class _ModuleParts(NamedTuple):
@@ -184,6 +187,7 @@ class _ModuleParts(NamedTuple):
     kind: type[nn.Module]
     own: dict[str, Any]
     held: list[tuple[Any, Any]]
+    scripted: dict[str, Any]  # buffers of a scripted module, whose table is no dictionary
 
 
 class GradientState:

@@ -37,7 +37,6 @@ class Checkpoints:
     A checkpoint is a folder `epoch-<epoch>-batch-<batch>` of safetensors and JSON, named by where training continues.
     If one cannot be written, because the disk is full, those before the last are removed to make room. If that does
     not help, the last is kept, training continues, and `log` is called, or a `CheckpointWarning` given.
-
     """
 
     def __init__(

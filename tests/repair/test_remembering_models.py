@@ -67,3 +67,26 @@ def test_attributes_are_as_they_were() -> None:
         assert len(model.grids) == 2
     assert model.grids.keys() == before.keys()
     assert not hasattr(model, "more")
+
+
+class Counting(nn.Module):
+    """Puts another tensor into the place of its buffer in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes = self.passes + 1
+        return x * self.passes
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("scripted", [False, True])
+def test_buffers_that_are_replaced_are_as_they_were(scripted: bool) -> None:
+    part = torch.jit.script(Counting()) if scripted else Counting()
+    model = nn.Sequential(part, nn.ReLU())
+    with same_attributes(model):
+        model(torch.ones(2))
+        assert part.passes == 1
+    assert part.passes == 0

@@ -28,6 +28,7 @@ from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, EpochRow, History, TrainingRun
 from prunekit.training.loop import fit
+from prunekit.utils.progress import reporting
 
 SETTINGS = TrainSettings(epochs=3, lr=0.1)
 
@@ -240,6 +241,32 @@ def test_progress_is_shown_on_stderr_and_only_when_asked(capsys: pytest.CaptureF
     assert out == ""
     for shown in ("finetune 3/3", "12/12", "loss=", "top1=", "img/s=", "sparsity=40.0%"):
         assert shown in err
+
+
+def test_no_bar_is_shown_where_none_is_wanted_in_a_call_that_shows_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with reporting(True, "finetune"):
+        train(net(), label="tried")
+    assert "tried" not in capsys.readouterr().err
+
+
+def test_a_resumed_run_says_how_far_it_is_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 12 batches the first 4 were made before; by this clock each takes six seconds."""
+    model, calls, now = net(), itertools.count(), itertools.count(0, 6)
+    paused = train(model, until=lambda: next(calls) == 5).paused
+    seconds = [0.0]
+    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: seconds[0])
+
+    def tick() -> bool:
+        seconds[0] = float(next(now))
+        return False
+
+    with reporting(None, "finetune"):
+        train(model, begin=paused, label="finetune", until=tick)
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines[0] == "finetune: batch 7 of 12, about 20 s left"
+    assert all(" of 12, about " in line for line in lines)
 
 
 def test_describe_is_called_once_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,11 +39,10 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
     example = map_tensors(as_example(model, sample), torch.detach)
     model = set_mode(copied(model), False)
     try:
-        translated(model, trace(model, example), OPSET, ModelInterface(input_specs_of(model, example), ())).save(
-            Path(path)
-        )
+        exported = trace(model, example)
     except RunError as error:
         raise RunError(str(error).replace("cannot be exported", "cannot be exported to ONNX", 1)) from error
+    translated(model, exported, OPSET, ModelInterface(input_specs_of(model, example), ())).save(Path(path))
     return Path(path)
 
 

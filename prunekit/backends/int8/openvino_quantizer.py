@@ -78,7 +78,6 @@ class OpenvinoQuantizer(Quantizer):
         *,
         correct_biases: bool = True,
     ) -> None:
-
         self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
         self.notes = [int8_note()]
         model = self._read(file)
