@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import pydoc
 import re
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def test_the_page_of_the_api_has_every_public_name_and_no_other() -> None:
     assert {*re.findall(r"\bpk\.(\w+)", PAGE)} == {*prunekit.__all__}
     lines = re.findall(r"^- (`pk\..*)", PAGE, re.M)
     assert {name for line in lines for name in re.findall(r"`pk\.(\w+)", line)} == {*prunekit.__all__}
+
+
+@pytest.mark.parametrize("name", ["Pruner", "plan", "prune"])
+def test_help_shows_a_parameter_on_each_line(name: str) -> None:
+    text = pydoc.plaintext.document(getattr(prunekit, name))
+    assert "    macs: float | None = None,\n" in text
+    assert max(map(len, text.splitlines())) <= 130
 
 
 def test_public_names_are_in_order_and_found_in_the_package() -> None:

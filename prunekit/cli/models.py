@@ -23,7 +23,7 @@ from prunekit.cli.options import (
 )
 from prunekit.cli.output import Console, check_folder
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.run.early_checks import is_pruned, require_target
+from prunekit.jobs.run.early_checks import NO_IMAGE, is_pruned, require_target
 from prunekit.utils.user_code import require_object
 
 if TYPE_CHECKING:
@@ -74,7 +74,11 @@ def model_command(
             named = {one.name: given.pop(one.name) for one in fields(ModelOptions) if one.name in given}
             models = ModelOptions(**named)
             words = [*split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
-            require_targets([word for word in words if word is not None], models, runs=runs)
+            targets = [word for word in words if word is not None]
+            require_targets(targets, models, runs=runs)
+            of_recipe = any(is_recipe(name) or is_pruned(Path(name)) for name in targets)
+            if given.get("image", True) is None and models.data is None and not of_recipe:
+                raise UsageError(f"{' '.join(targets) or models.factory}: {NO_IMAGE}")
             function(console, models, **given)
 
         command: Callable[..., Any] = seed_option(output_option(output)(common_options(run)))

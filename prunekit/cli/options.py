@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 from prunekit.cli.output import Console, check_folder
+from prunekit.errors import UsageError
 from prunekit.jobs.run.early_checks import require_job
+from prunekit.utils.availability import has_device
 
 if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
@@ -36,7 +38,21 @@ debug_option = click.option(
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout; everything else goes to stderr."
 )
-device_option = click.option("--device", metavar="auto|cpu|cuda[:n]", help="Where to run.  [default: auto]")
+
+
+def checked_device(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return devices, with commas between, if each is one by its name, and this machine has any of its kind."""
+    for name in [] if value is None else value.split(","):
+        if re.fullmatch(r"auto|cpu|(cuda|mps)(:\d+)?", name.strip()) is None:
+            raise UsageError(f"--device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}")
+        if not has_device(name.strip().partition(":")[0]):
+            raise UsageError(f"device {name!r} was asked for, but this machine has none; use --device cpu")
+    return value
+
+
+device_option = click.option(
+    "--device", metavar="auto|cpu|cuda[:n]", callback=checked_device, help="Where to run.  [default: auto]"
+)
 seed_option = click.option("--seed", type=click.IntRange(min=0), help="Seed of everything that is random.")
 
 own_model_option = click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
@@ -97,6 +97,22 @@ BY_WEIGHTS, BY_SAMPLES = "l2", "elimination"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class _Hint(str):
+    """The text of an annotation, which `help` shows without quotes."""
+
+    __repr__ = str.__str__
+
+
+class _LongSignature(Signature):
+    """A signature that `help` shows with a parameter on each line."""
+
+    def __str__(self) -> str:
+        """Return the parameters, with a star before those that are given by name."""
+        lines = [f"    {one.replace(annotation=_Hint(one.annotation))}," for one in self.parameters.values()]
+        lines.insert([one.kind for one in self.parameters.values()].index(Parameter.KEYWORD_ONLY), "    *,")
+        return "\n".join(["(", *lines, f") -> {self.return_annotation}"])
+
+
 def shows_keywords(keywords: Any) -> Callable[[F], F]:
     """Give a function that takes `**keywords: Unpack[...]` a signature with each of them, for `help` and editors."""
 
@@ -112,7 +128,9 @@ def shows_keywords(keywords: Any) -> Callable[[F], F]:
         first = [one for one in own if one.kind < Parameter.KEYWORD_ONLY]
         others = [one for one in own if one.kind == Parameter.KEYWORD_ONLY]
         budgets = Parameter("budgets", Parameter.VAR_KEYWORD, annotation="float")
-        whole = signature(function).replace(parameters=[*first, *each, *others, budgets])
+        whole = _LongSignature(
+            [*first, *each, *others, budgets], return_annotation=signature(function).return_annotation
+        )
         function.__signature__ = whole  # type: ignore[attr-defined]
         return function
 

@@ -7,7 +7,7 @@ use: `trace`, `require_reachable`, `find` (or `predict`), and `deliver`. For bud
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -37,7 +37,7 @@ from prunekit.planning.solver import feasible_plan, make_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.context import paused_garbage_collection, release_memory
-from prunekit.utils.display import plural
+from prunekit.utils.display import plural, share
 from prunekit.utils.files import json_values
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import Log, stage
@@ -55,6 +55,8 @@ ATTEMPTS = 6
 """How many plans are made for a budget of memory, at most."""
 NEAR = 0.005
 """Share of the budget of memory: a plan that leaves at most this much unused is not improved on."""
+SMALL = 0.01
+"""Share of the dense model below which an amount is noted: it may have been meant in another unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +155,8 @@ class PlanSearch:
         """
         settings, channel_map = self.settings, self.channel_map
         if self.log_plans:
-            self.log(f"plan by {settings.criterion}, and try it")
+            by = "" if settings.criterion == "random" else f" by {settings.criterion}"  # a Pruner tries any plan
+            self.log(f"plan{by}, and try it")
         asked = settings.budget.memory_mb
         if asked is None:
             return self.try_plan(settings, channel_map, inputs)
@@ -272,12 +275,13 @@ class Planned:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """`unseen`, and a sentence on channels that stay because of the trial."""
-        if not self.locked_by_trial:
-            return self.unseen
-        first, *others = self.locked_by_trial
-        more = f"; and {plural(len(others), 'more place')}, see .plan.channel_map.locks" if others else ""
-        return (f"more channels stay than the trace locks: {first.strip()}{more}", *self.unseen)
+        """`unseen`, and sentences on small budgets, and on channels that stay because of the trial."""
+        notes = [*_small_amounts(self.plan), *self.unseen]
+        if self.locked_by_trial:
+            first, *others = self.locked_by_trial
+            more = f"; and {plural(len(others), 'more place')}, see .plan.channel_map.locks" if others else ""
+            notes.insert(0, f"more channels stay than the trace locks: {first.strip()}{more}")
+        return tuple(notes)
 
     def curves(self, patches: PatchStats) -> dict[str, SensitivityCurve]:
         """Return the curves of `elimination` by group, convex hulls of its errors, from the plan's patches."""
@@ -287,6 +291,17 @@ class Planned:
             name: replace(curve, outputs=weighted_output_count(groups[name], chart, patches))
             for name, curve in cumulative_curves(chart, self.scores).items()
         }
+
+
+def _small_amounts(plan: Plan) -> Iterator[str]:
+    """Yield a sentence on each budget, such as `size_mb=0.1`, that allows next to nothing of the dense model."""
+    for name, found in plan.provenance["budgets"].items():
+        facts = facts_of(name)
+        allowed = facts.left_of(found["asked"], found["dense"]) if found["dense"] else 1.0
+        if not facts.share and allowed < SMALL:
+            dense = facts.in_words(found["dense"])
+            asked = f"{name}={found['asked']:.4g}"
+            yield f"{asked} is {share(allowed, 2)} of the dense model's {dense}: next to nothing stays"
 
 
 def library_of(model: nn.Module, examples: Sequence[tuple[Any, ...]], settings: PruneSettings) -> LibraryModel | None:

@@ -26,6 +26,7 @@ MISTAKES = {
     "evaluate nowhere/model": f"'nowhere/model': {NO_MODEL}; there is no such file, folder or model",
     "predict resnet18 photo.jpg": "resnet18: expected trained weights, but they are random; give --weights",
     "predict run photo.jpg": NO_FOLDER,
+    "predict damaged photo.jpg": "damaged/prunekit.json:1:2: expected JSON, but: Expecting property name",
     "predict run/model nowhere.jpg": "nowhere.jpg: expected an image file, and there is none",
     "predict run/model nowhere.npz": "nowhere.npz: expected a file of inputs, and there is none",
     "predict nowhere.onnx photo.jpg": "nowhere.onnx: expected an exported file, and there is none",
@@ -34,10 +35,13 @@ MISTAKES = {
     "inspect net.py:Net": "give your own model as --model file.py:factory",
     "inspect --zoo cifar resnet34": "there is no model 'resnet34' in cifar; it is in model.zoo=torchvision",
     "bench resnet18 run": NO_FOLDER,
+    "bench resnet18 --device cpu,gpu": "--device: expected auto, cpu, cuda, cuda:n or mps, got 'gpu'",
     "bench resnet18 --runtime onxruntime": "did you mean 'onnxruntime'?",
     "explain run": NO_FOLDER,
     "explain run/model --dense resnet81": "did you mean 'resnet8' or 'resnet18'",
     "diagnose resnt34": "did you mean 'resnet34'",
+    "visualize cam resnet18": "resnet18: expected an image to look at, because no recipe says which: --image FILE",
+    "visualize features --model net.py:Net": "net.py:Net: expected an image to look at",
     "visualize cam nowhere": "there is no such file, folder or model",
     "calibrate resnt34": "did you mean 'resnet34'",
     "sensitivity resnet34 --model net.py:Nut": "did you mean 'Net'?",
@@ -77,6 +81,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     """Exit code, output and heavy packages that were imported, of each command line, all in one new process."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "run" / "model").mkdir(parents=True)
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "prunekit.json").write_text("{", encoding="utf-8")
     for file in ("run/status.json", "run/model/prunekit.json", "photo.jpg"):
         (folder / file).write_text("{}", encoding="utf-8")
     (folder / "net.py").write_text("class Net: ...\ndef data(): ...\n", encoding="utf-8")
@@ -91,7 +97,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_told_before_torch_is_imported(line: str, answers: dict[str, tuple[int, str, list[str]]]) -> None:
     code, output, imported = answers[line]
-    assert (code, imported) == (1 if "an exported file" in MISTAKES[line] else 2, []), output
+    damaged = "damaged" in line or "an exported file" in MISTAKES[line]
+    assert (code, imported) == (1 if damaged else 2, []), output
     assert MISTAKES[line] in output
     assert "Traceback" not in output
 

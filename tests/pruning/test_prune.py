@@ -342,6 +342,16 @@ class Averaged(nn.Module):
 SAMPLES = torch.randn(64, 8, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.parametrize(("size_mb", "noted"), [(0.0012, True), (0.05, False)])
+def test_an_amount_that_leaves_next_to_nothing_is_noted(size_mb: float, noted: bool) -> None:
+    """As where megabytes were meant to be another unit."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64 * 16, 2))
+    notes = prunekit.prune(model, torch.zeros(1, 3, 8, 8), size_mb=size_mb).notes
+    assert (
+        any(note.startswith("size_mb=0.0012 is 0.") and "MB: next to nothing stays" in note for note in notes) == noted
+    )
+
+
 @pytest.mark.parametrize("given", [{"example": torch.zeros(2, 8)}, {"calibration": SAMPLES}])
 def test_notes_say_what_stays_because_of_the_trial(given: dict[str, Any]) -> None:
     model = randomized(Averaged()).eval()

@@ -10,7 +10,7 @@ import click
 
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_command
-from prunekit.cli.options import split_overrides
+from prunekit.cli.options import checked_device, split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import nearest
 from prunekit.known_names import RUNTIMES, DtypeName, MemoryFormat
@@ -67,7 +67,13 @@ def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, *
 )
 @click.option("--batch", default=None, callback=_counts, help="Batch sizes.  [default: 1,16; with --max-latency-ms: 1]")
 @click.option("--threads", default="1", show_default=True, callback=_counts, help="CPU thread counts.")
-@click.option("--device", default="auto", metavar="auto|cpu,cuda[:n]", help="Where to run.  [default: auto]")
+@click.option(
+    "--device",
+    default="auto",
+    metavar="auto|cpu,cuda[:n]",
+    callback=checked_device,
+    help="Where to run.  [default: auto]",
+)
 @_list_option("--dtype", "fp32", get_args(DtypeName), "What the models compute in")
 @_list_option("--memory-format", "contiguous", get_args(MemoryFormat), "Layout in torch's own runtimes")
 @click.option("--repeats", default=30, show_default=True, type=click.IntRange(min=5), help="Timed runs of each.")

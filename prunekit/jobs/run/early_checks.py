@@ -14,6 +14,7 @@ from prunekit.data.roots import missing_data
 from prunekit.errors import ArtifactError, DataError, ModelError, ResumeError, UsageError
 from prunekit.known_names import FORMATS, RUNTIMES, is_export_name
 from prunekit.models.names import missing_file, require_bare_name, zoo_of
+from prunekit.reading.text_files import read_json
 from prunekit.utils.availability import unusable
 from prunekit.utils.user_code import is_reference, require_object
 
@@ -25,6 +26,7 @@ MANIFEST = "prunekit.json"
 """The manifest in a model folder."""
 TENSOR_FILES = (".npy", ".npz", ".safetensors")
 """Ends of the names of files of inputs."""
+NO_IMAGE = "expected an image to look at, because no recipe says which: --image FILE"
 AUTO = "auto"
 """In place of a run's folder: the newest unfinished run of the same recipe."""
 
@@ -121,11 +123,16 @@ def is_pruned(folder: Path) -> bool:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant."""
+    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant.
+
+    Raises:
+        ArtifactError: its manifest is damaged.
+    """
     if not (folder / MANIFEST).is_file():
         inside = folder / "model"
         meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
         raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
+    read_json(folder / MANIFEST)
 
 
 def require_run(folder: Path) -> None:

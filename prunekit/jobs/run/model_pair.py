@@ -21,7 +21,7 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_hooks import Layers, attention_weights
 from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
-from prunekit.jobs.run.early_checks import MANIFEST
+from prunekit.jobs.run.early_checks import MANIFEST, NO_IMAGE
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.feasibility import chosen_groups
@@ -88,7 +88,7 @@ class ModelPair(Subject):
         if image is not None:
             return read_image(image, self.image_conversion)[None], image.name
         if self.job is None and self.own.data is None:
-            raise UsageError(f"{self.name}: expected an image to look at, because no recipe says which: --image FILE")
+            raise UsageError(f"{self.name}: {NO_IMAGE}")
         job = self.job
         settings = DataSettings(source="own") if job is None else job.known_data
         splits = self.data(settings, self.own, "look at", IMAGE_CLASSIFICATION.name if job is None else job.task)
