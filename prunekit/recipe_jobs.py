@@ -215,6 +215,7 @@ def profile(
 
 
 @public_call
+@reporting(None, "export")
 def export(
     model: nn.Module | ModelWithPlan | StrPath,
     example: Any = None,

@@ -6,8 +6,11 @@ import inspect
 import io
 import logging
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,53 +91,89 @@ def test_nothing_is_shown_where_nobody_looks_on(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_long_call_says_its_stage_where_no_bars_are_shown(
+class Clock:
+    """A time that a test sets, and a thread that writes a line when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.threads = 0.0, list[Callable[[], None]]()
+        monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: self.now)
+        monkeypatch.setattr("prunekit.utils.progress.Thread", self.thread)
+
+    def thread(self, target: Any, daemon: bool) -> Any:
+        """Return what starts the writing of lines."""
+        assert daemon  # it keeps no process from ending
+        return SimpleNamespace(start=lambda: self.threads.append(target.__self__.write))
+
+    def tick(self) -> None:
+        """Let the threads write."""
+        for write in self.threads:
+            write()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock in the place of the real one."""
+    return Clock(monkeypatch)
+
+
+def test_a_long_call_says_its_stage_where_no_bars_are_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that runs; none where `progress=False` says that no line is wanted."""
+    expected = "prune [10 s]: running\nprune [20 s]: trace\nprune [30 s]: trace\nprune [40 s]: repair\n"
+    for asked, said in ((None, expected), (False, "")):
+        clock.now, clock.threads = 0.0, []
+        with reporting(asked, "prune"):
+            for stages in ([], ["trace"], [], ["plan", "repair"]):
+                for text in stages:
+                    stage(text)
+                clock.now += 10
+                clock.tick()
+        assert capsys.readouterr().err == said
+
+
+def test_a_thread_says_what_runs_until_the_call_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At most one line in ten seconds; none where `progress=False` says that none is wanted."""
-    now = [0.0]
-    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
-    for asked, expected in ((None, "prune [11 s]: stage 11\nprune [21 s]: stage 21\n"), (False, "")):
-        now[0] = 0.0
-        with reporting(asked, "prune"):
-            for second in (1, 9, 11, 20, 21, 22):
-                now[0] = float(second)
-                stage(f"stage {second}")
-        assert capsys.readouterr().err == expected
+    monkeypatch.setattr("prunekit.utils.progress.QUIET_S", 0.001)
+    before = threading.active_count()
+    with suppress(KeyError), reporting(None, "prune"):
+        stage("trace")
+        said = ""
+        while "s]: trace\n" not in said:
+            said += capsys.readouterr().err
+        raise KeyError
+    while threading.active_count() > before:
+        time.sleep(0.001)
 
 
 def test_a_long_loop_says_how_far_it_is_where_no_bars_are_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
-    for total, left in ((8, " of 8, about 15 s left"), (None, "")):
-        now[0] = 0.0
+    for total, left in ((8, " of 8, about {} s left"), (None, "")):
+        clock.now, clock.threads = 0.0, []
         with reporting(None, "prune"):
-            for _ in tracked((group for group in range(8)), "elimination", total=total, unit="group"):
-                now[0] += 5
-        lines = capsys.readouterr().err.splitlines()
-        assert lines[:2] == [
-            f"prune [10 s]: elimination: group 2{left.replace('15', '30')}",
-            f"prune [20 s]: elimination: group 4{left.replace('15', '20')}",
+            for place, _ in enumerate(tracked((group for group in range(8)), "elimination", total=total, unit="group")):
+                if place in (2, 4):
+                    clock.tick()
+                clock.now += 5
+        assert capsys.readouterr().err.splitlines() == [
+            f"prune [10 s]: elimination: group 2{left.format(30)}",
+            f"prune [20 s]: elimination: group 4{left.format(20)}",
         ]
-        assert len(lines) == 4
 
 
 def test_what_was_done_before_a_run_was_resumed_counts_for_no_rate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
     for begun, said in ((0, "25 of 1000, about 195 s left"), (500, "525 of 1000, about 95 s left")):
-        now[0] = 0.0
+        clock.now, clock.threads = 0.0, []
         with reporting(None, "finetune"):
             bar = ProgressBar("pruned", 1000, dict, False, TOP1)
-            now[0] = 5.0  # compiled meanwhile
+            clock.now = 5.0  # compiled meanwhile
             bar.begin(begun)
             for step in range(1, 26):
-                now[0] = 5.0 + step / 5
+                clock.now = 5.0 + step / 5
                 bar.step(lambda: 0.0, lambda: None, 0.0)
+            clock.tick()
         assert capsys.readouterr().err == f"finetune [10 s]: pruned: batch {said}\n"
     shown = ProgressBar("pruned", 1000, dict, True, TOP1)
     shown.begin(500)
@@ -145,15 +184,14 @@ def test_what_was_done_before_a_run_was_resumed_counts_for_no_rate(
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_of_several_processes_the_main_one_tells(
-    process: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    process: int, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("prunekit.utils.progress.perf_counter", lambda: now[0])
     monkeypatch.setattr("prunekit.distributed.process_group.rank", lambda: process)
     for asked in (None, True):
         with reporting(asked, "finetune"):
             for _ in tracked(range(3), "gradients"):
-                now[0] += 20
+                clock.now += 20
+                clock.tick()
         assert bool(capsys.readouterr().err) == (process == 0), asked
 
 

@@ -56,9 +56,11 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.utils.inputs import as_example
 from prunekit.utils.outputs import Outputs, ReadOutputs
+from prunekit.utils.progress import reporting
 
 
 @public_call
+@reporting(None, "trace")
 def trace(model: nn.Module, example: Any, *more_examples: Any, outputs: Outputs | None = None) -> ChannelMap:
     """Run a model on an example and return its channel map; the model is not changed.
 

@@ -46,6 +46,7 @@ from prunekit.utils.context import is_large, same_draws, training_mode, without_
 from prunekit.utils.display import Displayed, listed, plural, scientific
 from prunekit.utils.inputs import as_examples, example_advice, sample_count
 from prunekit.utils.outputs import Outputs, ReadOutputs
+from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import gather
 
 
@@ -91,6 +92,7 @@ class Verification(Displayed):
 
 
 @public_call
+@reporting(None, "verify")
 def verify(
     masked: nn.Module,
     compact: nn.Module,

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from operator import length_hint
 from textwrap import shorten
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -32,13 +33,19 @@ T = TypeVar("T")
 
 
 class _ProgressReport:
-    """The bars of a running call, and the line above them."""
+    """The bars of a running call, and the line above them; or a thread that writes lines in their place."""
 
     def __init__(self, title: str, *, shown: bool, told: bool = False) -> None:
-        self.title, self.shown, self._told = title, shown, told
-        self._start = self._last = perf_counter()
+        self.title, self.shown = title, shown
         self._line: Any = None
         self._bars: list[Any] = []
+        self._said = Lines(title)
+        self._told = told and not shown and sys.stderr is not None
+
+    def begin(self) -> None:
+        """Start the thread, if nobody sees bars and lines are wanted."""
+        if self._told:
+            Thread(target=self._said.write_all, daemon=True).start()
 
     def bar(self, what: str, total: int | None, unit: str) -> Any:
         """Return a bar that is removed when the call ends, if not before."""
@@ -49,13 +56,9 @@ class _ProgressReport:
         return found
 
     def say(self, text: str) -> None:
-        """Show the stage in a line of its own; of a long call without bars, which nobody asked for, now and then."""
+        """Show the stage in a line of its own."""
         if not self.shown:
-            now = perf_counter()
-            if self._told and sys.stderr is not None and now - self._last >= QUIET_S:
-                self._last = now
-                sys.stderr.write(f"{self.title} [{now - self._start:.0f} s]: {text}\n")
-                sys.stderr.flush()
+            self._said.latest = lambda: text
             return
         shown = f"{self.title}: {shorten(text, WIDTH, placeholder='...')}"
         if self._line is None:
@@ -65,15 +68,37 @@ class _ProgressReport:
 
     def count(self, what: str, done: int, total: int | None, made: int, since: float) -> None:
         """Say how far a loop is, and how long the rest may take as `made` units took since a time."""
-        now = perf_counter()
-        if made and now - self._last >= QUIET_S:
-            left = f" of {total}, about {(now - since) / made * (total - done):.0f} s left" if total else ""
-            self.say(f"{what} {done}{left}")
+
+        def said() -> str:
+            left = f" of {total}, about {(perf_counter() - since) / made * (total - done):.0f} s left" if total else ""
+            return f"{what} {done}{left}"
+
+        if made:
+            self._said.latest = said
 
     def close(self) -> None:
-        """Remove all bars, also after an error or an interrupt."""
+        """Remove all bars and end the thread, also after an error or an interrupt."""
+        self._said.ended.set()
         while self._bars:
             remove_bar(self._bars.pop())
+
+
+class Lines:
+    """A line every ten seconds, with what a call does then; a thread writes them, whatever the call is waiting for."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.start, self.ended = title, perf_counter(), Event()
+        self.latest: Callable[[], str] = lambda: "running"
+
+    def write_all(self) -> None:
+        """Write lines until the call has ended."""
+        while not self.ended.wait(QUIET_S):
+            self.write()
+
+    def write(self) -> None:
+        """Write a line."""
+        sys.stderr.write(f"{self.title} [{perf_counter() - self.start:.0f} s]: {self.latest()}\n")
+        sys.stderr.flush()
 
 
 _RUNNING: ContextVar[_ProgressReport | None] = ContextVar("prunekit report", default=None)
@@ -118,6 +143,7 @@ def reporting(progress: bool | None, title: str) -> Iterator[None]:
     report = _ProgressReport(title, shown=wanted(progress) and main, told=progress is None and main)
     try:
         _RUNNING.set(report)
+        report.begin()
         yield
     finally:
         _RUNNING.set(None)

@@ -31,7 +31,7 @@ from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, size
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import as_example, input_specs
-from prunekit.utils.progress import Log, stage
+from prunekit.utils.progress import Log, reporting, stage
 from prunekit.utils.tensors import gather
 
 SAME = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
@@ -130,6 +130,7 @@ class Benchmark(Displayed):
 
 
 @public_call
+@reporting(None, "bench")
 def bench(
     models: Mapping[str, nn.Module | StrPath],
     example: Any,
