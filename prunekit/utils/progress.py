@@ -58,6 +58,7 @@ class _ProgressReport:
     def say(self, text: str) -> None:
         """Show the stage in a line of its own."""
         if not self.shown:
+            self._said.stage = text
             self._said.latest = lambda: text
             return
         shown = f"{self.title}: {shorten(text, WIDTH, placeholder='...')}"
@@ -74,7 +75,7 @@ class _ProgressReport:
             return f"{what} {done}{left}"
 
         if made:
-            self._said.latest = said
+            self._said.latest = (lambda: self._said.stage) if done == total else said
 
     def close(self) -> None:
         """Remove all bars and end the thread, also after an error or an interrupt."""
@@ -88,7 +89,8 @@ class Lines:
 
     def __init__(self, title: str) -> None:
         self.title, self.start, self.ended = title, perf_counter(), Event()
-        self.latest: Callable[[], str] = lambda: "running"
+        self.stage = "running"
+        self.latest: Callable[[], str] = lambda: self.stage
 
     def write_all(self) -> None:
         """Write lines until the call has ended."""
