@@ -66,19 +66,50 @@ def test_the_core_runs_without_what_draws_and_tabulates(tmp_path: Path) -> None:
     assert (tmp_path / "statistics" / "channel_stats.csv").read_text().startswith("module,side,call,channel,count,")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [["finetune"], ["profile"], ["sensitivity"], ["visualize", "filters"]],
+JOB = """\
+name: job
+model: {name: resnet8, zoo: cifar}
+data: {source: digits, image_size: 8, batch: 256}
+baseline: {epochs: 4}
+prune: {budget: {macs: 0.5}}
+finetune: {epochs: 2}
+latency: {repeats: 5, batches: [1]}
+threads: 1
+"""
+LEFT_OUT = (
+    'without figures and TensorBoard\'s events, which need matplotlib and tensorboard: pip install "prunekit[report]"'
 )
-def test_jobs_say_at_once_what_pictures_need(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(
-        "name: job\nmodel: {name: resnet20, zoo: cifar}\ndata: {source: digits}\nbaseline: {epochs: 1}\n"
-        "prune: {budget: {macs: 0.5}}\nfinetune: {epochs: 1}\n"
-    )
-    command = [sys.executable, "-c", WITHOUT, *arguments, "job.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+
+def _without(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+@pytest.mark.slow
+def test_a_job_runs_to_its_report_without_what_draws_it(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    plan = _without(tmp_path, "finetune", "job.yaml", "--dry-run")
+    assert (plan.returncode, f"dry run: {LEFT_OUT}" in plan.stderr) == (0, True), plan.stderr
+    done = _without(tmp_path, "finetune", "job.yaml")
+    assert (done.returncode, LEFT_OUT in done.stderr) == (0, True), done.stderr
+    run = next((tmp_path / "runs" / "job").glob("*/report.html")).parent
+    assert not (run / "tensorboard").exists()
+    assert list((run / "scalars").iterdir())
+    again = _without(tmp_path, "report", str(run), "--output", "page.html")
+    assert again.returncode == 0, again.stderr
+    for page in (run / "report.html", tmp_path / "page.html"):
+        text = page.read_text(encoding="utf-8")
+        assert "Matplotlib, which draws the figures, is not installed" in text
+        assert "<table" in text
+        assert "<svg" not in text
+        assert "This run has no" not in text
+
+
+@pytest.mark.slow
+def test_pictures_say_at_once_what_they_need(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    done = _without(tmp_path, "visualize", "filters", "job.yaml")
     assert done.returncode == 2, done.stderr
-    message = 'error: pictures and reports need matplotlib and tensorboard: pip install "prunekit[report]"'
-    assert message in done.stderr
+    assert 'error: pictures need matplotlib: pip install "prunekit[report]"' in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]

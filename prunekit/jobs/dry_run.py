@@ -20,6 +20,7 @@ from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import PruneSettings, facts_of
+from prunekit.utils.availability import left_out_note
 from prunekit.utils.progress import Log, stage
 
 MEASURES = (
@@ -61,6 +62,8 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     time = known or (BY_MACS if timely else None)
     if time is not None and not measure:
         log(f"dry run: nothing is measured: {time}")
+    if left_out := left_out_note(tensorboard=job.watch is not None and job.watch.tensorboard):
+        log(f"dry run: {left_out}")
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if job.sparsify is not None:
         log("dry run: scores are those before `sparsify`, which is training")

@@ -79,7 +79,7 @@ from prunekit.repair.repair_report import RepairReport
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
-from prunekit.utils.availability import require_report
+from prunekit.utils.availability import left_out_note
 from prunekit.utils.context import threads
 from prunekit.utils.display import Displayed, Table, listed, plural
 from prunekit.utils.files import StrPath, write_csv, write_json
@@ -114,7 +114,6 @@ def finetune(
             all; the dense model is trained only if it has no weights and the job has a `baseline`. Labels are read to
             measure scores, and by criteria that need them.
     """
-    require_report()
     devices("auto", job.latency)  # raises if a runtime is missing, before hours of work
     require_optimizer(job, own)
     text = run_recipe(job, own)
@@ -134,6 +133,8 @@ def finetune(
             write_json(run.resume / IDENTITY, identity)
             for line in prepared.splits.notes:
                 run.log(f"data: {line}")
+            if left_out := left_out_note(tensorboard=job.watch is not None and job.watch.tensorboard):
+                run.log(left_out)
             work = FinetuneRun(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
             metrics = carry_out(work.stages, work)["metrics"]
             folder = from_main(lambda: run.path)

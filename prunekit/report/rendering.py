@@ -22,6 +22,7 @@ from markupsafe import Markup, escape
 
 from prunekit.measure.latency import row_text
 from prunekit.utils import display as numbers
+from prunekit.utils.availability import missing_packages
 from prunekit.utils.files import write_text
 
 SCRIPTS = ("contents.js", "copy.js", "sort.js", "scroll.js")
@@ -41,6 +42,10 @@ FILTERS = (
 )
 MISSING = Markup('<p class="soft">This run has no {}.</p>')
 """Text of a section for a file that a run did not write."""
+UNDRAWN = Markup(
+    '<p class="soft">Matplotlib, which draws the figures, is not installed: '
+    '<code>pip install "prunekit[report]"</code>, then write this page again.</p>'
+)
 FEWEST = 5
 """Sections from which on a page has a list of contents."""
 SECTION = re.compile(r"<section(?P<attributes>[^>]*)>(?P<space>\s*)<h2[^>]*>(?P<title>.*?)</h2>", re.DOTALL)
@@ -72,6 +77,7 @@ def environment() -> Environment:
     found.filters.update({"doubtful": row_text.unstable_mark, "computed": row_text.dtype_text, "how": how})
     found.filters["outlined"] = outlined
     found.globals["missing"] = lambda what: MISSING.format(what)
+    found.globals["undrawn"] = undrawn
     # The policy of a page allows only this script, by its hash.
     script = "".join(
         files("prunekit.report").joinpath("templates", name).read_text(encoding="utf-8") for name in SCRIPTS
@@ -79,6 +85,13 @@ def environment() -> Environment:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     found.globals.update({"script": Markup(script), "script_source": f"sha256-{digest}"})
     return found
+
+
+def undrawn(what: str = "") -> Markup:
+    """Return why a figure of something is not there; of nothing in particular, whether figures are drawn at all."""
+    if missing_packages(["matplotlib"]):
+        return Markup() if what else UNDRAWN
+    return MISSING.format(what) if what else Markup()
 
 
 def linked(target: Path, page: Path) -> str:

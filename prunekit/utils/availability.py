@@ -45,11 +45,19 @@ def package_folders(package: str) -> list[Path]:
     return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
 
 
-def require_report() -> None:
-    """Raise, before any work, if packages for pictures or TensorBoard's events are not installed."""
-    missing = [package for package in ("matplotlib", "tensorboard") if find_spec(package) is None]
-    if missing:
-        raise UsageError(f'pictures and reports need {" and ".join(missing)}: pip install "prunekit[report]"')
+def require_figures() -> None:
+    """Raise, before any work, if the package that draws pictures is not installed."""
+    if missing_packages(["matplotlib"]):
+        raise UsageError('pictures need matplotlib: pip install "prunekit[report]"')
+
+
+def left_out_note(*, tensorboard: bool) -> str:
+    """Return what a run leaves out because packages are not installed; empty if it leaves out nothing."""
+    parts = {"matplotlib": "figures", "tensorboard": "TensorBoard's events"}
+    wanted = list(parts)[: 2 if tensorboard else 1]
+    missing = [package for package in wanted if missing_packages([package])]
+    what, names = (" and ".join(words) for words in ([parts[package] for package in missing], missing))
+    return f'without {what}, which need {names}: pip install "prunekit[report]"' if missing else ""
 
 
 def has_device(kind: str) -> bool:

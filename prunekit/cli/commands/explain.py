@@ -13,7 +13,6 @@ from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
-from prunekit.utils.availability import require_report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,8 +48,6 @@ def explain_command(
     check_recipes([*names, dense], overrides, given)
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
-    if output is not None:
-        require_report()
     from prunekit.jobs.analyses.explain import explain
     from prunekit.report.sections.explanation import write_explanation
 

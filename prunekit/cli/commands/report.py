@@ -12,7 +12,6 @@ from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
 from prunekit.known_names import SECTIONS
-from prunekit.utils.availability import require_report
 from prunekit.utils.display import count, digits, factor, in_unit, interval, share, table
 
 COMPARISON = "comparison.html"
@@ -46,7 +45,6 @@ def report_command(runs: tuple[Path, ...], output: Path | None, sections: tuple[
     """
     console = Console(as_json)
     _check(runs, output, sections)
-    require_report()
     from prunekit.report.pages.compare_page import write_comparison
     from prunekit.report.pages.run_page import missing, write_report
 

@@ -29,7 +29,7 @@ from prunekit.cli.models import (
 )
 from prunekit.cli.options import allow_code_option, data_option, own_model_option, recipe_command, task_option
 from prunekit.cli.output import Console, check_folder, plain, save
-from prunekit.utils.availability import require_report
+from prunekit.utils.availability import require_figures
 from prunekit.utils.display import share, table
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @click.group()
 def visualize_group() -> None:
     """Draw what a model computes, the dense model's pictures beside the pruned one's."""
-    require_report()
+    require_figures()
 
 
 register_command("visualize", about="Show what a model computes, as pictures.", place=13)(visualize_group)

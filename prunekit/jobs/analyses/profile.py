@@ -13,7 +13,6 @@ from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.measurement_effort import Effort
 from prunekit.pruning.profiling import Profile, layer_setting, profile
 from prunekit.settings.job import JobSettings
-from prunekit.utils.availability import require_report
 from prunekit.utils.files import write_csv, write_json
 from prunekit.utils.progress import Log, stage
 
@@ -30,7 +29,6 @@ def profile_job(
     own: Own = RECIPE_ONLY,
 ) -> AnalysisRun[Profile]:
     """Profile a job's dense model, which need not be trained, on the job's `prune.target`."""
-    require_report()
     layer_setting(job.prune.target)  # raises if the runtime is missing
     text = run_recipe(job, own)
     prepared = prepare(job, own)

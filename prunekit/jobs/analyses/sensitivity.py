@@ -39,7 +39,6 @@ from prunekit.planning.sensitivity_curves import (
 from prunekit.pruning.sample_statistics import joined_samples, patch_statistics
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.task import Loss, Task, described_task, pair
-from prunekit.utils.availability import require_report
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import write_csv, write_json
@@ -280,7 +279,6 @@ def analyze(
     If it is measured too, by the loss and the scores of the job's task, then on as many validation samples as the job
     calibrates on.
     """
-    require_report()
     text, shown = run_recipe(job, own), wanted(progress)
     prepared = prepare(job, own)
     task = prepared.splits.task

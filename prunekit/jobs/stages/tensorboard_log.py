@@ -17,7 +17,8 @@ from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, EpochRow
-from prunekit.training.callbacks.tensorboard import TensorBoardLogger, filters, sparsity_figure
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger, add_sparsity, filters
+from prunekit.utils.availability import missing_packages
 from prunekit.utils.files import flattened
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def write_summary(
     With `watch.images` also the filters of the dense (step 0) and the compact model (step 1), and the share of each
     weight that was removed. What an earlier attempt left there is replaced.
     """
-    if job.watch is None or not job.watch.tensorboard:
+    if job.watch is None or not job.watch.tensorboard or missing_packages(["tensorboard"]):
         return
     from tensorboard.compat.proto.event_pb2 import Event
     from torch.utils.tensorboard import SummaryWriter
@@ -78,7 +79,7 @@ def write_summary(
             for step, model in enumerate(models):
                 if (image := filters(model)) is not None:
                     writer.add_image("filters", image, step)
-            writer.add_figure("sparsity", sparsity_figure(_pruned_shares(plan)), 0, close=False)
+            add_sparsity(writer, _pruned_shares(plan), 0)
 
 
 def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

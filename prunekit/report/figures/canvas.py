@@ -1,6 +1,7 @@
 """The canvas of the pages' figures: style, colors, and how a drawn figure becomes elements of a page.
 
-A page puts the panels of a figure side by side or below each other; see `stacked` and `wide_and_narrow`.
+A page puts the panels of a figure side by side or below each other; see `stacked` and `wide_and_narrow`. Matplotlib
+draws them; where it is not installed, pages have no figures and say so (`are_drawn`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+
+from prunekit.measure.measurement_effort import current_effort
+from prunekit.utils.availability import missing_packages
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
 
 INK, GRAY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
 COLORS = {"dense": "#64748b", "control": "#d97706", "pruned": "#0f766e"}
@@ -59,6 +64,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
+def are_drawn() -> bool:
+    """Return whether pages get figures: where they are wanted, and matplotlib is installed."""
+    return current_effort().figures and not missing_packages(["matplotlib"])
+
+
 @contextmanager
 def canvas(
     columns: int,
@@ -74,6 +84,9 @@ def canvas(
     `grid` places the panels, as for `Figure.subplots_adjust`; without it they are fitted around their labels, which
     takes as long as drawing.
     """
+    import matplotlib
+    from matplotlib.figure import Figure
+
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{name} {width}"}):
         figure = Figure(figsize=(width, height), layout="constrained" if grid is None else None)
@@ -91,7 +104,16 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
     return opening + Markup(f" {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(_body(text))
 
 
+def colormap(*colors: str) -> Colormap:
+    """Return a map of 0..1 to colors between those given, evenly spread."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list(" ".join(colors), colors)
+
+
 def _text(figure: Figure) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     stream = io.StringIO()
     # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
     FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(METADATA))  # type: ignore[no-untyped-call]

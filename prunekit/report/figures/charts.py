@@ -8,19 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from prunekit.errors import ArtifactError
-from prunekit.measure.measurement_effort import current_effort
 from prunekit.report.figures.canvas import (
     COLORS,
     GRAY,
@@ -29,6 +22,7 @@ from prunekit.report.figures.canvas import (
     SPARE_COLORS,
     STYLE,
     WIDTH,
+    are_drawn,
     canvas,
     stacked,
     svg,
@@ -38,6 +32,8 @@ from prunekit.utils.display import plural
 from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from prunekit.planning.schedules import Timeline
 
 
@@ -61,8 +57,8 @@ def shortened(text: str, length: int = 34) -> str:
 
 
 def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
-    """Return the figure of a table; None if the run wrote no rows, or figures are not wanted."""
-    return None if frame is None or frame.empty or not current_effort().figures else draw(frame)
+    """Return the figure of a table; None if the run wrote no rows, or pages have no figures here."""
+    return None if frame is None or frame.empty or not are_drawn() else draw(frame)
 
 
 def _color(name: str, names: list[str]) -> str:
@@ -79,6 +75,8 @@ def widths(layers: pd.DataFrame) -> Markup:
 
 
 def _widths(layers: pd.DataFrame, width: float) -> Markup:
+    from matplotlib.ticker import MaxNLocator
+
     gone = layers["out_after"].to_numpy() == 0
     with canvas(1, 1, 3.0, "widths", width=width) as (figure, (axes,)):
         index, before = np.arange(len(layers)), layers["out_before"].to_numpy()
@@ -147,6 +145,8 @@ def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
 
 
 def _distribution(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
     for model, part in rows.groupby("model", sort=False):
         edges = np.append(part["low"].to_numpy(), part["high"].iloc[-1])
         if edges[0] == edges[-1]:
@@ -177,6 +177,8 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
 
 
 def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Markup:
+    from matplotlib.ticker import MaxNLocator
+
     with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling", width=width) as (figure, (axes,)):
         for made, color, label in ((True, COLORS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
             part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
@@ -195,6 +197,8 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
 
 def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
     """Return loss and validation score by epoch, with a color for each training run."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
     if not found:
         raise ArtifactError("history.csv: expected a column validation_top1, or of another score; the file is damaged")
@@ -265,6 +269,8 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
 
     Where a pattern alone is pruned, it is the single weights of each change.
     """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     line = None if summary is None else _timeline(summary)
     with canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):
         for index, (resource, rows) in enumerate(changes.groupby("resource", sort=False)):
@@ -367,7 +373,7 @@ def draw_flow(figure: Figure, rows: pd.DataFrame, *, narrow: bool = False) -> No
 
 def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
     """Return for each training run its name, its figure, the number of layers shown, and the number of all layers."""
-    if rows is None or rows.empty or not current_effort().figures:
+    if rows is None or rows.empty or not are_drawn():
         return []
     return [
         (str(name), _svg(str(name), part), len(shown_layers(part)), part["layer"].nunique())
@@ -376,6 +382,10 @@ def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]
 
 
 def _svg(name: str, rows: pd.DataFrame) -> Markup:
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     def drawn(width: float) -> Markup:
         narrow = width < WIDTH
         with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"gradients-{name} {width}"}):
@@ -390,6 +400,10 @@ def _svg(name: str, rows: pd.DataFrame) -> Markup:
 
 def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:
     """Write the figure of one training run as a PNG file, atomically."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(FLOW_STYLE):
         figure = Figure(figsize=(10.4, flow_height(rows) + 0.35), dpi=120, layout="constrained")
         canvas = FigureCanvasAgg(figure)
@@ -423,6 +437,8 @@ def _geometric(values: pd.Series) -> float:
 
 
 def _over_time(axes: Any, rows: pd.DataFrame, layers: list[str]) -> Any:
+    from matplotlib.colors import LogNorm
+
     table = rows.pivot_table(index="layer", columns="epoch", values="median", dropna=False).reindex(layers)
     values: NDArray[np.float64] = table.to_numpy(dtype=float)
     values = np.where(values > 0, values, np.nan)
@@ -436,6 +452,8 @@ def _over_time(axes: Any, rows: pd.DataFrame, layers: list[str]) -> Any:
 
 def _plain_log(axis: Any) -> None:
     """Label a logarithmic axis like 1e-05: default labels are mathematics, which SVG text shows as source."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     axis.set_major_locator(LogLocator(numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

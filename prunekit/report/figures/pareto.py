@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from prunekit.measure.latency.row_text import setting_text
 from prunekit.report.figures.canvas import COLORS, INK, SPARE_COLORS, canvas, stacked
@@ -236,6 +234,8 @@ def pareto(panels: Sequence[Panel], score: str, unit: str = "%") -> Markup:
 
 
 def _panel(axes: Any, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     most = max((point.cost for point in points), default=1.0)
     for index, members in enumerate(groups(points)):
         color = LINES[index % len(LINES)]
@@ -344,6 +344,8 @@ def _reach(value: float, ends: tuple[float, float] | None) -> list[list[float]] 
 
 
 def _legend(panels: Sequence[Panel]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
     kinds = dict.fromkeys(point.kind for _, _, points in panels for point in points)
     style: dict[str, Any] = {"color": INK, "linestyle": "none", "markersize": 6}
     handles = [Line2D([], [], marker=MARKS[kind], label=kind, **style) for kind in MARKS if kind in kinds]

@@ -10,6 +10,7 @@ from typing import Any
 
 from prunekit.errors import ArtifactError, PrunekitError, UsageError, reason_of
 from prunekit.measure.latency.row_text import dtype_text, setting_text, unstable_mark
+from prunekit.report.figures.canvas import are_drawn
 from prunekit.report.figures.pareto import (
     MACHINE_KEYS,
     MAX_PANELS,
@@ -69,7 +70,7 @@ def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         **result,
         score=score,
         intervals=" ".join(dict.fromkeys(filter(None, (intervals(side.run.metrics) for side in found)))),
-        figure=pareto(panels, score, units) if panels else None,
+        figure=pareto(panels, score, units) if panels and are_drawn() else None,
         fronts=[
             (panel[0], [", ".join(one.label for one in best) for best in fronts(panel[2]) if best]) for panel in panels
         ],

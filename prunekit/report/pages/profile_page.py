@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from prunekit.measure.latency import row_text
-from prunekit.measure.measurement_effort import current_effort
 from prunekit.planning.budgets.cost_model import round_up
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.canvas import COLORS, GRAY, INK, canvas, stacked
+from prunekit.report.figures.canvas import COLORS, GRAY, INK, are_drawn, canvas, colormap, stacked
 from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile
 from prunekit.report.run_data import Run, records
@@ -26,7 +23,7 @@ from prunekit.utils.display import digits, duration, share
 MAX_PANELS, COLUMNS = 12, 3
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """Shares of the other widths at which a fit is drawn."""
-DEPTH = LinearSegmentedColormap.from_list("depth", ["#f4b266", "#5fb3a8", "#0b4f4a"])
+DEPTH = ("#f4b266", "#5fb3a8", "#0b4f4a")
 """Colors from a small share of the other widths to all of them."""
 KINDS = {"fitted to": ("o", GRAY, 20), "held out": ("o", COLORS["pruned"], 34), "dense": ("D", INK, 34)}
 """How networks are marked: shape, color, size."""
@@ -42,7 +39,7 @@ def values(run: Run) -> dict[str, Any]:
         "facts": facts,
         "tiles": _tiles(facts) if facts else [],
         "where": row_text.setting_text(facts["setting"]) if facts else "",
-        "layers": layers(run.fits["layers"]) if drawn and current_effort().figures else None,
+        "layers": layers(run.fits["layers"]) if drawn and are_drawn() else None,
         "predictions": figures.figure_or_none(lambda rows: predictions(records(rows) or []), run.networks),
         "machine": row_text.machine_text(facts.get("machine", {})),
     }
@@ -78,14 +75,16 @@ def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
 
 
 def _panel(axes: Any, one: Alike, share: float) -> None:
+    from matplotlib.ticker import FixedLocator, MaxNLocator
+
     size = int(one.full[one.main])
-    along = np.arange(1, size + 1, dtype=float)
+    along, depth = np.arange(1, size + 1, dtype=float), colormap(*DEPTH)
     for part in SHARES if len(one.widths) > 1 else SHARES[:1]:
         kept = np.tile(np.maximum(1, np.round(part * one.full)), (size, 1))
         kept[:, one.main] = along
-        axes.plot(along, one.at(kept), color=DEPTH(part), linewidth=1.3, drawstyle=one.drawn, zorder=2)
+        axes.plot(along, one.at(kept), color=depth(part), linewidth=1.3, drawstyle=one.drawn, zorder=2)
     kept, ms = one.points
-    axes.scatter(kept[:, one.main], ms, s=11, c=DEPTH(one.others(kept)), edgecolors="white", linewidths=0.4, zorder=3)
+    axes.scatter(kept[:, one.main], ms, s=11, c=depth(one.others(kept)), edgecolors="white", linewidths=0.4, zorder=3)
     dense = slice(None, None, len(one.layers[0]["measured"]))
     axes.scatter(kept[dense, one.main], ms[dense], s=26, facecolors="none", edgecolors=INK, linewidths=1.1, zorder=4)
     more = f" and {len(one.layers) - 1} alike" if len(one.layers) > 1 else ""
@@ -102,13 +101,14 @@ def _panel(axes: Any, one: Alike, share: float) -> None:
 def _legend(figure: Any) -> list[Any]:
     from matplotlib.lines import Line2D
 
+    depth = colormap(*DEPTH)
     lines = [
-        Line2D([], [], color=DEPTH(part), linewidth=1.6, label=f"{part:.0%}".replace("%", " %"))
+        Line2D([], [], color=depth(part), linewidth=1.6, label=f"{part:.0%}".replace("%", " %"))
         for part in SHARES[::-1]
     ]
     lines[0].set_label("other widths at 25 %")
     ring: dict[str, Any] = {"marker": "o", "linestyle": "none", "markerfacecolor": "none", "markeredgecolor": INK}
-    dot: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": DEPTH(1.0), "markersize": 3.5}
+    dot: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": depth(1.0), "markersize": 3.5}
     return [*lines, Line2D([], [], **dot, label="measured"), Line2D([], [], **ring, markersize=5, label="dense")]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from prunekit.measure.measurement_effort import current_effort
+from prunekit.report.figures.canvas import COLORS, are_drawn, canvas, svg, wide_and_narrow
 from prunekit.report.headline import Tile
 from prunekit.report.rendering import write
 from prunekit.report.run_data import Run
@@ -42,7 +42,7 @@ def explained(result: Mapping[str, Any]) -> dict[str, Any]:
         "result": result,
         "where": f"on {result['device']}, batch {result['batch']}, {threads}, eager",
         "tiles": _tiles(result),
-        "bars": _bars(module_times(result)) if current_effort().figures else None,
+        "bars": _bars(module_times(result)) if are_drawn() else None,
         "rows": [operator_cells(row) for row in result["rows"] if row["pruned"] or row["dense"]],
     }
 
@@ -86,13 +86,10 @@ def module_times(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 def _bars(times: Mapping[str, tuple[float, float]]) -> Markup:
     """Return the milliseconds by module, dense and pruned side by side."""
-    from prunekit.report.figures.canvas import wide_and_narrow
-
     return wide_and_narrow(partial(_drawn, times))
 
 
 def _drawn(times: Mapping[str, tuple[float, float]], width: float) -> Markup:
-    from prunekit.report.figures.canvas import COLORS, canvas, svg
     from prunekit.report.figures.charts import shortened
 
     rows = np.arange(len(times))

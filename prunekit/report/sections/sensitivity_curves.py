@@ -12,12 +12,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from prunekit.measure.measurement_effort import current_effort
-from prunekit.report.figures.canvas import COLORS, GRAY, INK, WIDTH, canvas, stacked, svg, wide_and_narrow
+from prunekit.report.figures.canvas import (
+    COLORS,
+    GRAY,
+    INK,
+    WIDTH,
+    are_drawn,
+    canvas,
+    colormap,
+    stacked,
+    svg,
+    wide_and_narrow,
+)
 from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile, capital, samples, scores, unit
 from prunekit.report.run_data import Run
@@ -33,7 +41,7 @@ LEAST = 4
 """Number of the least sensitive groups among the lines."""
 EIGHTHS = range(7, 0, -1)
 LOWEST, HIGHEST = 1e-3, 1.0
-HEAT = LinearSegmentedColormap.from_list("heat", ["#fdfdfb", "#fdeecb", "#fbc766", "#e3812b", "#a93a1c", "#5c1414"])
+HEAT = ("#fdfdfb", "#fdeecb", "#fbc766", "#e3812b", "#a93a1c", "#5c1414")
 
 Kept = Mapping[str, int]
 
@@ -41,7 +49,7 @@ Kept = Mapping[str, int]
 @register_section("sensitivity", about="error against kept channels, which a plan was made from", order=150)
 def curves_of_plan(run: Run) -> dict[str, Any] | None:
     """Return the curves, with where the plan stands; None if the plan was not made from such curves."""
-    if run.sensitivity is None or not ways(run.sensitivity) or not current_effort().figures:
+    if run.sensitivity is None or not ways(run.sensitivity) or not are_drawn():
         return None
     groups = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")
     kept = None if groups is None else groups["kept"].to_dict()
@@ -51,7 +59,7 @@ def curves_of_plan(run: Run) -> dict[str, Any] | None:
 def values(run: Run) -> dict[str, Any]:
     """Return what the template of the page shows of an analysis."""
     rows = run.sensitivity
-    there = rows is not None and bool(ways(rows)) and current_effort().figures
+    there = rows is not None and bool(ways(rows)) and are_drawn()
     return {
         "facts": run.analysis,
         "tiles": _tiles(run),
@@ -133,11 +141,13 @@ def _errors(by_kept: pd.Series, size: int) -> list[float]:
 
 def _cells(axes: Any, errors: NDArray[np.float64], size: float) -> None:
     """Draw a table of colors with numbers in it, with labels of a size in points."""
+    from matplotlib.colors import LogNorm
+
     edges = np.arange(errors.shape[1] + 1) - 0.5, np.arange(errors.shape[0] + 1) - 0.5
-    norm = LogNorm(LOWEST, HIGHEST, clip=True)
-    axes.pcolormesh(*edges, np.maximum(errors, LOWEST), norm=norm, cmap=HEAT, edgecolors="white", linewidth=0.8)
+    norm, heat = LogNorm(LOWEST, HIGHEST, clip=True), colormap(*HEAT)
+    axes.pcolormesh(*edges, np.maximum(errors, LOWEST), norm=norm, cmap=heat, edgecolors="white", linewidth=0.8)
     for row, column in np.argwhere(np.isfinite(errors)):
-        color = _legible(HEAT(norm(max(errors[row, column], LOWEST))))
+        color = _legible(heat(norm(max(errors[row, column], LOWEST))))
         text = _percent(errors[row, column])
         axes.text(column, row, text, ha="center", va="center", fontsize=size - 1, color=color)
     shares = [f"{eighths / 8:.0%}".replace("%", " %") for eighths in EIGHTHS[:-1]]
@@ -184,6 +194,8 @@ def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, in
 
 
 def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept: int | None) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     size = int(frame["channels"].iloc[0])
     for way in shown:
         part = frame[frame[way].notna() & (frame["kept"] < size)]

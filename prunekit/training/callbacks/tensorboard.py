@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ from prunekit.masks.module_values import count_zeros
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import WatchSettings
 from prunekit.training.callbacks.callback import Callback, ClampCounts, CurrentPlan, EpochRow, TrainingRun
+from prunekit.utils.availability import missing_packages
 from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = ("epoch", "tag", "value")
@@ -67,6 +67,8 @@ class TensorBoardLogger(Callback):
         plan: CurrentPlan = lambda: None,  # returns the plan that masks the model, or that made it compact
         warn: Callable[[str], None] = lambda message: None,  # called with a message if something cannot be written
     ) -> None:
+        if missing_packages(["tensorboard"]):  # the table has all scalars
+            settings = replace(settings, tensorboard=False)
         self._settings, self._plan, self._warn = settings, plan, warn
         self._folder, self._table = events if settings.tensorboard else None, table
         self._epoch = 0  # the last one that is written
@@ -137,7 +139,7 @@ class TensorBoardLogger(Callback):
                 if images and self._image is not None:
                     writer.add_image("filters", self._image, row.epoch)
                 if images and self._sparsity:
-                    writer.add_figure("sparsity", sparsity_figure(self._sparsity), row.epoch, close=False)
+                    add_sparsity(writer, self._sparsity, row.epoch)
             self.scalars(row, self._sparsity | shares)
 
     def _opened(self) -> SummaryWriter | None:
@@ -273,8 +275,13 @@ def filters(model: nn.Module) -> Tensor | None:
     return image
 
 
-def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
-    """Return a figure with a bar for each layer, in the order of the model, from what `layer_sparsity` returns."""
+def add_sparsity(writer: SummaryWriter, sparsity: Mapping[str, float], step: int) -> None:
+    """Write a figure with a bar for each layer, in the order of the model, of what `layer_sparsity` returns.
+
+    Without matplotlib there is none.
+    """
+    if missing_packages(["matplotlib"]):
+        return
     from matplotlib.figure import Figure
 
     layers = {tag.partition("/")[2]: share for tag, share in sparsity.items() if tag != "sparsity/all"}
@@ -283,7 +290,7 @@ def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
     axes.barh(list(layers), [100 * share for share in layers.values()], color="#0f766e")
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="zeros among the weights, %")
-    return figure
+    writer.add_figure("sparsity", figure, step, close=False)
 
 
 @dataclass(frozen=True)
