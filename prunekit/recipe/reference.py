@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -165,10 +166,13 @@ class RecipeKey:
         inner = next((one.home[:-1] for one in all_keys() if one.path[:-1] == self.path), None)
         name = f"**`{self.name}`**" if inner is None else f"[**`{self.name}`**]({_anchor(inner)})"
         values = "" if isinstance(self.default, bool) else brief(self.hint, self.meaning).removeprefix("section")
+        values = (
+            re.sub("^(integer|number) ", "", values) if self.default is not None else values
+        )  # the default shows it
         default = "required" if self.required else f"default `{flow(self.default)}`"
         shown = inner is None and isinstance(self.example, list | dict) and self.example != self.default
         example = f" Example: `{flow(self.example)}`." if shown else ""
-        return f"- {name} · {default}{f', {values}' if values else ''}. {self.meaning}{example}"
+        return f"- {name} ({default}{f', {values}' if values else ''}): {self.meaning}{example}"
 
 
 @cache
