@@ -58,23 +58,22 @@ class RepairSettings(Checked):
 
     fit: Fit = "patch"
     """What is fitted in each layer. `bias`: its bias, to the dense mean of each output channel. `moments`: a factor and
-    a bias for each output channel, to the dense mean and variance. `batchnorm`: the same, to the statistics of the
-    BatchNorm behind the layer, which are those of augmented training data. `channel`: for each removed input channel, a
-    combination of kept ones. `patch`: every kept weight."""
+    a bias for each output channel, to the dense mean and variance. `batchnorm`: the same, to the BatchNorm's
+    statistics, which are those of augmented training data. `channel`: for each removed input channel, a combination of
+    kept ones. `patch`: every kept weight."""
     sequential: bool = True
-    """Whether a layer is fitted on the outputs of repaired layers before it, and so corrects their errors; else on
-    dense outputs."""
+    """Whether a layer is fitted on outputs of repaired layers, and corrects their errors; else on dense outputs."""
     ridge: Annotated[float, Gt(0)] = 1e-3
     """Pull of weights toward their present values, as a share of the mean square of the inputs."""
     rows: Annotated[int, Ge(64)] = 32768
     """Positions sampled from each layer's output, over all images."""
     rectified_steps: Annotated[int, Ge(0)] = 3
-    """Further fits in which outputs that a ReLU sets to zero need not agree."""
+    """Further fits in which outputs behind a ReLU's zeros need not agree."""
     joint_steps: Annotated[int, Ge(0)] = 2
-    """Further Gauss-Newton steps that fit a layer together with the rectified layer before it, if nothing else reads
-    that one and positions are many. Needs `patch` and `sequential`."""
+    """Gauss-Newton steps that fit a layer together with the rectified layer before it, if nothing else reads that one
+    and positions are many. Needs `patch` and `sequential`."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
     """Share of the images that only validate the repair."""
     memory_bytes: Annotated[int, Ge(2**20)] = 2**31
-    """Memory for the repair, besides the model, two copies of it and the images. A repair that needs more computes
-    activations again, samples fewer positions, or fits a layer channel by channel."""
+    """Memory besides the model, two copies of it and the images. Beyond it, activations are computed again, fewer
+    positions sampled, or layers fitted channel by channel."""

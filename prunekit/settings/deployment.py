@@ -33,9 +33,9 @@ class LatencySettings(Checked):
     dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
     """Dtypes; `int8` times the quantized file, in runtimes that have one."""
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
-    """Memory formats of parameters and input. Runtimes that choose layouts themselves take `contiguous` alone."""
+    """Memory formats; runtimes that choose layouts themselves take `contiguous` alone."""
     explain: bool = True
-    """Whether a job looks for what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
+    """Whether to find what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -78,5 +78,5 @@ class QuantizeSettings(Checked):
     images: PositiveInt = 256
     """Calibration images, without labels, for the ranges of activations."""
     max_drop: Annotated[float, Ge(0)] | None = 1.0
-    """Points of the main score, on validation images, that quantization may cost; a perplexity may rise by as much.
-    Layers return to float, the most sensitive first, until the cost is within this. null: any cost."""
+    """Points of the main score on validation images (or of a perplexity) that quantization may cost. Layers return to
+    float, the most sensitive first, until the cost is within this. null: any cost."""

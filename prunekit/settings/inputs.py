@@ -67,10 +67,10 @@ class AugmentSettings(Checked):
     """
 
     crop: Literal["none", "shift", "padded", "resized"] = "none"
-    """Crop of an image. `shift` moves it by up to a tenth. `padded` moves it by up to 4 pixels, as for CIFAR. `resized`
-    takes a random part and resizes it, as for ImageNet."""
+    """`shift` moves an image by up to a tenth; `padded` by up to 4 pixels, as for CIFAR; `resized` resizes a random
+    part, as for ImageNet; `none`."""
     scale: Scale | None = None
-    """Smallest and largest share of the area that a `resized` crop shows; null: 0.08 and 1."""
+    """Smallest and largest share of the area in a `resized` crop; null: 0.08 and 1."""
     flip: Probability = 0.0
     """Probability of a horizontal flip."""
     color_jitter: ColorJitterSettings | None = None
@@ -126,50 +126,48 @@ class DataSettings(Checked):
     source: Literal[
         "digits", "imagefolder", "npz", "torchvision", "huggingface", "shapes", "coco", "yolo", "text", "own"
     ] = "digits"  # fmt: skip
-    """Where the data is from. Images: `digits` (come with the package), `imagefolder` (a folder for each class), `npz`,
-    `torchvision`, `huggingface`. Images with boxes, for `detection`: `shapes` (drawn circles, squares and triangles),
-    `coco`, `yolo` (ultralytics' format). Texts, for `causal_lm`, `masked_lm` and `embedding`: `text`, or `huggingface`
-    with a column of texts. `own`: what `--data file.py:factory` returns."""
+    """Where the data is from. Images: `digits` (in the package), `imagefolder` (a folder for each class), `npz`,
+    `torchvision`, `huggingface`. Images with boxes: `shapes` (drawn circles, squares and triangles), `coco`, `yolo`
+    (ultralytics' format). Texts, for `causal_lm`, `masked_lm` and `embedding`: `text`, or `huggingface` with a column
+    of texts. `own`: what `--data file.py:factory` returns."""
     root: Path | None = None
-    """Folder or file of the data. imagefolder: a folder with `train/` and `test/` or `val/`, or with classes, which are
-    then split. torchvision: the folder of its files. huggingface: what `save_to_disk` wrote. npz: the file. coco:
-    `train2017/`, `val2017/` and `annotations/instances_train2017.json`, `instances_val2017.json`; or
-    `train/_annotations.coco.json` and `valid/`. yolo: a `data.yaml`, or its folder with `images/` and `labels/`. text:
-    a `.txt`, a `.jsonl` with a `text` in each line, or a folder of them."""
+    """Folder or file of the data. imagefolder: `train/` and `test/` or `val/`, or classes, which are then split.
+    torchvision: the folder of its files. huggingface: what `save_to_disk` wrote. npz: the file. coco: `train2017/`,
+    `val2017/` and `annotations/instances_train2017.json`, `instances_val2017.json`; or `train/_annotations.coco.json`
+    and `valid/`. yolo: a `data.yaml`, or its folder with `images/` and `labels/`. text: a `.txt`, a `.jsonl` with a
+    `text` in each line, or a folder of them."""
     name: str | None = None
-    """Name of the data set. torchvision: such as `CIFAR10`. huggingface: of its hub, in place of `root`, such as
+    """torchvision: a data set, such as `CIFAR10`. huggingface: one of its hub, in place of `root`, such as
     `uoft-cs/cifar10`. Files are fetched only with `download`. coco: what follows `train` and `val` in file names, such
     as `2017`; null: what is there."""
     images: PositiveInt | None = None
     """For shapes: number of images; null: 240."""
     targets: tuple[Literal["masks", "keypoints"], ...] = ()
-    """For detection: what is read besides boxes and classes: `masks` for Mask R-CNN, `keypoints` for Keypoint R-CNN."""
+    """For detection: what is read besides boxes: `masks` for Mask R-CNN, `keypoints` for Keypoint R-CNN."""
     category_ids: bool = False
-    """For coco: whether classes keep the numbers of their categories, as in torchvision's weights (91 classes with the
+    """For coco: whether classes keep their categories' numbers, as in torchvision's weights (91 classes with the
     background); else they are numbered in order, as by ultralytics."""
     tokenizer: Path | None = None
     """For texts: folder with a `tokenizer.json`; null: the model's folder."""
     window: PositiveInt | None = None
-    """For texts: tokens of a sample; null: 128. `causal_lm` and `masked_lm` cut the text into windows of this length;
-    `masked_lm` masks 15 % of each, chosen by `split_seed`. `embedding` takes each line that is not empty, up to this
-    length."""
+    """For texts: tokens of a sample; null: 128. `causal_lm` and `masked_lm` cut the text into such windows; `masked_lm`
+    masks 15 % of each, by `split_seed`. `embedding` takes each nonempty line, up to this length."""
     columns: Columns | None = None
     """For huggingface: columns of images and labels; null: the only ones of their kind."""
     download: bool = False
     """Whether the named data set may be fetched from the network."""
     image_size: PositiveInt = 32
-    """Height and width of an input. Image files are resized to 8/7 of it by their shorter side, and the center is
-    taken. Digits and arrays of an npz are resized as a whole. Images with boxes are resized by their longer side and
-    padded."""
+    """Height and width of an input. Image files are resized to 8/7 of it by their shorter side, and cropped at the
+    center. Digits and npz arrays are resized as a whole; images with boxes by their longer side, and padded."""
     mean: Mean | None = None
-    """Mean of each color channel, in 0..1, to subtract; null: ImageNet's, for digits 0.5."""
+    """Mean of each color channel, in 0..1; null: ImageNet's, for digits 0.5."""
     std: Std | None = None
-    """Standard deviation of each color channel, in 0..1, to divide by; null: ImageNet's, for digits 0.5."""
+    """Standard deviation of each color channel, in 0..1; null: ImageNet's, for digits 0.5."""
     augment: Augment = "none"
     """Random changes of training images: `none`, `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as
     for CIFAR), `resized_crop_flip` (as for ImageNet), or each change by itself."""
     max_corrupt: Count | Annotated[float, Gt(0), Lt(1)] = 0
-    """Unreadable images that are skipped, as a number or a share; more are an error."""
+    """Unreadable images to skip, as a number or a share; more are an error."""
     batch: PositiveInt = 64
     """Images in a batch, over all processes."""
     workers: Count = 0
@@ -181,10 +179,9 @@ class DataSettings(Checked):
     pin_memory: bool = True
     """Whether workers read into page-locked memory, on CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
-    """Share held out for the test, if the data has no test set. Of texts, the last part; the part before it
-    validates."""
+    """Share of the test, if the data has no test set. Of texts, the last part; the part before it validates."""
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Share that chooses the best epoch and is not trained on, if the data has no validation set."""
+    """Share that chooses the best epoch, if the data has no validation set."""
     split_seed: Count = 0
     """Seed of the split into training, validation and test."""
     origin: str | None = None
@@ -214,15 +211,15 @@ class ModelSettings(Checked):
     zoo: Literal["torchvision", "cifar", "timm", "hf", "ultralytics", "own"] = "torchvision"
     """Where the model is from. `torchvision`: classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8`
     to `resnet110`. `timm`: any model (extra `timm`). `hf`: a model type of transformers, such as `vit` or `llama`, in
-    its default configuration, or a folder that `save_pretrained` wrote, with weights as float32 (extra `hf`); nothing
-    is downloaded and no code of a folder runs. `ultralytics`: a detector such as `yolo11n` or `rtdetr-l` (extra
+    its default configuration, or a folder from `save_pretrained`, with weights as float32 (extra `hf`); it downloads
+    nothing and runs no code of a folder. `ultralytics`: a detector such as `yolo11n` or `rtdetr-l` (extra
     `ultralytics`). `own`: what `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the constructor; hf: of the configuration. `num_classes` comes from the data unless given,
-    plus one for the background in torchvision's detectors; their `image_size` comes from the data too."""
+    """Keyword arguments of the constructor, or of hf's configuration. `num_classes` comes from the data unless given
+    (plus the background in torchvision's detectors), and so does those detectors' `image_size`."""
     weights: str | None = None
-    """Name of torchvision weights, such as `IMAGENET1K_V1`, or path of a state dict: `.safetensors`, or `.pt`, `.pth`,
-    `.th`, read with `weights_only=True`; ultralytics: also its own `.pt`. null: random, to be trained by `baseline`."""
+    """torchvision's weights, such as `IMAGENET1K_V1`, or a state dict: `.safetensors`, or `.pt`, `.pth`, `.th`, read
+    with `weights_only=True`; ultralytics: also its own `.pt`. null: random, to be trained by `baseline`."""
     origin: str | None = None
     """Where to get the weights; shown if their file is missing."""
     head: Head | None = None

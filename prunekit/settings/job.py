@@ -57,8 +57,8 @@ class JobSettings(Checked):
     baseline: TrainSettings | None = None
     """Training of the dense model, if `model.weights` is not given."""
     sparsify: TrainSettings | None = None
-    """Further training of the dense model, in which channels become small before they are removed. `group_lasso` and
-    `bn_l1` train before the plan is made; `growing` trains after it, and shrinks what the plan removes."""
+    """Further training of the dense model, to make channels small before they are removed. `group_lasso` and `bn_l1`
+    train before the plan is made; `growing` after it, and shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     """Calibration images, for statistics of activations and of BatchNorm."""
     prune: PruneSettings = field(default_factory=PruneSettings)
@@ -68,8 +68,8 @@ class JobSettings(Checked):
     finetune: TrainSettings = field(default_factory=TrainSettings)
     """Training of the pruned model under its masks."""
     control: bool = True
-    """Whether the dense model is trained equally long too, for a fair comparison. It takes longer than fine-tuning;
-    without it the pruned model is compared with the original one."""
+    """Whether the dense model is trained equally long too, for a fair comparison, which takes longer than fine-tuning.
+    Else the pruned model is compared with the original one."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
     """Checkpoints of each training, to resume a killed run; null: none."""
     gradient_flow: bool = False
@@ -82,14 +82,13 @@ class JobSettings(Checked):
     """Changes to a second copy of the compact model, for deployment."""
     compress: bool = False
     """Whether the folders `model` and `deployed` store zeros as single bits, in tensors that become smaller by it.
-    Every command reads them; exports are not compressed."""
+    Exports are not compressed."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     """Timing at the end of the run."""
     export: tuple[FormatName, ...] = ()
-    """Formats to export to, in the run's folder `exports`. Each file is checked against the model, scored on test data
-    and timed."""
+    """Formats to export to, in the run's folder `exports`; each file is checked, scored and timed."""
     quantize: Literal["int8"] | QuantizeSettings | None = None
-    """Whether exports to `onnx` and `openvino` are also written in int8, as files of their own."""
+    """Whether exports to `onnx` and `openvino` are also written in int8."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all random numbers."""
     device: str = "auto"

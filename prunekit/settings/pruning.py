@@ -160,7 +160,7 @@ class BudgetSettings:
     """Share of the channels that are not locked."""
     macs: Share | None = None
     """Share of the multiply-accumulates of one sample in eval mode, without auxiliary heads that only run in train mode
-    or that the model's own `fuse()` removes."""
+    or that the model's `fuse()` removes."""
     params: Share | None = None
     """Share of the parameters."""
     size_mb: Amount | None = None
@@ -170,8 +170,8 @@ class BudgetSettings:
     speedup: Times | None = None
     """Speed over the dense model's, measured beside it on the target."""
     memory_mb: Amount | None = None
-    """Peak bytes alive in a forward pass of the target's batch, in units of 10^6: parameters, buffers, inputs and
-    results of operators, in the target's dtype, as eager makes and frees them."""
+    """Peak bytes of a forward pass of the target's batch, in units of 10^6: parameters, buffers, inputs and results of
+    operators, in the target's dtype, as eager makes and frees them."""
     others: OtherBudgets = field(default_factory=dict)
     """Further registered budgets by name."""
 
@@ -271,12 +271,12 @@ class Target(Checked):
     dtype: DtypeName = "fp32"
     """Dtype of weights and activations; `int8` means the quantized file, in runtimes that have one."""
     memory_format: MemoryFormat = "contiguous"
-    """Memory format of parameters and input. Runtimes that choose layouts themselves take `contiguous` alone."""
+    """Memory format; runtimes that choose layouts themselves take `contiguous` alone."""
     block: PositiveInt = 8
     """Channel counts are multiples of this and of `round_to`, where the axis allows it: kernels compute in blocks."""
     limit_s: PositiveFloat = 600.0
-    """Seconds for measuring a budget of time, shared by profile, plans and final model. Figures not settled by then are
-    marked unstable."""
+    """Seconds for measuring a budget of time, shared by profile, plans and final model. Unsettled figures are marked
+    unstable."""
 
     @property
     def as_latency(self) -> LatencySettings:
@@ -327,9 +327,8 @@ class ScheduleSettings(Checked):
     """
 
     kind: ScheduleKind = "cubic"
-    """Growth of the pruned share. `oneshot`: all at once. `iterative`: rounds of pruning and recovery, each of which
-    keeps the same share of the rest (Han et al. 2015). `linear`, `exponential`, `cubic`: gradually, along a line, a
-    geometric sequence, or the cubic of Zhu & Gupta 2017."""
+    """Growth of the pruned share. `oneshot`: all at once. `iterative`: rounds of pruning and recovery, each keeping the
+    same share of the rest (Han et al. 2015). `linear`, `exponential`, `cubic` (Zhu & Gupta 2017): gradually."""
     unit: ScheduleUnit = "epoch"
     """Unit of `begin`, `end`, `every` and `freeze`: epochs, also fractions of them, or optimizer steps."""
     begin: Annotated[float, Ge(0)] = 0.0
@@ -344,25 +343,23 @@ class ScheduleSettings(Checked):
     score: ScheduleScore = "criterion"
     """Scores at each pruning step: by the `criterion` on current weights, or by `movement`, how far training moved
     weights away from zero (Sanh et al. 2020). The plan that is tried before training always uses the criterion. Single
-    weights of a `pattern` are scored by size or movement; under movement with `regrow`, those at zero move on by
+    weights of a `pattern` are scored by size or movement; under movement with `regrow`, zeros move on by
     straight-through gradients."""
     regrow: bool = False
-    """Whether pruned channels may come back, with the values that they had. Single weights of a `pattern` come back
-    from zero where the loss has the largest gradient, in exchange for the smallest weights (RigL, Evci et al. 2020): 30
-    % of those left at the first pruning step, falling along a cosine to none at the last. With `movement` or
+    """Whether pruned channels may come back, with their former values. Single weights of a `pattern` come back from
+    zero where the loss has the largest gradient, in exchange for the smallest weights (RigL, Evci et al. 2020): 30 % of
+    those left at the first pruning step, falling along a cosine to none at the last. With `movement` or
     `straight_through` they come back by score, with their values."""
     freeze: Annotated[float, Gt(0)] | None = None
-    """With `regrow`: when masks become final; until then, masks of the same budget are chosen again after `end`. null:
-    at `end`."""
+    """With `regrow`: when masks become final; after `end` they are chosen again at the same budget. null: at `end`."""
     rewind_lr: bool = False
     """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
     gradients: ScheduleGradients = "masked"
-    """Masked weights of a `pattern`: `masked` rest; `straight_through` learn on until masks are final. Then the forward
-    pass sees zeros, gradients reach the values behind them, and the next pruning step chooses from those (SR-STE, Zhou
-    et al. 2021)."""
+    """Masked weights of a `pattern`: `masked` rest; `straight_through` learn on until masks are final: the forward pass
+    sees zeros, gradients reach the values behind them, and the next pruning step chooses from those (SR-STE, Zhou et
+    al. 2021)."""
     masked_decay: Annotated[float, Ge(0)] | None = None
-    """With `straight_through`: decay of the values behind the zeros, added to their gradients; null: 0.0002, as in the
-    paper."""
+    """With `straight_through`: decay of the values behind the zeros; null: 0.0002, as in the paper."""
 
 
 @cache
@@ -388,14 +385,13 @@ class PruneSettings(Checked):
     """
 
     budget: BudgetSettings = field(default_factory=default_budget)
-    """What may be left; a plan meets all budgets that are given. At least one is, unless a `pattern` is: without a
-    budget all channels stay then."""
+    """What may be left; a plan meets all given budgets. A `pattern` needs none: without a budget all channels stay."""
     criterion: CriterionName = "l2"
     """Importance score of a channel; `prunekit list criteria` shows what each measures and needs."""
     scope: Scope = "uniform"
     """How channels of different groups compare. `uniform`: each group keeps the same share. `global`: the lowest scores
     of all groups go. `per_mac`: the lowest per cost, in MACs or what the budget counts. `capacity`: layers keep as much
-    of their MACs as the budget allows; scores only choose channels within a group."""
+    of their MACs as the budget allows; scores choose only within a group."""
     round_to: PositiveInt = 1
     """Channel counts are multiples of this, and of what a `pattern` needs, where the axis allows it."""
     min_channels: PositiveInt = 1
@@ -408,27 +404,26 @@ class PruneSettings(Checked):
     """Globs over module paths, each with the share of output channels to keep."""
     layout: Layout = "free"
     """Widths that layers may have. `free`: each its own. `equal`: the same where layers repeat, so where module paths
-    differ in numbers alone and widths were equal. `huggingface`: only what a configuration of the model's class can
-    say, so that plain `from_pretrained` loads the result; other channels, and all blocks, stay."""
+    differ in numbers alone and widths were equal. `huggingface`: what a configuration of the model's class can say, so
+    that plain `from_pretrained` loads the result; other channels, and all blocks, stay."""
     depth: Depth = "auto"
-    """Whether whole blocks may go, beside channels. A block is a residual branch, or a part of a concatenation such as
-    a layer of a DenseNet. `true` chooses widths and blocks together. `auto` does so for budgets of time in scopes
-    `per_mac` and `global`; else blocks go only where widths alone cannot meet the budget. Blocks with modules in
-    `ignore` or `ratios` stay. `prunekit inspect` lists all."""
+    """Whether whole blocks may go: residual branches, or parts of a concatenation such as a layer of a DenseNet. `true`
+    chooses widths and blocks together. `auto` does so for budgets of time in scopes `per_mac` and `global`; else blocks
+    go only where widths alone cannot meet the budget. Blocks with modules in `ignore` or `ratios` stay. `prunekit
+    inspect` lists all."""
     min_blocks: Annotated[int, Ge(0)] = 0
-    """Fewest blocks that stay in each stage, of those that may go. A stage is modules beside each other with numbers
-    for names, such as `layer3.0` to `layer3.5`."""
+    """Fewest blocks, of those that may go, that stay in each stage: modules beside each other with numbers for names,
+    such as `layer3.0` to `layer3.5`."""
     plain_classes: bool = False
-    """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else, where channels need
-    it, modules are recompiled with explicit sizes in their Python or replaced by attention with explicit sizes, and a
-    removed block by a constant."""
+    """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else modules may be
+    recompiled with explicit sizes, or replaced by attention with explicit sizes; a removed block by a constant."""
     pattern: PatternSettings | None = None
     """Zeros among single weights of what the channels leave."""
     schedule: ScheduleSettings | None = None
     """When channels and weights go, during fine-tuning; null: all before it."""
     compact_early: bool = False
-    """Whether fine-tuning continues on the compact model once the plan is final. It is faster, and equal but for the
-    order of sums and the numbers that dropout draws."""
+    """Whether fine-tuning continues on the compact model once the plan is final: faster, and equal but for the order of
+    sums and dropout's random numbers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,7 +35,7 @@ class ActivationSettings(Checked):
     target: Annotated[float, Gt(0), Lt(1)] | None = None
     """Share of zeros after each mask; calibration images give the thresholds."""
     overall: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of zeros after all masks together, spread so that the model's output changes least."""
+    """Share of zeros after all masks, spread so that the model's output changes least."""
     by: Literal["macs", "values"] = "macs"
     """Weight of a mask in `overall`: `macs` of the layers that read its values, or number of `values`."""
 
@@ -136,7 +136,7 @@ class AverageSettings(Checked):
     """Constant learning rate while averaging, as in the SWA paper; null: the schedule goes on."""
     statistics: Literal["averaged", "recalibrated"] | None = None
     """BatchNorm's statistics: `averaged` like the weights, or `recalibrated` on training images at each evaluation;
-    null: averaged for `ema`, recalibrated for `swa`."""
+    null: the former for `ema`, the latter for `swa`."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class TrainSettings(Checked):
     weight_decay: Annotated[float, Ge(0)] = 5e-4
     """Weight decay."""
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of the steps with a linear warm-up, before a cosine to zero (Loshchilov & Hutter 2017). Skipped steps do
-    not advance the schedule."""
+    """Share of the steps with a linear warm-up, before a cosine to zero (Loshchilov & Hutter 2017); skipped steps do
+    not advance it."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the target spread over all classes (Szegedy et al. 2016)."""
     mixup: Annotated[float, Ge(0)] = 0.0
@@ -184,10 +184,10 @@ class TrainSettings(Checked):
     """Whether each process has the whole model (`replicas`, DDP), or a part of every parameter, gradient and momentum
     (`full`, FSDP2), gathered module by module."""
     compile: bool = False
-    """Whether `torch.compile` compiles training steps; where it cannot, the log says so and steps run in eager mode."""
+    """Whether `torch.compile` compiles training steps; where it cannot, they run in eager mode, and the log says so."""
     gradient_checkpointing: bool = False
-    """Whether activations inside blocks are computed again for the backward pass, not stored: less memory, more time,
-    the same gradients. Models of transformers and timm offer it."""
+    """Whether activations inside blocks are computed again for the backward pass, not stored: less memory, more time.
+    Models of transformers and timm offer it."""
     clamp_activation_grad: ClampSettings | None = None
     """Clamp of the gradients of activations while they flow back."""
     clamp_weight_grad: ClampSettings | None = None
@@ -211,8 +211,8 @@ class CheckpointSettings(Checked):
     """
 
     every_seconds: Annotated[float, Gt(0)] | None = 60.0
-    """Seconds between checkpoints, or more where writing would take over a twentieth of the time. The end of a training
-    is always saved. null: only `every_steps` counts."""
+    """Seconds between checkpoints, or more where writing takes over a twentieth of the time. The end of a training is
+    always saved. null: only `every_steps` counts."""
     every_steps: Annotated[int, Ge(1)] | None = None
     """Optimizer steps between checkpoints, at any cost; null: only `every_seconds` counts."""
     keep: Annotated[int, Ge(1)] = 2

@@ -43,19 +43,18 @@ class PatternSettings(Checked):
     neighbors along a layer's inputs are kept, at each position of a kernel. `block`: blocks of outputs and inputs.
     `kernel`: whole kernels of convolutions."""
     sparsity: Zeros | None = None
-    """Share of zeros among all weights of convolutions and linear layers, also of those that stay dense; null for
-    `N:M`, whose share is fixed."""
+    """Share of zeros among all weights of convolutions and linear layers, also dense ones; null for `N:M`."""
     block: Annotated[tuple[PositiveInt, ...], MinLen(2), MaxLen(2)] | None = None
-    """Outputs and inputs of a block, such as [4, 1], [1, 4] or [16, 16]; for `block` alone."""
+    """Outputs and inputs of a `block`, such as [4, 1], [1, 4] or [16, 16]."""
     method: PatternMethod = "obs"
-    """How zeros are chosen. `obs`: one by one, by the error left once the others have taken over; all kept weights are
+    """How zeros are chosen. `obs`: one by one, by the error left once the others have taken over; kept weights are
     fitted to the dense outputs (Hassibi & Stork 1993; Frantar & Alistarh 2022, Optimal Brain Compression). `sparsegpt`:
     by the same error, column by column (Frantar & Alistarh 2023). `wanda`: by weight times norm of its input (Sun et
     al. 2023). `magnitude`: by size; always used without calibration data and in schedules."""
     scope: PatternScope = "error"
-    """How zeros are spread over layers. `error`: where they add least to the error of the output, as measured; in
-    schedules, by a weight's size over that of all that are left in its layer (LAMP, Lee et al. 2021). `global`: by one
-    threshold on all scores. `uniform`: the same share in each, as N:M always has."""
+    """How zeros are spread over layers. `error`: where they add least to the output's error, as measured; in schedules
+    by LAMP, a weight's size over that of all left in its layer (Lee et al. 2021). `global`: by one threshold on all
+    scores. `uniform`: the same share in each, as N:M always has."""
     layers: dict[str, Annotated[float, Ge(0), Lt(1)]] = field(default_factory=dict)
     """Globs over module paths, each with the share of zeros of these layers; 0 leaves them dense."""
     ignore: tuple[str, ...] = ()
@@ -63,8 +62,8 @@ class PatternSettings(Checked):
     first_and_last: bool = False
     """Whether layers that read the model's input or make its output get zeros too."""
     permute: bool = True
-    """Whether channels first change places, in all layers that share them, so that N:M keeps more of the weights (Pool
-    & Yu 2021); the model computes the same. Not in `plan` and not in schedules."""
+    """Whether channels first change places so that N:M keeps more of the weights (Pool & Yu 2021); the model computes
+    the same. Not in `plan` and not in schedules."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
