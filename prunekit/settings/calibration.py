@@ -35,7 +35,7 @@ class CalibrationSettings(Checked):
     images: PositiveInt = 512
     """Number of training images."""
     fused: bool | None = None
-    """Whether compiled kernels measure activations; null: if they are faster."""
+    """Measures activations by compiled kernels; null: if they are faster."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class RepairSettings(Checked):
     statistics, which are those of augmented training data. `channel`: for each removed input channel, a combination of
     kept ones. `patch`: every kept weight."""
     sequential: bool = True
-    """Whether a layer is fitted on outputs of repaired layers, and corrects their errors; else on dense outputs."""
+    """Fits a layer on outputs of repaired layers, to correct their errors; else on dense outputs."""
     ridge: Annotated[float, Gt(0)] = 1e-3
-    """Pull of weights toward their present values, as a share of the mean square of the inputs."""
+    """Pull of weights toward their present values, as a share of the inputs' mean square."""
     rows: Annotated[int, Ge(64)] = 32768
-    """Positions sampled from each layer's output, over all images."""
+    """Positions sampled from each layer's output."""
     rectified_steps: Annotated[int, Ge(0)] = 3
     """Further fits in which outputs behind a ReLU's zeros need not agree."""
     joint_steps: Annotated[int, Ge(0)] = 2

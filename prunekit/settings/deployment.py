@@ -35,7 +35,7 @@ class LatencySettings(Checked):
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
     """Memory formats; runtimes that choose layouts themselves take `contiguous` alone."""
     explain: bool = True
-    """Whether to find what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
+    """Finds what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class DeploySettings(Checked):
     """
 
     fold_batchnorm: bool = False
-    """Whether BatchNorms are folded into the layers before them, where possible."""
+    """Folds BatchNorms into the layers before them, where possible."""
     channels_last: bool = False
-    """Whether weights and timed images have the channels-last memory format."""
+    """Gives weights and timed images the channels-last memory format."""
 
     @property
     def wanted(self) -> bool:

@@ -76,9 +76,9 @@ class AugmentSettings(Checked):
     color_jitter: ColorJitterSettings | None = None
     """Random brightness, contrast, saturation and hue."""
     rand_augment: RandAugmentSettings | None = None
-    """RandAugment (Cubuk et al. 2020): random operations of a given strength."""
+    """Random operations of a given strength (RandAugment, Cubuk et al. 2020)."""
     trivial_augment: bool = False
-    """TrivialAugment (Müller & Hutter 2021) instead: one random operation of random strength."""
+    """Applies one random operation of random strength instead (TrivialAugment, Müller & Hutter 2021)."""
     erase: Probability = 0.0
     """Probability that a rectangle is set to the mean (random erasing, Zhong et al. 2020)."""
 
@@ -137,7 +137,7 @@ class DataSettings(Checked):
     and `valid/`. yolo: a `data.yaml`, or its folder with `images/` and `labels/`. text: a `.txt`, a `.jsonl` with a
     `text` in each line, or a folder of them."""
     name: str | None = None
-    """torchvision: a data set, such as `CIFAR10`. huggingface: one of its hub, in place of `root`, such as
+    """Data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub, in place of `root`, such as
     `uoft-cs/cifar10`. Files are fetched only with `download`. coco: what follows `train` and `val` in file names, such
     as `2017`; null: what is there."""
     images: PositiveInt | None = None
@@ -145,8 +145,8 @@ class DataSettings(Checked):
     targets: tuple[Literal["masks", "keypoints"], ...] = ()
     """For detection: what is read besides boxes: `masks` for Mask R-CNN, `keypoints` for Keypoint R-CNN."""
     category_ids: bool = False
-    """For coco: whether classes keep their categories' numbers, as in torchvision's weights (91 classes with the
-    background); else they are numbered in order, as by ultralytics."""
+    """For coco: keeps the numbers of categories as classes, as in torchvision's weights (91 classes with the
+    background); else classes are numbered in order, as by ultralytics."""
     tokenizer: Path | None = None
     """For texts: folder with a `tokenizer.json`; null: the model's folder."""
     window: PositiveInt | None = None
@@ -155,7 +155,7 @@ class DataSettings(Checked):
     columns: Columns | None = None
     """For huggingface: columns of images and labels; null: the only ones of their kind."""
     download: bool = False
-    """Whether the named data set may be fetched from the network."""
+    """Allows fetching the named data set from the network."""
     image_size: PositiveInt = 32
     """Height and width of an input. Image files are resized to 8/7 of it by their shorter side, and cropped at the
     center. Digits and npz arrays are resized as a whole; images with boxes by their longer side, and padded."""
@@ -175,9 +175,9 @@ class DataSettings(Checked):
     prefetch: PositiveInt = 2
     """Batches that each worker reads ahead."""
     persistent_workers: bool = True
-    """Whether workers stay from one epoch to the next."""
+    """Keeps workers from one epoch to the next."""
     pin_memory: bool = True
-    """Whether workers read into page-locked memory, on CUDA."""
+    """Reads into page-locked memory, on CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
     """Share of the test, if the data has no test set. Of texts, the last part; the part before it validates."""
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
@@ -218,7 +218,7 @@ class ModelSettings(Checked):
     """Keyword arguments of the constructor, or of hf's configuration. `num_classes` comes from the data unless given
     (plus the background in torchvision's detectors), and so does those detectors' `image_size`."""
     weights: str | None = None
-    """torchvision's weights, such as `IMAGENET1K_V1`, or a state dict: `.safetensors`, or `.pt`, `.pth`, `.th`, read
+    """Weights of torchvision, such as `IMAGENET1K_V1`, or a state dict: `.safetensors`, or `.pt`, `.pth`, `.th`, read
     with `weights_only=True`; ultralytics: also its own `.pt`. null: random, to be trained by `baseline`."""
     origin: str | None = None
     """Where to get the weights; shown if their file is missing."""

@@ -60,7 +60,7 @@ class JobSettings(Checked):
     """Further training of the dense model, to make channels small before they are removed. `group_lasso` and `bn_l1`
     train before the plan is made; `growing` after it, and shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    """Calibration images, for statistics of activations and of BatchNorm."""
+    """Images for statistics of activations and of BatchNorm."""
     prune: PruneSettings = field(default_factory=PruneSettings)
     """Channels to remove, and how many."""
     repair: RepairSettings | None = None
@@ -68,12 +68,12 @@ class JobSettings(Checked):
     finetune: TrainSettings = field(default_factory=TrainSettings)
     """Training of the pruned model under its masks."""
     control: bool = True
-    """Whether the dense model is trained equally long too, for a fair comparison, which takes longer than fine-tuning.
-    Else the pruned model is compared with the original one."""
+    """Trains the dense model equally long too, for a fair comparison; this takes longer than fine-tuning. Else the
+    pruned model is compared with the original one."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
-    """Checkpoints of each training, to resume a killed run; null: none."""
+    """Checkpoints of each training, to resume a killed run."""
     gradient_flow: bool = False
-    """Whether the size of each layer's gradients is recorded, for `gradients.csv` and the report."""
+    """Records the size of each layer's gradients, for `gradients.csv` and the report."""
     watch: WatchSettings | None = field(default_factory=WatchSettings)
     """Logs of each training while it runs; null: only the run's own tables."""
     activations: ActivationSettings | None = None
@@ -81,14 +81,14 @@ class JobSettings(Checked):
     deploy: DeploySettings = field(default_factory=DeploySettings)
     """Changes to a second copy of the compact model, for deployment."""
     compress: bool = False
-    """Whether the folders `model` and `deployed` store zeros as single bits, in tensors that become smaller by it.
-    Exports are not compressed."""
+    """Stores zeros as single bits in the folders `model` and `deployed`, in tensors that become smaller by it. Exports
+    are not compressed."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     """Timing at the end of the run."""
     export: tuple[FormatName, ...] = ()
     """Formats to export to, in the run's folder `exports`; each file is checked, scored and timed."""
     quantize: Literal["int8"] | QuantizeSettings | None = None
-    """Whether exports to `onnx` and `openvino` are also written in int8."""
+    """Also writes exports to `onnx` and `openvino` in int8."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all random numbers."""
     device: str = "auto"

@@ -273,7 +273,7 @@ class Target(Checked):
     memory_format: MemoryFormat = "contiguous"
     """Memory format; runtimes that choose layouts themselves take `contiguous` alone."""
     block: PositiveInt = 8
-    """Channel counts are multiples of this and of `round_to`, where the axis allows it: kernels compute in blocks."""
+    """Channel counts are multiples of this and of `round_to`, where possible: kernels compute in blocks."""
     limit_s: PositiveFloat = 600.0
     """Seconds for measuring a budget of time, shared by profile, plans and final model. Unsettled figures are marked
     unstable."""
@@ -334,8 +334,8 @@ class ScheduleSettings(Checked):
     begin: Annotated[float, Ge(0)] = 0.0
     """When pruning begins; `oneshot` and `iterative` prune at once then."""
     end: Annotated[float, Gt(0)] | None = None
-    """When the budget is met; null: halfway from `begin` to the end of training; for `iterative`, so that the last
-    recovery is as long as the others."""
+    """When the budget is met; null: halfway from `begin` to the end of training; for `iterative`, with a last recovery
+    as long as the others."""
     rounds: PositiveInt | None = None
     """Number of pruning steps, evenly spaced; null: 3 for `iterative`, 10 for gradual kinds."""
     every: Annotated[float, Gt(0)] | None = None
@@ -346,14 +346,14 @@ class ScheduleSettings(Checked):
     weights of a `pattern` are scored by size or movement; under movement with `regrow`, zeros move on by
     straight-through gradients."""
     regrow: bool = False
-    """Whether pruned channels may come back, with their former values. Single weights of a `pattern` come back from
-    zero where the loss has the largest gradient, in exchange for the smallest weights (RigL, Evci et al. 2020): 30 % of
-    those left at the first pruning step, falling along a cosine to none at the last. With `movement` or
-    `straight_through` they come back by score, with their values."""
+    """Lets pruned channels come back, with their former values. Single weights of a `pattern` come back from zero where
+    the loss has the largest gradient, in exchange for the smallest weights (RigL, Evci et al. 2020): 30 % of those left
+    at the first pruning step, falling along a cosine to none at the last. With `movement` or `straight_through` they
+    come back by score, with their values."""
     freeze: Annotated[float, Gt(0)] | None = None
     """With `regrow`: when masks become final; after `end` they are chosen again at the same budget. null: at `end`."""
     rewind_lr: bool = False
-    """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
+    """Restarts the learning-rate schedule in each round of `iterative` (Renda et al. 2020)."""
     gradients: ScheduleGradients = "masked"
     """Masked weights of a `pattern`: `masked` rest; `straight_through` learn on until masks are final: the forward pass
     sees zeros, gradients reach the values behind them, and the next pruning step chooses from those (SR-STE, Zhou et
@@ -387,13 +387,13 @@ class PruneSettings(Checked):
     budget: BudgetSettings = field(default_factory=default_budget)
     """What may be left; a plan meets all given budgets. A `pattern` needs none: without a budget all channels stay."""
     criterion: CriterionName = "l2"
-    """Importance score of a channel; `prunekit list criteria` shows what each measures and needs."""
+    """Importance score of a channel; `prunekit list criteria` explains each."""
     scope: Scope = "uniform"
     """How channels of different groups compare. `uniform`: each group keeps the same share. `global`: the lowest scores
     of all groups go. `per_mac`: the lowest per cost, in MACs or what the budget counts. `capacity`: layers keep as much
     of their MACs as the budget allows; scores choose only within a group."""
     round_to: PositiveInt = 1
-    """Channel counts are multiples of this, and of what a `pattern` needs, where the axis allows it."""
+    """Channel counts are multiples of this, and of what a `pattern` needs, where possible."""
     min_channels: PositiveInt = 1
     """Fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
@@ -407,23 +407,23 @@ class PruneSettings(Checked):
     differ in numbers alone and widths were equal. `huggingface`: what a configuration of the model's class can say, so
     that plain `from_pretrained` loads the result; other channels, and all blocks, stay."""
     depth: Depth = "auto"
-    """Whether whole blocks may go: residual branches, or parts of a concatenation such as a layer of a DenseNet. `true`
-    chooses widths and blocks together. `auto` does so for budgets of time in scopes `per_mac` and `global`; else blocks
+    """Removes whole blocks too: residual branches, or parts of a concatenation such as a layer of a DenseNet. `true`:
+    widths and blocks are chosen together. `auto`: so for budgets of time in scopes `per_mac` and `global`; else blocks
     go only where widths alone cannot meet the budget. Blocks with modules in `ignore` or `ratios` stay. `prunekit
     inspect` lists all."""
     min_blocks: Annotated[int, Ge(0)] = 0
     """Fewest blocks, of those that may go, that stay in each stage: modules beside each other with numbers for names,
     such as `layer3.0` to `layer3.5`."""
     plain_classes: bool = False
-    """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else modules may be
-    recompiled with explicit sizes, or replaced by attention with explicit sizes; a removed block by a constant."""
+    """Keeps all modules' classes, so that a pickled model loads without prunekit. Else modules may be recompiled with
+    explicit sizes, or replaced by attention with explicit sizes; a removed block by a constant."""
     pattern: PatternSettings | None = None
     """Zeros among single weights of what the channels leave."""
     schedule: ScheduleSettings | None = None
     """When channels and weights go, during fine-tuning; null: all before it."""
     compact_early: bool = False
-    """Whether fine-tuning continues on the compact model once the plan is final: faster, and equal but for the order of
-    sums and dropout's random numbers."""
+    """Continues fine-tuning on the compact model once the plan is final: faster, and equal but for the order of sums
+    and dropout's random numbers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

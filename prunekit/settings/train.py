@@ -29,7 +29,7 @@ class ActivationSettings(Checked):
     modules: Annotated[tuple[str, ...], MinLen(1)]
     """Globs over paths of modules whose activations are masked."""
     side: Literal["input", "output"] = "output"
-    """Whether the `input` or the `output` of a module is masked."""
+    """Masks the `input` or the `output` of a module."""
     threshold: Annotated[float, Ge(0)] | None = None
     """Activations of a smaller absolute value are set to zero."""
     target: Annotated[float, Gt(0), Lt(1)] | None = None
@@ -163,7 +163,7 @@ class TrainSettings(Checked):
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Momentum of `sgd`."""
     nesterov: bool = False
-    """Whether the momentum of `sgd` is Nesterov's."""
+    """Makes the momentum of `sgd` Nesterov's."""
     weight_decay: Annotated[float, Ge(0)] = 5e-4
     """Weight decay."""
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
@@ -181,13 +181,13 @@ class TrainSettings(Checked):
     accumulate: Annotated[int, Ge(1)] = 1
     """Batches whose gradients make one optimizer step."""
     sharding: Sharding = "replicas"
-    """Whether each process has the whole model (`replicas`, DDP), or a part of every parameter, gradient and momentum
-    (`full`, FSDP2), gathered module by module."""
+    """What each process has: the whole model (`replicas`, DDP), or a part of every parameter, gradient and momentum
+    (`full`, FSDP2)."""
     compile: bool = False
-    """Whether `torch.compile` compiles training steps; where it cannot, they run in eager mode, and the log says so."""
+    """Compiles training steps by `torch.compile`; where that fails, they run in eager mode, and the log says so."""
     gradient_checkpointing: bool = False
-    """Whether activations inside blocks are computed again for the backward pass, not stored: less memory, more time.
-    Models of transformers and timm offer it."""
+    """Computes activations inside blocks again for the backward pass: less memory, more time. Models of transformers
+    and timm offer it."""
     clamp_activation_grad: ClampSettings | None = None
     """Clamp of the gradients of activations while they flow back."""
     clamp_weight_grad: ClampSettings | None = None
@@ -231,10 +231,10 @@ class WatchSettings(Checked):
     """
 
     tensorboard: bool = True
-    """Whether TensorBoard's events are written; else only `scalars/<training>.csv`."""
+    """Writes TensorBoard's events; else only `scalars/<training>.csv`."""
     histograms: bool = False
-    """Whether histograms of every parameter are written: values, mask, and gradient in the epoch's first step."""
+    """Writes histograms of every parameter: values, mask, and gradient in the epoch's first step."""
     images: bool = False
-    """Whether images of first filters and of every layer's sparsity are written."""
+    """Writes images of first filters and of every layer's sparsity."""
     every: Annotated[int, Ge(1)] = 1
     """Epochs between histograms or images; scalars are written in each."""

@@ -60,10 +60,10 @@ class PatternSettings(Checked):
     ignore: tuple[str, ...] = ()
     """Globs over module paths whose weights stay dense."""
     first_and_last: bool = False
-    """Whether layers that read the model's input or make its output get zeros too."""
+    """Sets weights to zero also in layers that read the model's input or make its output."""
     permute: bool = True
-    """Whether channels first change places so that N:M keeps more of the weights (Pool & Yu 2021); the model computes
-    the same. Not in `plan` and not in schedules."""
+    """Lets channels change places first, so that N:M keeps more of the weights (Pool & Yu 2021); the model computes the
+    same. Not in `plan`, not in schedules."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
