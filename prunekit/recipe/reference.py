@@ -42,15 +42,14 @@ _IN_LISTS: Any = {"subsequent_indent": "  ", "break_long_words": False, "break_o
 SIGNS = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
 INTRODUCTION = """# The keys of a recipe
 
-A recipe is a YAML file. `prunekit init` writes one, `prunekit recipe list` shows those of the package, and
-`prunekit recipe reference prune.budget` shows a part of this page. Any key can be set on the command line:
-`prunekit finetune mine.yaml prune.round_to=8`.
+A recipe is a YAML file. `prunekit init` writes one, `prunekit recipe list` shows packaged ones. `prunekit recipe
+reference prune.budget` shows a part of this page. Any key can be set on the command line: `prunekit finetune mine.yaml
+prune.round_to=8`. A default of `null` means none, unless the text says otherwise.
 
-Editors complete and check recipes by a schema: run `prunekit recipe schema recipe.schema.json`, and begin a recipe
-beside that file with the line `# yaml-language-server: $schema=recipe.schema.json`.
+Editors complete and check recipes: run `prunekit recipe schema recipe.schema.json`, and begin a recipe beside that file
+with the line `# yaml-language-server: $schema=recipe.schema.json`.
 
-A default of `null` means none, unless the text says otherwise. `python -m prunekit.recipe.reference` makes this page
-from `prunekit.settings`.
+`python -m prunekit.recipe.reference` makes this page from `prunekit.settings`.
 
 | | sections |
 |---|---|"""
@@ -170,7 +169,7 @@ class RecipeKey:
             re.sub("^(integer|number) ", "", values) if self.default is not None else values
         )  # the default shows it
         default = "required" if self.required else f"default `{flow(self.default)}`"
-        shown = inner is None and isinstance(self.example, list | dict) and self.example != self.default
+        shown = inner is None and isinstance(self.example, dict)
         example = f" Example: `{flow(self.example)}`." if shown else ""
         return f"- {name} ({default}{f', {values}' if values else ''}): {self.meaning}{example}"
 

@@ -70,8 +70,8 @@ class RepairSettings(Checked):
     rectified_steps: Annotated[int, Ge(0)] = 3
     """Further fits in which outputs behind a ReLU's zeros need not agree."""
     joint_steps: Annotated[int, Ge(0)] = 2
-    """Gauss-Newton steps that fit a layer together with the rectified layer before it, if nothing else reads that one
-    and positions are many. Needs `patch` and `sequential`."""
+    """Gauss-Newton steps that fit a layer together with the rectified layer before it, where possible. Needs `patch`
+    and `sequential`."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
     """Share of the images that only validate the repair."""
     memory_bytes: Annotated[int, Ge(2**20)] = 2**31

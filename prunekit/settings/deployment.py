@@ -76,7 +76,7 @@ class QuantizeSettings(Checked):
     dtype: Literal["int8"] = "int8"
     """Dtype of stored values and computations."""
     images: PositiveInt = 256
-    """Calibration images, without labels, for the ranges of activations."""
+    """Calibration images for the ranges of activations."""
     max_drop: Annotated[float, Ge(0)] | None = 1.0
     """Points of the main score on validation images (or of a perplexity) that quantization may cost. Layers return to
     float, the most sensitive first, until the cost is within this. null: any cost."""

@@ -143,7 +143,7 @@ class DataSettings(Checked):
     images: PositiveInt | None = None
     """For shapes: number of images; null: 240."""
     targets: tuple[Literal["masks", "keypoints"], ...] = ()
-    """For detection: what is read besides boxes: `masks` for Mask R-CNN, `keypoints` for Keypoint R-CNN."""
+    """For detection, besides boxes: `masks` for Mask R-CNN, `keypoints` for Keypoint R-CNN."""
     category_ids: bool = False
     """For coco: keeps the numbers of categories as classes, as in torchvision's weights (91 classes with the
     background); else classes are numbered in order, as by ultralytics."""
@@ -151,7 +151,7 @@ class DataSettings(Checked):
     """For texts: folder with a `tokenizer.json`; null: the model's folder."""
     window: PositiveInt | None = None
     """For texts: tokens of a sample; null: 128. `causal_lm` and `masked_lm` cut the text into such windows; `masked_lm`
-    masks 15 % of each, by `split_seed`. `embedding` takes each nonempty line, up to this length."""
+    masks 15 %, by `split_seed`. `embedding` takes each nonempty line, up to this length."""
     columns: Columns | None = None
     """For huggingface: columns of images and labels; null: the only ones of their kind."""
     download: bool = False

@@ -55,7 +55,7 @@ class JobSettings(Checked):
     data: DataSettings = field(default_factory=DataSettings)
     """Data, its split, and how it becomes inputs."""
     baseline: TrainSettings | None = None
-    """Training of the dense model, if `model.weights` is not given."""
+    """Training of the dense model, without `model.weights`."""
     sparsify: TrainSettings | None = None
     """Further training of the dense model, to make channels small before they are removed. `group_lasso` and `bn_l1`
     train before the plan is made; `growing` after it, and shrinks what the plan removes."""
@@ -64,12 +64,11 @@ class JobSettings(Checked):
     prune: PruneSettings = field(default_factory=PruneSettings)
     """Channels to remove, and how many."""
     repair: RepairSettings | None = None
-    """Fit of the kept weights to the dense model, from calibration images without labels."""
+    """Fit of the kept weights to the dense model, from unlabeled calibration images."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
     """Training of the pruned model under its masks."""
     control: bool = True
-    """Trains the dense model equally long too, for a fair comparison; this takes longer than fine-tuning. Else the
-    pruned model is compared with the original one."""
+    """Trains the dense model equally long too, for a fair comparison; this takes longer than fine-tuning."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
     """Checkpoints of each training, to resume a killed run."""
     gradient_flow: bool = False

@@ -275,8 +275,7 @@ class Target(Checked):
     block: PositiveInt = 8
     """Channel counts are multiples of this and of `round_to`, where possible: kernels compute in blocks."""
     limit_s: PositiveFloat = 600.0
-    """Seconds for measuring a budget of time, shared by profile, plans and final model. Unsettled figures are marked
-    unstable."""
+    """Seconds for measuring a budget of time: profile, plans and final model together."""
 
     @property
     def as_latency(self) -> LatencySettings:
@@ -342,9 +341,9 @@ class ScheduleSettings(Checked):
     """Distance between pruning steps, instead of `rounds`."""
     score: ScheduleScore = "criterion"
     """Scores at each pruning step: by the `criterion` on current weights, or by `movement`, how far training moved
-    weights away from zero (Sanh et al. 2020). The plan that is tried before training always uses the criterion. Single
-    weights of a `pattern` are scored by size or movement; under movement with `regrow`, zeros move on by
-    straight-through gradients."""
+    weights away from zero (Sanh et al. 2020). The plan before training always uses the criterion. Single weights of a
+    `pattern` are scored by size or movement; under movement with `regrow`, zeros move on by straight-through
+    gradients."""
     regrow: bool = False
     """Lets pruned channels come back, with their former values. Single weights of a `pattern` come back from zero where
     the loss has the largest gradient, in exchange for the smallest weights (RigL, Evci et al. 2020): 30 % of those left
@@ -403,9 +402,9 @@ class PruneSettings(Checked):
     ratios: dict[str, Share] = field(default_factory=dict)
     """Globs over module paths, each with the share of output channels to keep."""
     layout: Layout = "free"
-    """Widths that layers may have. `free`: each its own. `equal`: the same where layers repeat, so where module paths
-    differ in numbers alone and widths were equal. `huggingface`: what a configuration of the model's class can say, so
-    that plain `from_pretrained` loads the result; other channels, and all blocks, stay."""
+    """Widths that layers may have. `free`: each its own. `equal`: the same where layers repeat: of one width, with
+    paths that differ in numbers alone. `huggingface`: what a configuration of the model's class can say, so that plain
+    `from_pretrained` loads the result; other channels, and all blocks, stay."""
     depth: Depth = "auto"
     """Removes whole blocks too: residual branches, or parts of a concatenation such as a layer of a DenseNet. `true`:
     widths and blocks are chosen together. `auto`: so for budgets of time in scopes `per_mac` and `global`; else blocks

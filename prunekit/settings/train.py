@@ -177,7 +177,7 @@ class TrainSettings(Checked):
     """Replaces a rectangle of each image by another's, of an area from Beta(cutmix, cutmix) (Yun et al. 2019). With
     mixup too, each batch draws one of them."""
     precision: FloatName = "fp32"
-    """Dtype of the forward pass: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
+    """Dtype of the forward pass (mixed precision, Micikevicius et al. 2018; fp16 with a loss scale)."""
     accumulate: Annotated[int, Ge(1)] = 1
     """Batches whose gradients make one optimizer step."""
     sharding: Sharding = "replicas"

@@ -56,7 +56,7 @@ class PatternSettings(Checked):
     by LAMP, a weight's size over that of all left in its layer (Lee et al. 2021). `global`: by one threshold on all
     scores. `uniform`: the same share in each, as N:M always has."""
     layers: dict[str, Annotated[float, Ge(0), Lt(1)]] = field(default_factory=dict)
-    """Globs over module paths, each with the share of zeros of these layers; 0 leaves them dense."""
+    """Globs over module paths, each with its share of zeros; 0: dense."""
     ignore: tuple[str, ...] = ()
     """Globs over module paths whose weights stay dense."""
     first_and_last: bool = False
