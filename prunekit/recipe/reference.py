@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -28,23 +29,34 @@ from prunekit.utils.registry import Registered
 
 PAGE = Path(__file__).parent.parent / "guide" / "reference" / "recipe.md"
 SCHEMA = Path(__file__).parent / "schema.json"
+GROUPS = {
+    "The job": (),
+    "Inputs": ("model", "data"),
+    "Pruning": ("calibration", "prune", "repair"),
+    "Training": ("finetune", "checkpoint", "watch", "activations"),
+    "Results": ("deploy", "latency", "quantize"),
+}
+"""Headings of the page, and the keys of the job whose sections are below them."""
+WORDS = {int: "integer", float: "number", str: "text", bool: "true/false", Path: "path"}
+_IN_LISTS: Any = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+SIGNS = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
+INTRODUCTION = """# The keys of a recipe
+
+A recipe is a YAML file. `prunekit init` writes one, `prunekit recipe list` shows packaged ones. `prunekit recipe
+reference prune.budget` shows a part of this page. Any key can be set on the command line: `prunekit finetune mine.yaml
+prune.round_to=8`. A default of `null` means none, unless the text says otherwise.
+
+Editors complete and check recipes: run `prunekit recipe schema recipe.schema.json`, and begin a recipe beside that file
+with the line `# yaml-language-server: $schema=recipe.schema.json`.
+
+`python -m prunekit.recipe.reference` makes this page from `prunekit.settings`.
+
+| | sections |
+|---|---|"""
 EXAMPLES: dict[str, Any] = {
     "JobSettings.name": "resnet34-half",
-    "JobSettings.model": {"name": "resnet18", "weights": "IMAGENET1K_V1"},
-    "JobSettings.data": {"source": "imagefolder", "root": "photos", "image_size": 224},
-    "JobSettings.baseline": {"epochs": 12, "lr": 0.05},
-    "JobSettings.sparsify": {"epochs": 5, "regularize": {"method": "group_lasso"}},
-    "JobSettings.calibration": {"images": 1024},
-    "JobSettings.prune": {"budget": {"macs": 0.5}, "criterion": "taylor"},
-    "JobSettings.repair": {"fit": "patch"},
-    "JobSettings.finetune": {"epochs": 10, "lr": 0.01},
-    "JobSettings.checkpoint": {"every_seconds": 300},
-    "JobSettings.watch": {"histograms": True},
     "JobSettings.activations": {"modules": ["layer1.*.relu"], "target": 0.5},
-    "JobSettings.deploy": {"fold_batchnorm": True},
-    "JobSettings.latency": {"batches": [1, 16], "runtimes": ["eager", "onnxruntime"]},
     "JobSettings.export": ["onnx", "openvino"],
-    "JobSettings.quantize": "int8",
     "JobSettings.device": "cuda:0",
     "JobSettings.threads": 4,
     "LatencySettings.runtimes": ["eager", "onnxruntime"],
@@ -70,8 +82,6 @@ EXAMPLES: dict[str, Any] = {
     "DataSettings.origin": "ask the team of the first floor",
     "AugmentSettings.scale": [0.3, 1.0],
     "AugmentSettings.flip": 0.5,
-    "AugmentSettings.color_jitter": {"brightness": 0.2},
-    "AugmentSettings.rand_augment": {"num_ops": 2, "magnitude": 9},
     "AugmentSettings.erase": 0.25,
     "CalibrationSettings.fused": False,
     "BudgetSettings.channels": 0.5,
@@ -85,18 +95,14 @@ EXAMPLES: dict[str, Any] = {
     "PruneSettings.round_to": 8,
     "PruneSettings.min_channels": 16,
     "PruneSettings.ignore": ["conv1", "layer4.*"],
-    "PruneSettings.target": {"runtime": "onnxruntime", "batch": 8},
     "PruneSettings.ratios": {"layer1.*.conv1": 0.75},
     "PruneSettings.depth": True,
     "PruneSettings.min_blocks": 1,
-    "PruneSettings.pattern": {"kind": "2:4"},
     "PatternSettings.kind": "2:4",
     "PatternSettings.sparsity": 0.8,
     "PatternSettings.block": [4, 1],
     "PatternSettings.layers": {"layer4.*": 0.9},
     "PatternSettings.ignore": ["layer1.*"],
-    "PruneSettings.schedule": {"kind": "cubic", "rounds": 8},
-    "Target.device": "cuda",
     "ScheduleSettings.masked_decay": 0.001,
     "ScheduleSettings.end": 6,
     "ScheduleSettings.rounds": 8,
@@ -106,13 +112,7 @@ EXAMPLES: dict[str, Any] = {
     "TrainSettings.mixup": 0.2,
     "TrainSettings.cutmix": 1.0,
     "TrainSettings.accumulate": 4,
-    "TrainSettings.clamp_activation_grad": {"limit": 0.1},
-    "TrainSettings.clamp_weight_grad": {"limit": 1.0, "by": "norm"},
-    "TrainSettings.distill": {"weight": 1.0, "temperature": 4.0},
-    "TrainSettings.regularize": {"method": "group_lasso"},
-    "TrainSettings.average": {"method": "ema"},
     "FeatureSettings.modules": ["layer*"],
-    "DistillSettings.features": {"modules": ["layer*"]},
     "RegularizerSettings.strength": 0.001,
     "AverageSettings.start": 0.5,
     "AverageSettings.every": 10,
@@ -159,13 +159,27 @@ class RecipeKey:
         default = "required" if self.required else f"default `{flow(self.default)}`"
         return f"{self.allowed}; {default}. {self.meaning} Example: `{self.name}={flow(self.example)}`."
 
+    @property
+    def entry(self) -> str:
+        """Name, default, allowed values and meaning, as a line of the page."""
+        inner = next((one.home[:-1] for one in all_keys() if one.path[:-1] == self.path), None)
+        name = f"**`{self.name}`**" if inner is None else f"[**`{self.name}`**]({_anchor(inner)})"
+        values = "" if isinstance(self.default, bool) else brief(self.hint, self.meaning).removeprefix("section")
+        values = (
+            re.sub("^(integer|number) ", "", values) if self.default is not None else values
+        )  # the default shows it
+        default = "required" if self.required else f"default `{flow(self.default)}`"
+        shown = inner is None and isinstance(self.example, dict)
+        example = f" Example: `{flow(self.example)}`." if shown else ""
+        return f"- {name} ({default}{f', {values}' if values else ''}): {self.meaning}{example}"
+
 
 @cache
 def all_keys() -> tuple[RecipeKey, ...]:
     """Return every key, in the order of the settings, those of a section after it."""
     homes: dict[type, KeyPath] = {}
-    for optional in (False, True):  # sections that are always there first
-        for path, hint in _sections(JobSettings, (), optional):
+    for optional in (False, True):  # sections that are always there first, and those of fine-tuning
+        for path, hint in sorted(_sections(JobSettings, (), optional), key=lambda one: one[0][:1] != ("finetune",)):
             homes.setdefault(hint, path)
     return tuple(_keys_of(JobSettings, (), homes))
 
@@ -241,6 +255,9 @@ def _example(kind: Any, name: str, hint: Any, default: Any) -> Any:
         return EXAMPLES[given]
     if isinstance(default, bool):
         return not default
+    for part in _settings_in(hint):
+        shown = [one for one in fields(part) if _is_required(one)] or fields(part)[:1]
+        return {one.name: _example(part, one.name, own_keys(part)[one.name], _default(one)) for one in shown}
     named = () if isinstance(default, list) else (name for one in _registries(hint) for name in one.declared)
     choices = [*(get_args(hint) if get_origin(hint) is Literal else ()), *named]
     return next((choice for choice in choices if choice != default), default)
@@ -267,29 +284,54 @@ def find(name: str) -> list[RecipeKey]:
 
 
 def page() -> str:
-    """Return the reference as a page of the guide."""
-    lines = [
-        "# The keys of a recipe",
-        "",
-        "A recipe is a YAML file; `prunekit recipe list` shows those that come with the package, and `prunekit init`",
-        "writes one. `prunekit recipe reference prune.budget` shows a part of this page. Every key can be set on the",
-        "command line as the examples have it: `prunekit finetune mine.yaml prune.round_to=8`. For completion and",
-        "checks in an editor, write `prunekit recipe schema recipe.schema.json`, and begin recipes beside that file",
-        "with the line `# yaml-language-server: $schema=recipe.schema.json`.",
-        "",
-        "This page is made from the settings in `prunekit.settings` by `python -m prunekit.recipe.reference`.",
-    ]
-    for section, own in _by_section().items():
-        title = ".".join(map(str, section)) or "The job"
-        same = {key.path[:-1] for key in all_keys() if key.home[:-1] == section} - {section}
-        lines += ["", f"## {title}", ""]
-        if same:
-            others = " and ".join(f"`{other}`" for other in sorted(".".join(map(str, path)) for path in same))
-            lines += [f"The same keys are in {others}.", ""]
-        for key in own:
-            text = f"- **`{key.name}`**: {key.text}"
-            lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """Return the reference as a page of the guide: contents, then a heading for each section."""
+    sections = _by_section()
+    groups = {
+        title: [path for path in sections if path and path[0] in tops] if tops else [()]
+        for title, tops in GROUPS.items()
+    }
+    lines = [INTRODUCTION]
+    for title, paths in groups.items():
+        links = (f"[`{'.'.join(map(str, path))}`]({_anchor(path)})" for path in paths if path)
+        told = ", ".join(links) or "every key at the top"
+        lines.append(f"| [{title}](#{title.lower().replace(' ', '-')}) | {told} |")
+    for title, paths in groups.items():
+        lines += ["", f"## {title}"]
+        for path in paths:
+            lines += ["", f"### {'.'.join(map(str, path))}"] if path else []
+            same = {key.path[:-1] for key in all_keys() if key.home[:-1] == path != key.path[:-1]}
+            named = ", ".join(f"`{'.'.join(map(str, other))}`" for other in sorted(same))
+            lines += ["", textwrap.fill(f"The same keys are in {named}.", 120, **_IN_LISTS)] if same else []
+            lines += ["", *(textwrap.fill(key.entry, 120, **_IN_LISTS) for key in sections[path])]
     return "\n".join(lines) + "\n"
+
+
+def _anchor(section: KeyPath) -> str:
+    return f"#{''.join(map(str, section))}"
+
+
+def brief(hint: Any, said: str = "") -> str:
+    """Return the values that an annotation allows, in few words; without choices that a text names."""
+    if get_origin(hint) in (UnionType, Union):
+        parts = (brief(part, said) for part in get_args(hint) if part is not type(None))
+        return " or ".join(dict.fromkeys(part for part in parts if part))
+    if get_origin(hint) is Annotated:
+        kind, *marks = get_args(hint)
+        if names := [name for registry in _registries(hint) for name in registry.declared]:
+            listed = "" if all(f"`{name}`" in said for name in names) else ", ".join(f"`{name}`" for name in names)
+            return f"one of {listed} or `file.py:object`" if listed else "or `file.py:object`"
+        bounds = [f"{SIGNS[type(one)]}{getattr(one, fields(one)[0].name)}" for one in marks if type(one) in SIGNS]
+        counts = [f"{one.max_length} items" for one in marks if isinstance(one, MaxLen)]
+        return ", ".join([f"{brief(kind, said)} {bounds[0]}" if bounds else brief(kind, said), *bounds[1:], *counts])
+    if get_origin(hint) is Literal:
+        choices = [f"`{choice}`" for choice in get_args(hint)]
+        return "" if all(choice in said for choice in choices) else f"one of {', '.join(choices)}"
+    if get_origin(hint) is tuple:
+        item = brief(get_args(hint)[0], said)
+        return f"list ({item})" if item else "list"
+    if is_dataclass(hint):
+        return "section"
+    return "mapping" if get_origin(hint) is dict else WORDS.get(hint, "")
 
 
 def _by_section() -> dict[KeyPath, list[RecipeKey]]:

@@ -35,7 +35,7 @@ class CalibrationSettings(Checked):
     images: PositiveInt = 512
     """Number of training images."""
     fused: bool | None = None
-    """Whether activations are measured by compiled kernels; null: if that is faster."""
+    """Measures activations by compiled kernels; null: if they are faster."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,23 @@ class RepairSettings(Checked):
     """
 
     fit: Fit = "patch"
-    """What is fitted of each layer: its bias, to the dense mean of each output channel (bias); a factor and a bias for
-    each output channel, to the dense mean and variance (moments), or to the statistics of the BatchNorm behind it
-    (batchnorm: like recalibrating those, but with the statistics of augmented training data, from which the dense
-    network's values on these images may differ); a combination of kept inputs in place of each removed input channel
-    (channel); or every kept weight (patch)."""
+    """What is fitted in each layer. `bias`: its bias, to the dense mean of each output channel. `moments`: a factor and
+    a bias for each output channel, to the dense mean and variance. `batchnorm`: the same, to the BatchNorm's
+    statistics, which are those of augmented training data. `channel`: for each removed input channel, a combination of
+    kept ones. `patch`: every kept weight."""
     sequential: bool = True
-    """Whether each layer is fitted on the outputs of repaired layers before it, and corrects their errors; else on
-    those of the dense ones."""
+    """Fits a layer on outputs of repaired layers, to correct their errors; else on dense outputs."""
     ridge: Annotated[float, Gt(0)] = 1e-3
-    """How strongly weights are pulled toward their present values, as a share of the mean square of the inputs."""
+    """Pull of weights toward their present values, as a share of the inputs' mean square."""
     rows: Annotated[int, Ge(64)] = 32768
-    """Positions sampled of each layer's output, over all images."""
+    """Positions sampled from each layer's output."""
     rectified_steps: Annotated[int, Ge(0)] = 3
-    """Further fits in which outputs that a ReLU sets to zero anyway need not agree."""
+    """Further fits in which outputs behind a ReLU's zeros need not agree."""
     joint_steps: Annotated[int, Ge(0)] = 2
-    """Further Gauss-Newton steps in which a layer and the rectified one before it, which nothing else reads, are fitted
-    together to the outputs of the second, if there are many positions for their weights; with `patch` and
-    `sequential`."""
+    """Gauss-Newton steps that fit a layer together with the rectified layer before it, where possible. Needs `patch`
+    and `sequential`."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
     """Share of the images that only validate the repair."""
     memory_bytes: Annotated[int, Ge(2**20)] = 2**31
-    """Memory that may be used besides the model, two copies of it and the images. If the activations of all images
-    between two layers need more than their share, they are recomputed; if a layer's sampled positions do, fewer are
-    sampled; and if its Gram matrix does, it is fitted by channels."""
+    """Memory besides the model, two copies of it and the images. Beyond it, activations are computed again, fewer
+    positions sampled, or layers fitted channel by channel."""

@@ -23,29 +23,27 @@ class LatencySettings(Checked):
     """
 
     batches: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1, 16)
-    """Batch sizes to time."""
+    """Batch sizes."""
     threads: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1,)
-    """Numbers of CPU threads to time with."""
+    """Numbers of CPU threads."""
     repeats: Annotated[int, Ge(5)] = 30
-    """Number of timings of each."""
+    """Timings of each setting."""
     runtimes: Annotated[tuple[RuntimeName, ...], MinLen(1)] = ("eager",)
-    """Runtimes to time in."""
+    """Runtimes."""
     dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
-    """Dtypes to time in; `int8` is that of the quantized file, in runtimes that have one."""
+    """Dtypes; `int8` times the quantized file, in runtimes that have one."""
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
-    """Memory formats of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
-    alone."""
+    """Memory formats; runtimes that choose layouts themselves take `contiguous` alone."""
     explain: bool = True
-    """Whether a job looks for what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
+    """Finds what keeps the pruned model from its ideal speed, in eager mode on the CPU."""
 
 
 @dataclass(frozen=True)
 class DeploySettings(Checked):
     """Changes to a copy of the compact model, which becomes a second model folder; each is verified.
 
-    Budgets of time are then met by that model: every plan is timed as it would be deployed, beside the dense model with
-    the same changes, so that a speedup is that of pruning alone; `latency_ms` is of the deployed model. The table of
-    speedups in the report is over the unchanged dense model, and has the effect of both.
+    Budgets of time are met by that copy: `latency_ms` is its time, and a `speedup` is over the dense model with the
+    same changes. The report's table of speedups is over the unchanged dense model.
 
     Example:
         >>> import prunekit as pk
@@ -55,9 +53,9 @@ class DeploySettings(Checked):
     """
 
     fold_batchnorm: bool = False
-    """Whether every BatchNorm that can be is folded into the layer before it."""
+    """Folds BatchNorms into the layers before them, where possible."""
     channels_last: bool = False
-    """Whether weights are in channels-last memory format, and the model is timed on such images."""
+    """Gives weights and timed images the channels-last memory format."""
 
     @property
     def wanted(self) -> bool:
@@ -76,10 +74,9 @@ class QuantizeSettings(Checked):
     """
 
     dtype: Literal["int8"] = "int8"
-    """What is stored and computed in."""
+    """Dtype of stored values and computations."""
     images: PositiveInt = 256
-    """Number of calibration images, without labels, that ranges of activations are taken from."""
+    """Calibration images for the ranges of activations."""
     max_drop: Annotated[float, Ge(0)] | None = 1.0
-    """The most points of the main score that quantization may cost, on validation images: layers are returned to float,
-    the most sensitive first, until it costs no more. A score in another unit may fall by so much of that, and a
-    perplexity may rise by so much. null: however much it costs."""
+    """Points of the main score on validation images (or of a perplexity) that quantization may cost. Layers return to
+    float, the most sensitive first, until the cost is within this. null: any cost."""

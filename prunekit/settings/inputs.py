@@ -31,13 +31,13 @@ class ColorJitterSettings(Checked):
     """
 
     brightness: Strength = 0.4
-    """The brightness is multiplied by a factor from 1 - x to 1 + x."""
+    """Brightness is multiplied by 1 - x to 1 + x."""
     contrast: Strength = 0.4
-    """The contrast is multiplied by a factor from 1 - x to 1 + x."""
+    """Contrast is multiplied by 1 - x to 1 + x."""
     saturation: Strength = 0.4
-    """The saturation is multiplied by a factor from 1 - x to 1 + x."""
+    """Saturation is multiplied by 1 - x to 1 + x."""
     hue: Annotated[float, Ge(0), Le(0.5)] = 0.0
-    """The hue is shifted by -x to x; 1 is a full turn."""
+    """Largest shift of the hue, either way; 1 is a full turn."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class RandAugmentSettings(Checked):
     """
 
     num_ops: PositiveInt = 2
-    """Number of operations that are applied to an image, one after another."""
+    """Operations on each image, one after another."""
     magnitude: Annotated[int, Ge(0), Le(30)] = 9
-    """Strength of the operations, up to 30."""
+    """Strength of the operations."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class AugmentSettings(Checked):
     """
 
     crop: Literal["none", "shift", "padded", "resized"] = "none"
-    """How an image is cropped: `shift` moves it by up to a tenth, `padded` by up to 4 pixels (as for CIFAR),
-    `resized` takes a random part and resizes it (as for ImageNet)."""
+    """`shift` moves an image by up to a tenth; `padded` by up to 4 pixels, as for CIFAR; `resized` resizes a random
+    part, as for ImageNet; `none`."""
     scale: Scale | None = None
-    """Smallest and largest share of the image's area that a `resized` crop shows; null: 0.08 and 1."""
+    """Smallest and largest share of the area in a `resized` crop; null: 0.08 and 1."""
     flip: Probability = 0.0
-    """Probability that an image is flipped horizontally."""
+    """Probability of a horizontal flip."""
     color_jitter: ColorJitterSettings | None = None
     """Random brightness, contrast, saturation and hue."""
     rand_augment: RandAugmentSettings | None = None
-    """RandAugment (Cubuk et al. 2020): random operations of a given strength."""
+    """Random operations of a given strength (RandAugment, Cubuk et al. 2020)."""
     trivial_augment: bool = False
-    """TrivialAugment (Müller & Hutter 2021): one random operation of random strength, instead of RandAugment."""
+    """Applies one random operation of random strength instead (TrivialAugment, Müller & Hutter 2021)."""
     erase: Probability = 0.0
     """Probability that a rectangle is set to the mean (random erasing, Zhong et al. 2020)."""
 
@@ -106,8 +106,7 @@ class Workers(Checked):
     count: int = 0  # number of processes; 0 reads in the calling process
     prefetch: int = 2  # number of batches that each reads ahead
     persistent: bool = True  # whether they stay for the next pass
-    # whether batches for a CUDA device are in page-locked memory, from which they are copied while the device computes
-    pin_memory: bool = True
+    pin_memory: bool = True  # whether batches for CUDA are in page-locked memory, and copied while the device computes
 
 
 @dataclass(frozen=True)
@@ -127,75 +126,66 @@ class DataSettings(Checked):
     source: Literal[
         "digits", "imagefolder", "npz", "torchvision", "huggingface", "shapes", "coco", "yolo", "text", "own"
     ] = "digits"  # fmt: skip
-    """Where the images are from: the handwritten digits that come with the package, a folder with one folder of images
-    for each class, an .npz file, a data set of torchvision or of Hugging Face, or `own`: what `--data file.py:factory`
-    returns. For the task `detection`: `shapes` (drawn circles, squares and triangles with their boxes), `coco` (a
-    data set in the format of COCO) or `yolo` (one in that of ultralytics). For the tasks `causal_lm`, `masked_lm` and
-    `embedding`: `text`, and `huggingface` with a column of texts."""
+    """Where the data is from. Images: `digits` (in the package), `imagefolder` (a folder for each class), `npz`,
+    `torchvision`, `huggingface`. Images with boxes: `shapes` (drawn circles, squares and triangles), `coco`, `yolo`
+    (ultralytics' format). Texts, for `causal_lm`, `masked_lm` and `embedding`: `text`, or `huggingface` with a column
+    of texts. `own`: what `--data file.py:factory` returns."""
     root: Path | None = None
-    """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
-    files are; huggingface: what `save_to_disk` wrote; coco: `annotations/instances_train2017.json` and
-    `instances_val2017.json` with `train2017/` and `val2017/`, or `train/_annotations.coco.json` with `valid/`; yolo:
-    `images/`, `labels/` and a `data.yaml`) or file (npz; yolo: a `data.yaml`). Text: a file (.txt, or .jsonl with a
-    `text` in each line), or a folder of such files."""
+    """Folder or file of the data. imagefolder: `train/` and `test/` or `val/`, or classes, which are then split.
+    torchvision: the folder of its files. huggingface: what `save_to_disk` wrote. npz: the file. coco: `train2017/`,
+    `val2017/` and `annotations/instances_train2017.json`, `instances_val2017.json`; or `train/_annotations.coco.json`
+    and `valid/`. yolo: a `data.yaml`, or its folder with `images/` and `labels/`. text: a `.txt`, a `.jsonl` with a
+    `text` in each line, or a folder of them."""
     name: str | None = None
-    """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
-    `uoft-cs/cifar10`; files are fetched only with `download`. For coco, what follows `train` and `val` in the names of
-    its files, such as `2017`; null: what is there."""
+    """Data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub, in place of `root`, such as
+    `uoft-cs/cifar10`. Files are fetched only with `download`. coco: what follows `train` and `val` in file names, such
+    as `2017`; null: what is there."""
     images: PositiveInt | None = None
-    """For shapes: the number of images, each the same whatever their number; null: 240."""
+    """For shapes: number of images; null: 240."""
     targets: tuple[Literal["masks", "keypoints"], ...] = ()
-    """For detection: what is read besides boxes and their classes, for models that learn it: `masks` for Mask R-CNN,
-    `keypoints` for Keypoint R-CNN."""
+    """For detection, besides boxes: `masks` for Mask R-CNN, `keypoints` for Keypoint R-CNN."""
     category_ids: bool = False
-    """For coco: whether a class's number is that of its category, as in torchvision's weights for COCO, which have 91
-    classes with the background, of which 80 occur; else classes are numbered in their order, as by ultralytics."""
+    """For coco: keeps the numbers of categories as classes, as in torchvision's weights (91 classes with the
+    background); else classes are numbered in order, as by ultralytics."""
     tokenizer: Path | None = None
-    """For texts: the folder with the tokenizer, a `tokenizer.json`; null: that of the model's folder."""
+    """For texts: folder with a `tokenizer.json`; null: the model's folder."""
     window: PositiveInt | None = None
-    """For texts: tokens of a sample. Of `causal_lm` and `masked_lm` the text is cut into windows of so many, of which
-    15 % are masked for `masked_lm`, the same for the same `split_seed`; of `embedding` each line that is not empty is a
-    sample, of at most so many. null: 128."""
+    """For texts: tokens of a sample; null: 128. `causal_lm` and `masked_lm` cut the text into such windows; `masked_lm`
+    masks 15 %, by `split_seed`. `embedding` takes each nonempty line, up to this length."""
     columns: Columns | None = None
-    """For huggingface: the columns of images and labels; null: the only ones of their kind."""
+    """For huggingface: columns of images and labels; null: the only ones of their kind."""
     download: bool = False
-    """Whether files of the named data set may be fetched from the network."""
+    """Allows fetching the named data set from the network."""
     image_size: PositiveInt = 32
-    """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
-    center taken; the digits and the arrays of an npz are resized to it as a whole; images with boxes are resized by
-    their longer side and padded."""
+    """Height and width of an input. Image files are resized to 8/7 of it by their shorter side, and cropped at the
+    center. Digits and npz arrays are resized as a whole; images with boxes by their longer side, and padded."""
     mean: Mean | None = None
-    """Mean of a pixel in 0..1 for each of three channels, which is subtracted; null: ImageNet's, and 0.5 for the
-    digits."""
+    """Mean of each color channel, in 0..1; null: ImageNet's, for digits 0.5."""
     std: Std | None = None
-    """Standard deviation of a pixel in 0..1 for each of three channels, which divides; null: ImageNet's, and 0.5 for
-    the digits."""
+    """Standard deviation of each color channel, in 0..1; null: ImageNet's, for digits 0.5."""
     augment: Augment = "none"
-    """For training images only: `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as for CIFAR),
-    `resized_crop_flip` (as for ImageNet), or the random changes one by one."""
+    """Random changes of training images: `none`, `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as
+    for CIFAR), `resized_crop_flip` (as for ImageNet), or each change by itself."""
     max_corrupt: Count | Annotated[float, Gt(0), Lt(1)] = 0
-    """The most images that cannot be read and are skipped, as a number or as a share of all images; more are an
-    error."""
+    """Unreadable images to skip, as a number or a share; more are an error."""
     batch: PositiveInt = 64
-    """Images in a batch, of all processes together if several train."""
+    """Images in a batch, over all processes."""
     workers: Count = 0
-    """Number of processes that read images ahead; 0: none."""
+    """Processes that read ahead."""
     prefetch: PositiveInt = 2
-    """Number of batches that each worker reads ahead."""
+    """Batches that each worker reads ahead."""
     persistent_workers: bool = True
-    """Whether workers stay from one epoch to the next, both those of training and those of validation."""
+    """Keeps workers from one epoch to the next."""
     pin_memory: bool = True
-    """Whether workers read into page-locked memory if the device is CUDA."""
+    """Reads into page-locked memory, on CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
-    """Share of the images that are held out for the test, if the data has no test images of its own. Of texts it is the
-    last part, and the one before it is for validation."""
+    """Share of the test, if the data has no test set. Of texts, the last part; the part before it validates."""
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Share of the images that choose the best epoch and are not trained on, if the data has no such images of its
-    own."""
+    """Share that chooses the best epoch, if the data has no validation set."""
     split_seed: Count = 0
-    """Seed of the split into training, validation and test images."""
+    """Seed of the split into training, validation and test."""
     origin: str | None = None
-    """Where to get the data of this recipe; shown if it is missing."""
+    """Where to get the data; shown if it is missing."""
 
     @property
     def reading(self) -> Workers:
@@ -217,27 +207,23 @@ class ModelSettings(Checked):
     """
 
     name: str
-    """Name of the model in its zoo; for `hf` also the folder that has it; for your own code the factory,
-    `file.py:factory`."""
+    """Name of the model in its zoo. hf: also a folder. own: the factory, `file.py:factory`."""
     zoo: Literal["torchvision", "cifar", "timm", "hf", "ultralytics", "own"] = "torchvision"
-    """Where the model is from: torchvision, the package's own ResNets, timm, transformers, ultralytics, or your own
-    code. `torchvision`: its classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8` to `resnet110`.
-    `timm`: any of its models (extra `timm`). `hf`: a transformers model type such as `vit` or `llama` in its default
-    configuration, or a folder that `save_pretrained` wrote, with its weights, which become float32 (extra `hf`);
-    nothing is downloaded, and no code of a folder is run. `ultralytics`: a detector such as `yolo11n` or `rtdetr-l`
-    (extra `ultralytics`). `own`: what `--model file.py:factory` builds."""
+    """Where the model is from. `torchvision`: classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8`
+    to `resnet110`. `timm`: any model (extra `timm`). `hf`: a model type of transformers, such as `vit` or `llama`, in
+    its default configuration, or a folder from `save_pretrained`, with weights as float32 (extra `hf`); it downloads
+    nothing and runs no code of a folder. `ultralytics`: a detector such as `yolo11n` or `rtdetr-l` (extra
+    `ultralytics`). `own`: what `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the constructor, for `hf` of the configuration; `num_classes` is filled in from the data
-    when not given, of torchvision's detectors with one more for the background, and so is their `image_size`."""
+    """Keyword arguments of the constructor, or of hf's configuration. `num_classes` comes from the data unless given
+    (plus the background in torchvision's detectors), and so does those detectors' `image_size`."""
     weights: str | None = None
-    """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth`/`.th` state
-    dict (the latter read with `weights_only=True`); for `ultralytics` also its own `.pt`. None: random, to be trained
-    by `baseline`."""
+    """Weights of torchvision, such as `IMAGENET1K_V1`, or a state dict: `.safetensors`, or `.pt`, `.pth`, `.th`, read
+    with `weights_only=True`; ultralytics: also its own `.pt`. null: random, to be trained by `baseline`."""
     origin: str | None = None
-    """Where to get weights for this recipe; shown if their file is missing."""
+    """Where to get the weights; shown if their file is missing."""
     head: Head | None = None
-    """For `hf`: what the model has on top, by the name of the task that it is for; null: that of the recipe's `task`,
-    or a classifier of images."""
+    """For hf: the model's head, by the name of a task; null: the recipe's `task`, else image classification."""
 
     @property
     def folder(self) -> Path | None:

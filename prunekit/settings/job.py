@@ -1,7 +1,4 @@
-"""Settings of a whole job, and their text as a recipe.
-
-`prunekit.recipe` reads them from YAML, and reports violated annotations with line and column.
-"""
+"""Settings of a whole job, and their text as a recipe, which `prunekit.recipe` reads from YAML."""
 
 from __future__ import annotations
 
@@ -47,61 +44,58 @@ class JobSettings(Checked):
     """
 
     name: str
-    """Name of the job, and of the folder that its runs are in."""
+    """Name of the job, and of the folder of its runs."""
     model: ModelSettings
-    """Which model is pruned, and where its weights are from."""
+    """Model to prune, and its weights."""
     task: Annotated[str, Registered(TASKS)] = "image_classification"
-    """What the data is for: loss, metrics, and how a batch is unpacked. `segmentation` (masks, in which 255 is ignored;
-    mean IoU), `text_classification` (token ids; top-1), `token_classification`, `seq2seq` and your own,
-    `file.py:object`, need data of your own. `causal_lm` and `masked_lm` (perplexity) and `embedding` (cosine to the
-    dense model; no labels) take texts, `data.source: text`."""
+    """What the data is for: loss, scores, and how a batch is split. `image_classification` (top-1); `detection` (mAP).
+    Texts, `data.source: text`: `causal_lm` and `masked_lm` (perplexity), `embedding` (cosine to the dense model, no
+    labels). Your own data: `segmentation` (mean IoU; 255 in a mask is ignored), `text_classification` (token ids;
+    top-1), `token_classification`, `seq2seq`, and your own task."""
     data: DataSettings = field(default_factory=DataSettings)
-    """Which images, how they are split, and how they become inputs."""
+    """Data, its split, and how it becomes inputs."""
     baseline: TrainSettings | None = None
-    """How to train the dense model first, if `model.weights` is not given."""
+    """Training of the dense model, without `model.weights`."""
     sparsify: TrainSettings | None = None
-    """How to train the dense model further, so that channels become small before they are removed; null: not at all.
-    This is before the plan for `group_lasso` and `bn_l1`, so that the plan removes what became small, and after it for
-    `growing`, which shrinks what the plan removes."""
+    """Further training of the dense model, to make channels small before they are removed. `group_lasso` and `bn_l1`
+    train before the plan is made; `growing` after it, and shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
-    """How activation statistics and BatchNorm recalibration are made, and from how many training images."""
+    """Images for statistics of activations and of BatchNorm."""
     prune: PruneSettings = field(default_factory=PruneSettings)
-    """Which channels are removed, and how many."""
+    """Channels to remove, and how many."""
     repair: RepairSettings | None = None
-    """How kept weights are fitted to the dense model, from calibration images without labels; null: not at all."""
+    """Fit of the kept weights to the dense model, from unlabeled calibration images."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
-    """How the pruned model is trained under its masks."""
+    """Training of the pruned model under its masks."""
     control: bool = True
-    """Whether the dense model is also trained further, as long and in the same way, for a fair comparison. That takes
-    longer than fine-tuning itself; without it the pruned model is compared with the original dense one."""
+    """Trains the dense model equally long too, for a fair comparison; this takes longer than fine-tuning."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
-    """When checkpoints of each training are written, from which a killed run is resumed; null: none."""
+    """Checkpoints of each training, to resume a killed run."""
     gradient_flow: bool = False
-    """Whether to record the size of each layer's gradients during training, for `gradients.csv` and the report."""
+    """Records the size of each layer's gradients, for `gradients.csv` and the report."""
     watch: WatchSettings | None = field(default_factory=WatchSettings)
-    """What is logged of each training while it runs; null: only the run's own tables."""
+    """Logs of each training while it runs; null: only the run's own tables."""
     activations: ActivationSettings | None = None
     """Activation masks in fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)
-    """Changes to a second copy of the compact model, for its deployment."""
+    """Changes to a second copy of the compact model, for deployment."""
     compress: bool = False
-    """Whether zeros take one bit each in the weights files of the run's folders `model` and `deployed`: a bitmask and
-    the other values, in each tensor that it makes smaller. Every command reads them; exports are not compressed."""
+    """Stores zeros as single bits in the folders `model` and `deployed`, in tensors that become smaller by it. Exports
+    are not compressed."""
     latency: LatencySettings = field(default_factory=LatencySettings)
-    """What is timed at the end of the run."""
+    """Timing at the end of the run."""
     export: tuple[FormatName, ...] = ()
-    """Formats that the finished model is exported to, in the run's folder `exports`; each file is checked against the
-    model, scored on the test data and timed."""
+    """Formats to export to, in the run's folder `exports`; each file is checked, scored and timed."""
     quantize: Literal["int8"] | QuantizeSettings | None = None
-    """Whether exports to `onnx` and `openvino` are also quantized to int8, as files of their own; null: not."""
+    """Also writes exports to `onnx` and `openvino` in int8."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all random numbers."""
     device: str = "auto"
-    """Where to train: auto, cpu, cuda, cuda:n or mps; auto takes CUDA where there is a device."""
+    """Device: auto, cpu, cuda, cuda:n or mps; auto takes CUDA where there is one."""
     threads: Annotated[int, Ge(1)] | None = None
-    """Intra-op CPU threads for training; null leaves torch's choice."""
+    """Intra-op CPU threads; null: torch's choice."""
     output: Path = Path("runs")
-    """Folder that runs are written to."""
+    """Folder of all runs."""
 
     @property
     def known_data(self) -> DataSettings:

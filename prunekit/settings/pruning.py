@@ -1,7 +1,4 @@
-"""Settings of pruning: budgets, criterion, scope, target and schedule.
-
-`BudgetFacts` says what figures of a budget mean and how to display them, without importing what counts them.
-"""
+"""Settings of pruning: budgets and what their figures mean, criterion, scope, target and schedule."""
 
 from __future__ import annotations
 
@@ -134,10 +131,8 @@ def facts_from(name: str, note: Mapping[str, Any]) -> BudgetFacts:
 CriterionName = Annotated[str, Registered(CRITERIA)]
 """A name in `prunekit list criteria`, or `file.py:function`."""
 Scope = Literal["uniform", "global", "per_mac", "capacity"]
-"""The same share of each group; the lowest scores of all groups; or the lowest scores per cost, in what the binding
-budget counts. `capacity` chooses widths alone, which maximize the mean logarithm of the share of MACs that layers keep;
-scores only decide which channels of a group are removed. After long training, the widths of a network matter more than
-its initial weights (Rethinking the Value of Network Pruning, Liu et al. 2019)."""
+"""`capacity` maximizes the mean logarithm of the share of MACs that layers keep: after long training, widths matter
+more than initial weights (Rethinking the Value of Network Pruning, Liu et al. 2019)."""
 
 OtherBudgets = Annotated[dict[str, float], RegisteredKeys(BUDGETS, lambda name: facts_without_code(name).annotation)]
 
@@ -165,18 +160,18 @@ class BudgetSettings:
     """Share of the channels that are not locked."""
     macs: Share | None = None
     """Share of the multiply-accumulates of one sample in eval mode, without auxiliary heads that only run in train mode
-    or that the model's own `fuse()` removes."""
+    or that the model's `fuse()` removes."""
     params: Share | None = None
     """Share of the parameters."""
     size_mb: Amount | None = None
-    """Bytes of all parameters and buffers as they are saved, in units of 10^6."""
+    """Bytes of all parameters and buffers as saved, in units of 10^6."""
     latency_ms: Amount | None = None
-    """Median time of one forward pass of the batch on the target, measured."""
+    """Median time of one forward pass of the batch, measured on the target."""
     speedup: Times | None = None
-    """How many times faster than the dense model, measured beside it on the target."""
+    """Speed over the dense model's, measured beside it on the target."""
     memory_mb: Amount | None = None
-    """The most bytes that are alive at once in a forward pass of the target's batch, in units of 10^6: parameters,
-    buffers, inputs and results of operators, in the target's dtype, as eager makes and frees them."""
+    """Peak bytes of a forward pass of the target's batch, in units of 10^6: parameters, buffers, inputs and results of
+    operators, in the target's dtype, as eager makes and frees them."""
     others: OtherBudgets = field(default_factory=dict)
     """Further registered budgets by name."""
 
@@ -266,24 +261,21 @@ class Target(Checked):
     """
 
     runtime: RuntimeName = "eager"
-    """Runtime that the model will run in."""
+    """Runtime."""
     device: str = "cpu"
-    """Device that the model will run on: cpu, cuda or cuda:n."""
+    """Device: cpu, cuda or cuda:n."""
     batch: PositiveInt = 1
     """Images in a batch."""
     threads: PositiveInt = 1
     """CPU threads."""
     dtype: DtypeName = "fp32"
-    """Dtype of weights and activations; `int8` is that of the quantized file, in runtimes that have one."""
+    """Dtype of weights and activations; `int8` means the quantized file, in runtimes that have one."""
     memory_format: MemoryFormat = "contiguous"
-    """Memory format of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
-    alone."""
+    """Memory format; runtimes that choose layouts themselves take `contiguous` alone."""
     block: PositiveInt = 8
-    """Channel counts are multiples of this if the axis allows it, in addition to `round_to`: kernels compute in blocks,
-    and some only in whole ones."""
+    """Channel counts are multiples of this and of `round_to`, where possible: kernels compute in blocks."""
     limit_s: PositiveFloat = 600.0
-    """Seconds that a budget of time may take to be measured in, some for the profile, for plans and for the final model
-    each. What is not settled by then, as on a busy machine, is marked unstable."""
+    """Seconds for measuring a budget of time: profile, plans and final model together."""
 
     @property
     def as_latency(self) -> LatencySettings:
@@ -298,8 +290,6 @@ class Target(Checked):
 
 
 Layout = Literal["free", "equal", "huggingface"]
-"""Which widths layers may have: each its own; equal ones where layers repeat, as the layers of a transformer do; or
-only those that a configuration of transformers can say."""
 Depth = bool | Literal["auto"]
 ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
 ScheduleUnit = Literal["epoch", "step"]
@@ -336,42 +326,39 @@ class ScheduleSettings(Checked):
     """
 
     kind: ScheduleKind = "cubic"
-    """How the share that is pruned grows: all at once (`oneshot`); in rounds of pruning and recovery, each of which
-    keeps the same share of the rest (`iterative`, Han et al. 2015); or gradually, along a line, a
-    geometric sequence, or the cubic of Zhu & Gupta 2017."""
+    """Growth of the pruned share. `oneshot`: all at once. `iterative`: rounds of pruning and recovery, each keeping the
+    same share of the rest (Han et al. 2015). `linear`, `exponential`, `cubic` (Zhu & Gupta 2017): gradually."""
     unit: ScheduleUnit = "epoch"
-    """What `begin`, `end`, `every` and `freeze` count: epochs, also fractions of them, or steps of the optimizer."""
+    """Unit of `begin`, `end`, `every` and `freeze`: epochs, also fractions of them, or optimizer steps."""
     begin: Annotated[float, Ge(0)] = 0.0
     """When pruning begins; `oneshot` and `iterative` prune at once then."""
     end: Annotated[float, Gt(0)] | None = None
-    """When the budget is met; null: halfway from `begin` to the end of the training, and for `iterative` so that the
-    last recovery is as long as the others."""
+    """When the budget is met; null: halfway from `begin` to the end of training; for `iterative`, with a last recovery
+    as long as the others."""
     rounds: PositiveInt | None = None
-    """Number of times that channels are pruned, at even distances; null: 3 for `iterative`, 10 for gradual kinds."""
+    """Number of pruning steps, evenly spaced; null: 3 for `iterative`, 10 for gradual kinds."""
     every: Annotated[float, Gt(0)] | None = None
-    """The distance from one pruning to the next, instead of `rounds`."""
+    """Distance between pruning steps, instead of `rounds`."""
     score: ScheduleScore = "criterion"
-    """How channels are scored again each time: by the criterion on the current weights, or by how far training has
-    moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the training
-    is always the criterion's. Single weights of a `pattern` are scored by their size, or by movement too; with `regrow`
-    those that are zero move on by straight-through gradients, as in the paper."""
+    """Scores at each pruning step: by the `criterion` on current weights, or by `movement`, how far training moved
+    weights away from zero (Sanh et al. 2020). The plan before training always uses the criterion. Single weights of a
+    `pattern` are scored by size or movement; under movement with `regrow`, zeros move on by straight-through
+    gradients."""
     regrow: bool = False
-    """Whether pruned channels may come back, with the values that they had when they were pruned. Single weights of a
-    `pattern` come back where the loss has the largest gradient, in place of the smallest, and begin at zero (RigL, Evci
-    et al. 2020): at each pruning step 30 % of those that are left, falling to none at the last along a cosine. Scored
-    by `movement`, or with `straight_through` gradients, they come back by their scores, with their values."""
+    """Lets pruned channels come back, with their former values. Single weights of a `pattern` come back from zero where
+    the loss has the largest gradient, in exchange for the smallest weights (RigL, Evci et al. 2020): 30 % of those left
+    at the first pruning step, falling along a cosine to none at the last. With `movement` or `straight_through` they
+    come back by score, with their values."""
     freeze: Annotated[float, Gt(0)] | None = None
-    """With `regrow`: until when masks of the same budget are chosen again, after `end`; null: they are final at
-    `end`."""
+    """With `regrow`: when masks become final; after `end` they are chosen again at the same budget. null: at `end`."""
     rewind_lr: bool = False
-    """Whether the learning-rate schedule restarts in each round of `iterative` (Renda et al. 2020)."""
+    """Restarts the learning-rate schedule in each round of `iterative` (Renda et al. 2020)."""
     gradients: ScheduleGradients = "masked"
-    """Whether weights that a `pattern` masks rest, or learn on until the masks are final: the forward pass sees zeros,
-    and the gradients go straight through to the values behind them, which the next pruning step chooses from (SR-STE,
-    Zhou et al. 2021)."""
+    """Masked weights of a `pattern`: `masked` rest; `straight_through` learn on until masks are final: the forward pass
+    sees zeros, gradients reach the values behind them, and the next pruning step chooses from those (SR-STE, Zhou et
+    al. 2021)."""
     masked_decay: Annotated[float, Ge(0)] | None = None
-    """With `straight_through`: how much of the values behind the zeros is added to their gradients, so that what stays
-    masked fades; null: 0.0002, as in the paper."""
+    """With `straight_through`: decay of the values behind the zeros; null: 0.0002, as in the paper."""
 
 
 @cache
@@ -397,50 +384,45 @@ class PruneSettings(Checked):
     """
 
     budget: BudgetSettings = field(default_factory=default_budget)
-    """What may be left of the model by removing channels; a plan meets all that are given. At least one is, unless a
-    `pattern` is: then without one all channels stay."""
+    """What may be left; a plan meets all given budgets. A `pattern` needs none: without a budget all channels stay."""
     criterion: CriterionName = "l2"
-    """Importance score by which channels are removed; `prunekit list criteria` shows what each measures and needs."""
+    """Importance score of a channel; `prunekit list criteria` explains each."""
     scope: Scope = "uniform"
-    """How channels of different groups compare: `uniform` keeps the same share of each group; `global` removes the
-    lowest scores of all groups; `per_mac` the lowest per cost, in MACs or what the budget counts; `capacity`
-    chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores only decide which
-    channels of a group are removed."""
+    """How channels of different groups compare. `uniform`: each group keeps the same share. `global`: the lowest scores
+    of all groups go. `per_mac`: the lowest per cost, in MACs or what the budget counts. `capacity`: layers keep as much
+    of their MACs as the budget allows; scores choose only within a group."""
     round_to: PositiveInt = 1
-    """Channel counts of every pruned axis are multiples of this, and of what a `pattern` needs, if the axis allows
-    it."""
+    """Channel counts are multiples of this, and of what a `pattern` needs, where possible."""
     min_channels: PositiveInt = 1
-    """The fewest channels that a group keeps."""
+    """Fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
     """Globs over module paths whose output channels are not pruned."""
     target: Target = field(default_factory=Target)
-    """Runtime and device for `latency_ms` and `speedup`; batch and dtype for these and for `memory_mb`."""
+    """Target of `latency_ms` and `speedup`; its batch and dtype also count for `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
-    """Globs over module paths, each with the share of their output channels to keep."""
+    """Globs over module paths, each with the share of output channels to keep."""
     layout: Layout = "free"
-    """Which widths layers may have. `free`: each its own. `equal`: the same where layers repeat, so where the paths of
-    their modules differ in numbers alone and they are as wide before. `huggingface`: only what a configuration of the
-    model's class in transformers can say, so that plain `from_pretrained` loads the result; other channels stay, and so
-    do all blocks."""
+    """Widths that layers may have. `free`: each its own. `equal`: the same where layers repeat: of one width, with
+    paths that differ in numbers alone. `huggingface`: what a configuration of the model's class can say, so that plain
+    `from_pretrained` loads the result; other channels, and all blocks, stay."""
     depth: Depth = "auto"
-    """Whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is added to
-    the stream that they read; or a part of a concatenation, such as a layer of a DenseNet. `true` chooses widths and
-    blocks together; `auto` does for budgets of time in scopes `per_mac` and `global`, and else only where widths alone
-    cannot meet the budget. Blocks with modules in `ignore` or `ratios` stay; `prunekit inspect` lists all."""
+    """Removes whole blocks too: residual branches, or parts of a concatenation such as a layer of a DenseNet. `true`:
+    widths and blocks are chosen together. `auto`: so for budgets of time in scopes `per_mac` and `global`; else blocks
+    go only where widths alone cannot meet the budget. Blocks with modules in `ignore` or `ratios` stay. `prunekit
+    inspect` lists all."""
     min_blocks: Annotated[int, Ge(0)] = 0
-    """The fewest blocks that stay of each stage (the modules beside each other with numbers for names, such as
-    `layer3.0` to `layer3.5`), of those that may go."""
+    """Fewest blocks, of those that may go, that stay in each stage: modules beside each other with numbers for names,
+    such as `layer3.0` to `layer3.5`."""
     plain_classes: bool = False
-    """Whether all modules keep their classes, so that a pickled model loads without prunekit. Else some modules are
-    recompiled with explicit sizes in their Python, or replaced by attention with explicit sizes, if channels could not
-    be removed otherwise, and those of a block that goes by the constant that is left of it."""
+    """Keeps all modules' classes, so that a pickled model loads without prunekit. Else modules may be recompiled with
+    explicit sizes, or replaced by attention with explicit sizes; a removed block by a constant."""
     pattern: PatternSettings | None = None
-    """Zeros among single weights of what the channels leave; null: none."""
+    """Zeros among single weights of what the channels leave."""
     schedule: ScheduleSettings | None = None
-    """When channels are removed and weights set to zero during fine-tuning; null: all of them before it."""
+    """When channels and weights go, during fine-tuning; null: all before it."""
     compact_early: bool = False
-    """Whether fine-tuning continues with the compact model as soon as the plan is final: it is faster, and the result
-    is the same except for the order of sums and the numbers that dropout draws."""
+    """Continues fine-tuning on the compact model once the plan is final: faster, and equal but for the order of sums
+    and dropout's random numbers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,17 +27,17 @@ class ActivationSettings(Checked):
     """
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
-    """Globs over the paths of modules whose activations are masked."""
+    """Globs over paths of modules whose activations are masked."""
     side: Literal["input", "output"] = "output"
-    """Whether the inputs of a module are masked, or its outputs."""
+    """Masks the `input` or the `output` of a module."""
     threshold: Annotated[float, Ge(0)] | None = None
-    """Activations whose absolute value is below it are set to zero."""
+    """Activations of a smaller absolute value are set to zero."""
     target: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of zeros after each mask; thresholds for it are found on the calibration images."""
+    """Share of zeros after each mask; calibration images give the thresholds."""
     overall: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of zeros after all masks together, spread over them so that the model's output changes least."""
+    """Share of zeros after all masks, spread so that the model's output changes least."""
     by: Literal["macs", "values"] = "macs"
-    """How an overall share weighs masks: by MACs of the layers that read the masked values, or by number of values."""
+    """Weight of a mask in `overall`: `macs` of the layers that read its values, or number of `values`."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class ClampSettings(Checked):
     """
 
     limit: Annotated[float, Gt(0)]
-    """The largest absolute value of a gradient's entry, or with `by: norm` of the norm of the whole gradient."""
+    """Largest absolute value of an entry, or norm of the gradient."""
     by: Literal["value", "norm"] = "value"
-    """Whether each entry is clamped, or the whole gradient is scaled down to a norm."""
+    """What is limited: each entry (`value`), or the norm of the whole gradient (`norm`)."""
     modules: Annotated[tuple[str, ...], MinLen(1)] | None = None
     """Globs over module paths; null: every module that can be clamped."""
 
@@ -61,8 +61,6 @@ class ClampSettings(Checked):
 @dataclass(frozen=True)
 class FeatureSettings(Checked):
     """A loss on the difference of features of student and teacher.
-
-    See `prunekit.training.callbacks.distillation.Distillation`.
 
     Example:
         >>> import prunekit as pk
@@ -72,9 +70,9 @@ class FeatureSettings(Checked):
     """
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
-    """Globs over the paths of modules whose outputs are compared."""
+    """Globs over paths of modules whose outputs are compared."""
     weight: Annotated[float, Gt(0)] = 1.0
-    """Weight of the loss on features, beside the cross entropy's 1."""
+    """Weight of the feature loss, beside the cross entropy's 1."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,9 @@ class DistillSettings(Checked):
     weight: Annotated[float, Ge(0)] = 1.0
     """Weight of the loss on logits, beside the cross entropy's 1."""
     temperature: Annotated[float, Gt(0)] = 4.0
-    """Logits are divided by this before they are compared: the higher it is, the more small ones count."""
+    """Divisor of logits before they are compared; higher counts small ones more."""
     features: FeatureSettings | None = None
-    """Loss on features of the teacher; null: none."""
+    """Loss on features of the teacher."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,10 @@ class RegularizerSettings(Checked):
     """
 
     method: Literal["group_lasso", "bn_l1", "growing"]
-    """Which regularizer: the norms of whole channels (`group_lasso`), the scales of BatchNorm (`bn_l1`), or a growing
-    penalty on what a plan removes (`growing`, only in `sparsify`)."""
+    """Penalty: on norms of whole channels (`group_lasso`), on scales of BatchNorm (`bn_l1`), or growing, on what a plan
+    removes (`growing`, only in `sparsify`)."""
     strength: Annotated[float, Gt(0)] | None = None
-    """Factor of the penalty of `group_lasso` and `bn_l1` (null: 1e-4); the ceiling of `growing` (null: 1)."""
+    """Factor of the penalty; null: 1e-4. For `growing`: its ceiling; null: 1."""
     rise: Annotated[float, Gt(0), Lt(1)] = 0.75
     """Share of the steps after which `growing` is at its ceiling."""
     every: Annotated[int, Ge(1)] = 10
@@ -120,8 +118,6 @@ class RegularizerSettings(Checked):
 class AverageSettings(Checked):
     """An average of weights that is evaluated and kept in their place.
 
-    See `prunekit.training.callbacks.averaging.Average`.
-
     Example:
         >>> import prunekit as pk
         >>> pk.TrainSettings(average=pk.AverageSettings("swa", start=0.5)).average.method
@@ -129,18 +125,18 @@ class AverageSettings(Checked):
     """
 
     method: Literal["ema", "swa"] = "ema"
-    """Exponential moving average (`ema`) or the plain mean of stochastic weight averaging (`swa`)."""
+    """Exponential moving average (`ema`), or plain mean (`swa`, stochastic weight averaging)."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.999
-    """Decay of `ema`; the n-th update uses at most (1 + n) / (10 + n), or a short run would keep its first weights."""
+    """Decay of `ema`; at most (1 + n) / (10 + n) at the n-th update."""
     start: Annotated[float, Ge(0), Lt(1)] | None = None
     """Share of the steps after which averaging begins; null: 0 for `ema`, 0.75 for `swa`."""
     every: Annotated[int, Ge(1)] | None = None
-    """Steps between updates; null: 1 for `ema`, those of an epoch for `swa`."""
+    """Steps between updates; null: 1 for `ema`, an epoch for `swa`."""
     lr: Annotated[float, Gt(0)] | None = None
-    """Constant learning rate while averaging, as SWA was published with; null: the schedule goes on."""
+    """Constant learning rate while averaging, as in the SWA paper; null: the schedule goes on."""
     statistics: Literal["averaged", "recalibrated"] | None = None
-    """Whether BatchNorm's statistics are averaged like the weights, or recalibrated on training images whenever the
-    average is evaluated; null: averaged for `ema`, recalibrated for `swa`."""
+    """BatchNorm's statistics: `averaged` like the weights, or `recalibrated` on training images at each evaluation;
+    null: the former for `ema`, the latter for `swa`."""
 
 
 @dataclass(frozen=True)
@@ -159,51 +155,49 @@ class TrainSettings(Checked):
     """
 
     epochs: Count = 5
-    """Number of passes over the training images; 0 leaves the model as it is."""
+    """Passes over the training images; 0 leaves the model as it is."""
     optimizer: Literal["sgd", "adam", "adamw", "own"] = "sgd"
-    """Optimizer; `own` is the user's own, given as `--optimizer file.py:factory`."""
+    """Optimizer; `own`: given as `--optimizer file.py:factory`."""
     lr: Annotated[float, Gt(0)] = 0.05
     """Largest learning rate."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Momentum of `sgd`."""
     nesterov: bool = False
-    """Whether the momentum of `sgd` is Nesterov's."""
+    """Makes the momentum of `sgd` Nesterov's."""
     weight_decay: Annotated[float, Ge(0)] = 5e-4
     """Weight decay."""
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Share of the steps with a linear warm-up, before a cosine to zero (Loshchilov & Hutter 2017); skipped steps do
-    not advance the schedule."""
+    not advance it."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Share of the target that is spread over all classes (Szegedy et al. 2016)."""
+    """Share of the target spread over all classes (Szegedy et al. 2016)."""
     mixup: Annotated[float, Ge(0)] = 0.0
-    """Images of a batch are blended in shares drawn from Beta(mixup, mixup), and labels likewise (Zhang et al. 2018);
-    0: they are not."""
+    """Blends images of a batch, and their labels, in shares from Beta(mixup, mixup) (Zhang et al. 2018)."""
     cutmix: Annotated[float, Ge(0)] = 0.0
-    """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019); 0: none is.
-    With mixup too, each batch draws one of them."""
+    """Replaces a rectangle of each image by another's, of an area from Beta(cutmix, cutmix) (Yun et al. 2019). With
+    mixup too, each batch draws one of them."""
     precision: FloatName = "fp32"
-    """Dtype of the forward pass in training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
+    """Dtype of the forward pass (mixed precision, Micikevicius et al. 2018; fp16 with a loss scale)."""
     accumulate: Annotated[int, Ge(1)] = 1
-    """Number of batches whose gradients are accumulated for one optimizer step."""
+    """Batches whose gradients make one optimizer step."""
     sharding: Sharding = "replicas"
-    """Whether each of several processes has the whole model (DDP), or a part of every parameter, gradient and momentum
-    (FSDP2), which are gathered module by module."""
+    """What each process has: the whole model (`replicas`, DDP), or a part of every parameter, gradient and momentum
+    (`full`, FSDP2)."""
     compile: bool = False
-    """Whether training steps are compiled by `torch.compile`; if that is not possible, the log says so and they run in
-    eager mode."""
+    """Compiles training steps by `torch.compile`; where that fails, they run in eager mode, and the log says so."""
     gradient_checkpointing: bool = False
-    """Whether activations inside the model's blocks are computed again for the backward pass, in place of being stored:
-    less memory, more time, the same gradients. For models that offer it, as those of transformers and timm do."""
+    """Computes activations inside blocks again for the backward pass: less memory, more time. Models of transformers
+    and timm offer it."""
     clamp_activation_grad: ClampSettings | None = None
-    """Clamp of the gradients of activations, while they flow back; null: none."""
+    """Clamp of the gradients of activations while they flow back."""
     clamp_weight_grad: ClampSettings | None = None
-    """Clamp of the gradients of weights, before each step; null: none."""
+    """Clamp of the gradients of weights before each step."""
     distill: DistillSettings | None = None
-    """Knowledge distillation from the dense model; null: none."""
+    """Knowledge distillation from the dense model."""
     regularize: RegularizerSettings | None = None
-    """What makes whole channels small while training; null: nothing."""
+    """Penalty that makes whole channels small."""
     average: AverageSettings | None = None
-    """An average of weights that is evaluated and kept in their place; null: none."""
+    """Average of weights, evaluated and kept in their place."""
 
 
 @dataclass(frozen=True)
@@ -217,12 +211,12 @@ class CheckpointSettings(Checked):
     """
 
     every_seconds: Annotated[float, Gt(0)] | None = 60.0
-    """Seconds between checkpoints; more if writing would take over a twentieth of the time. The end of a training is
+    """Seconds between checkpoints, or more where writing takes over a twentieth of the time. The end of a training is
     always saved. null: only `every_steps` counts."""
     every_steps: Annotated[int, Ge(1)] | None = None
     """Optimizer steps between checkpoints, at any cost; null: only `every_seconds` counts."""
     keep: Annotated[int, Ge(1)] = 2
-    """Number of checkpoints that are kept; each has the best weights."""
+    """Checkpoints to keep; each has the best weights."""
 
 
 @dataclass(frozen=True)
@@ -237,11 +231,10 @@ class WatchSettings(Checked):
     """
 
     tensorboard: bool = True
-    """Whether events of TensorBoard are written; without them there is only `scalars/<training>.csv`."""
+    """Writes TensorBoard's events; else only `scalars/<training>.csv`."""
     histograms: bool = False
-    """Whether histograms of every parameter are written: its values, its mask, and its gradient in the first step of
-    the epoch."""
+    """Writes histograms of every parameter: values, mask, and gradient in the epoch's first step."""
     images: bool = False
-    """Whether images of the first convolution's filters and of every layer's sparsity are written."""
+    """Writes images of first filters and of every layer's sparsity."""
     every: Annotated[int, Ge(1)] = 1
-    """Epochs between histograms or images; scalars are written in each epoch."""
+    """Epochs between histograms or images; scalars are written in each."""

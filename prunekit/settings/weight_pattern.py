@@ -39,34 +39,31 @@ class PatternSettings(Checked):
     """
 
     kind: str
-    """Which weights are zero together: each by itself (`unstructured`); at most N of M neighbors along the inputs of a
-    layer are not (`2:4`, `4:8`, any `N:M`), at each position of a kernel; whole blocks of outputs and inputs (`block`);
-    or whole kernels of convolutions (`kernel`)."""
+    """Weights that are zero together. `unstructured`: each by itself. `N:M`, such as `2:4` or `4:8`: at most N of M
+    neighbors along a layer's inputs are kept, at each position of a kernel. `block`: blocks of outputs and inputs.
+    `kernel`: whole kernels of convolutions."""
     sparsity: Zeros | None = None
-    """Share of zeros among all weights of convolutions and linear layers, those that are left out included; null for
-    `N:M`, which says it."""
+    """Share of zeros among all weights of convolutions and linear layers, also dense ones; null for `N:M`."""
     block: Annotated[tuple[PositiveInt, ...], MinLen(2), MaxLen(2)] | None = None
-    """Outputs and inputs of a block, such as [4, 1], [1, 4] or [16, 16]; for `block` alone."""
+    """Outputs and inputs of a `block`, such as [4, 1], [1, 4] or [16, 16]."""
     method: PatternMethod = "obs"
-    """How weights are chosen, and what is done with the others. `obs`: one after another by the error that is left once
-    the others have taken over (Hassibi & Stork 1993; Frantar & Alistarh 2022, Optimal Brain Compression), and all kept
-    weights are fitted to the dense outputs. `sparsegpt`: by the same error, column by column (Frantar & Alistarh 2023).
-    `wanda`: by weight times the norm of its input (Sun et al. 2023). `magnitude`: by size. Without calibration data,
-    and in schedules, `magnitude`."""
+    """How zeros are chosen. `obs`: one by one, by the error left once the others have taken over; kept weights are
+    fitted to the dense outputs (Hassibi & Stork 1993; Frantar & Alistarh 2022, Optimal Brain Compression). `sparsegpt`:
+    by the same error, column by column (Frantar & Alistarh 2023). `wanda`: by weight times norm of its input (Sun et
+    al. 2023). `magnitude`: by size; always used without calibration data and in schedules."""
     scope: PatternScope = "error"
-    """How zeros are spread over layers: where they add least to the error of the output, as measured (`error`); by one
-    threshold on the scores of all layers (`global`); or the same share in each (`uniform`), as N:M always has. In
-    schedules `error` is that of each layer for itself, by its weights alone: the size of a weight over that of all that
-    are left in its layer (LAMP, Lee et al. 2021)."""
+    """How zeros are spread over layers. `error`: where they add least to the output's error, as measured; in schedules
+    by LAMP, a weight's size over that of all left in its layer (Lee et al. 2021). `global`: by one threshold on all
+    scores. `uniform`: the same share in each, as N:M always has."""
     layers: dict[str, Annotated[float, Ge(0), Lt(1)]] = field(default_factory=dict)
-    """Globs over module paths, each with the share of zeros in these layers; 0 leaves them dense."""
+    """Globs over module paths, each with its share of zeros; 0: dense."""
     ignore: tuple[str, ...] = ()
     """Globs over module paths whose weights stay dense."""
     first_and_last: bool = False
-    """Whether the layers that read the model's input, or whose outputs are the model's, get zeros too."""
+    """Sets weights to zero also in layers that read the model's input or make its output."""
     permute: bool = True
-    """Whether channels change places first, in all layers that make and read them, so that N:M keeps more of the
-    weights (Pool & Yu 2021): a model that computes the same. Not in `plan`, and not in schedules."""
+    """Lets channels change places first, so that N:M keeps more of the weights (Pool & Yu 2021); the model computes the
+    same. Not in `plan`, not in schedules."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
