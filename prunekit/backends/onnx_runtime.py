@@ -186,10 +186,7 @@ def _spec(entry: Any) -> TensorSpec:
 
 
 def _store_half(model: Any) -> None:
-    """Store the weights of a graph in float16, each with a cast to float32 where it is read.
-
-    Numbers of a tensor stay in float32 if one is beyond float16, or if they are few.
-    """
+    """Store weights in float16, with a cast where each is read; single numbers, or any beyond float16, stay."""
     import onnx_ir
 
     graph = model.graph

@@ -51,11 +51,7 @@ NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 class _Widened(OperatorMode):
-    """A mode in which every operator that takes or makes narrower floats computes in float64.
-
-    So `x.float()` in a norm does not round the compared values, and masks and grids that are made in float32 do not
-    meet float64 tensors where torch requires one type.
-    """
+    """A mode in which every operator that takes or makes narrower floats computes in float64."""
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator in float64."""
@@ -65,6 +61,7 @@ class _Widened(OperatorMode):
         if name.endswith("_") and isinstance(args[0], torch.Tensor) and args[0].dtype in WIDE:
             own = {WIDE[args[0].dtype]: args[0].dtype}
             return func(args[0], *_changed(args[1:], own), **kwargs)
+        # `x.float()` then rounds nothing, and masks made in float32 meet no float64 where torch requires one type
         wide = IN_FLOAT64.get(name, partial(run_operator, func))
         out = wide(_changed(args, WIDE), _changed(kwargs, WIDE))
         return out if func._schema.is_mutable else _changed(out, WIDE)

@@ -76,13 +76,11 @@ def _kind(module: nn.Module) -> object:
 
 
 def _with_sizes_around(model: nn.Module, blocks: list[Interchangeable]) -> tuple[Interchangeable, ...]:
-    """Add to blocks the attributes of modules around them that have name and value of an attribute in the block.
-
-    A loss that balances experts takes their number from the model itself.
-    """
+    """Add to blocks the attributes of modules around them that have name and value of an attribute in the block."""
     seen: set[tuple[str, str]] = set()
     for index, block in enumerate(blocks):
         names = {(name, vars(model.get_submodule(path))[name]) for path, name, of_part in block.sizes if not of_part}
+        # a loss that balances experts takes their number from the model itself
         outside = [(path.rpartition(".")[0], name, value) for path in around(block.module) for name, value in names]
         more = {(path, name) for path, name, value in outside if vars(model.get_submodule(path)).get(name) == value}
         sizes = (*block.sizes, *((path, name, False) for path, name in sorted(more - seen)))
@@ -159,10 +157,7 @@ class _Block:
         return 0
 
     def _attributes(self, parts: int) -> Attributes | None:
-        """Return the attributes to set: all that equal the number of positions, else those of one name, else none.
-
-        None if the module does not run with fewer positions, whatever is set.
-        """
+        """Return the attributes to set: all that equal the size, else those of one name, else none."""
         each = self.size // parts
         every = tuple(
             (path, name, value != self.size)
@@ -177,7 +172,7 @@ class _Block:
             plausible = out is not None and (without is None or _same(without, out))
             if plausible and _same(out, self._narrow(parts, each - 1, choice, turned=True)):
                 return choice
-        return None
+        return None  # it does not run with fewer positions, whatever is set
 
     def _narrow(self, parts: int, count: int, attributes: Attributes, *, turned: bool = False) -> Results | None:
         """Return the results with the first positions of each part alone, in another order if `turned`."""

@@ -150,14 +150,11 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
 def _least_locked(
     source: MapSource, axes: LabeledAxes, unused: list[LockRecord]
 ) -> tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]:
-    """Return the constraints to hold, the sizes stated in place of others, and the solution: classes and locks.
-
-    With all constraints the model's Python runs as it is, so they are left out only if that frees channels: first those
-    of fixed positions, which lock what they are on, then the others, if they lock a whole axis.
-    """
+    """Return the constraints to hold, the sizes stated in place of others, and the solution: classes and locks."""
     trace, every = source.trace, source.trace.flow.constraints
     best: tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]
     best = (every, [], *solve(trace.flow, axes, every, source.extra, unused))
+    # with all of them the model's Python runs as it is, so they are left out only if that frees channels
     for fixed in () if source.all_constraints else (True, False):
         _, sizes, heads, records = best
         whole = any(record.reason == WHOLE_AXIS for record in records)
@@ -185,15 +182,13 @@ def _unused(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
 
 
 def _beside_unused(trace: Trace, axes: LabeledAxes, unread: list[int]) -> list[LockRecord]:
-    """Return locks of axes as long as one that is never read, beside it in a layer whose train mode does not run.
-
-    Its Python has another way to compute, in which these meet. Where both modes ran, no mode reads the tensor.
-    """
+    """Return locks of axes as long as one that is never read, beside it in a layer whose train mode does not run."""
     model, missing = trace.model(), set(unread)
     sizes: dict[str, set[int]] = {}
     for index in unread:
         sizes.setdefault(axes.modules[index], set()).add(axes.axes[index].size)
     trained = {run.example for run in trace.runs if run.training}
+    # their Python has another way to compute, in which these meet; where both modes ran, neither reads the tensor
     asking = set[str]().union(*(run.asks_mode for run in trace.runs if run.example not in trained))
     own = {path for path in sizes if path in asking and not is_layer_of_torch(model.get_submodule(path))}
     beside = [i for i, path in enumerate(axes.modules) if path in own and i not in missing]

@@ -533,14 +533,12 @@ def _is_gone(name: str, shorter: Shortening) -> bool:
 def _check(
     folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor], shorter: Shortening
 ) -> None:
-    """Raise unless every tensor of the dense model is there, as are its replaced methods, and has the kept shape.
-
-    A model's own buffers may differ where nothing of them is pruned: `forward` may make them for the size of its input.
-    """
+    """Raise unless every tensor of the dense model is there, as are its replaced methods, and has the kept shape."""
     problems = [
         f"{name} was set on the saved model itself and is not in its class, nor set on this one"
         for name in sorted({*manifest.get("foreign_methods", [])} - {*foreign_methods(dense)})
     ]
+    # unpruned buffers of the model's own classes may differ: `forward` may make them for the size of its input
     remade = own_buffers(dense) - manifest["kept"].keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)
               if name in tensors or not _is_gone(name, shorter)}  # fmt: skip

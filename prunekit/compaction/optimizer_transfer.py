@@ -115,12 +115,10 @@ def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
 
 
 def _replaced(optimizer: Optimizer, names: Mapping[Tensor, str]) -> set[Tensor]:
-    """Return parameters that the model put others in place of, as codebooks of moving averages do in each step.
-
-    Nothing was trained of them. An optimizer without any parameter of the model is that of another model.
-    """
+    """Return untrained parameters that the model put others in place of, as codebooks of moving averages do."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     idle = {one for one in every if one not in names and one.grad is None and not optimizer.state.get(one)}
+    # an optimizer without any parameter of the model is that of another model
     return idle if any(one in names for one in every) else set()
 
 

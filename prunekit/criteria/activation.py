@@ -117,10 +117,7 @@ def hrank(evidence: Evidence) -> Scores:
 
 
 def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray]) -> Scores:
-    """Return a value of each label from norms and activation functions, else from any output, else from any input.
-
-    Outputs of layers whose modules are not called, such as attention's queries and keys, come last.
-    """
+    """Return a value of each label from norms and activation functions, else from any output, else any input."""
     norms = {path for path, module in evidence.modules.items() if isinstance(module, NORMS)}
     preferred = norms | _activation_functions(evidence)
     scores = _first_found(
@@ -128,7 +125,7 @@ def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], Flo
         _finite(evidence),
         value,
         lambda key, layer: key.side == "output" and key.module in preferred,
-        *_anywhere(evidence),
+        *_anywhere(evidence),  # last: outputs of layers whose modules are not called, such as attention's queries
     )
     advice = "collect them over every module, or score by 'l2', which needs none"
     return require_scores(scores, evidence, f"criterion {name!r}: no statistics", advice)

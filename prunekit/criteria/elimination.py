@@ -261,36 +261,28 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
 
 
 class _ObjectiveState:
-    """H and P of one layer while its channels are removed, see the head of this module; in `kind`, inverted in float64.
-
-    Attributes:
-        _inverse, _products: (d, d) H and P without the changes that wait.
-        _rows: (3, PENDING, d) the changes that wait, `_pending` rows each: H_c, S and Q.
-        _blocks: by the number of columns of a label, (labels, columns, columns) the blocks of H and P.
-        _columns: by the same number, (labels, columns) where the columns of each label are.
-        _sizes, _place: of each label how many columns it has, and which row of `_columns` and `_blocks` is its own.
-        _gone: (d,) whether a column was removed.
-    """
+    """H and P of one layer while its channels are removed, see the head of this module."""
 
     def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype) -> None:
         columns = len(objective.gram) - 1
         size = columns + objective.biased
         gram = with_ridge(objective.gram.double())[:size, :size]
         every = torch.arange(columns, device=gram.device).reshape(len(objective.labels), -1)
-        self._inverse = _inverse(gram).to(kind)
-        self._products = self._inverse.new_zeros(size, size)  # the constant has no weight
+        self._inverse = _inverse(gram).to(kind)  # (d, d) H without the changes that wait, inverted in float64
+        self._products = self._inverse.new_zeros(size, size)  # (d, d) P likewise; the constant has no weight
         self._products[:columns, :columns] = objective.products
         read = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
+        # how many columns each label has; `_place` is its row in `_columns` and `_blocks`
         self._sizes = np.array([found.numel() for found in read])
-        self._columns = {
+        self._columns = {  # by the number of columns of a label: (labels, columns) where they are
             int(size): torch.stack([found for found in read if found.numel() == size])
             for size in np.unique(self._sizes)
             if size
         }
         self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
-        self._gone = torch.zeros(size, dtype=torch.bool, device=gram.device)
-        self._pending, self._rows = 0, self._inverse.new_empty(3, 0, 0)
-        self._update()
+        self._gone = torch.zeros(size, dtype=torch.bool, device=gram.device)  # (d,)
+        self._pending, self._rows = 0, self._inverse.new_empty(3, 0, 0)  # (3, PENDING, d): H_c, S and Q that wait
+        self._update()  # makes `_blocks`: by the number of columns of a label, (labels, columns, columns)
 
     def costs(self, left: IntArray) -> FloatArray:
         """Return the cost of removing each of these labels alone, (len(left),)."""

@@ -171,10 +171,7 @@ def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
 
 
 def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield parameters and buffers with subnormal numbers by name, and a mask of them of the same shape.
-
-    Complex tensors are viewed as real ones; sparse tensors are left out.
-    """
+    """Yield parameters and buffers with subnormal numbers by name, complex ones viewed as real, and masks of them."""
     for name, tensor in named_tensors(model):
         if tensor.layout != torch.strided:
             continue

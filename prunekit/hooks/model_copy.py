@@ -182,10 +182,7 @@ def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
 
 
 def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, str]]) -> Any:
-    """Return a copy as by `copy.deepcopy`, with a faster way for plain modules, nearly all of a model.
-
-    The modules of the copy and the names of their attributes that hold functions are added to `functions`.
-    """
+    """Return a copy as by `copy.deepcopy`, faster for plain modules, whose functions are added to `functions`."""
     if isinstance(value, _ATOMS):
         return value
     known = memo.get(id(value))
@@ -465,17 +462,15 @@ def with_weights(model: nn.Module) -> nn.Module:
 
 
 def _tie(clone: nn.Module, found: dict[str, torch.Tensor]) -> None:
-    """Give modules that share a weight one parameter again, as each of them may have one of its own on the meta device.
-
-    Weights in memory are the same if they begin at the same address; transformers knows which of its own are tied.
-    """
+    """Give modules that share a weight one parameter again, as each may have one of its own on the meta device."""
     first: dict[tuple[int, Any], nn.Parameter] = {}
     for name, value in found.items():
         path, _, own = name.rpartition(".")
         module = clone.get_submodule(path)
         parameter = module._parameters.get(own)
+        # weights in memory are the same if they begin at the same address
         if parameter is not None and value.numel():
             module._parameters[own] = first.setdefault((value.data_ptr(), value.shape), parameter)
-    tie = getattr(clone, "tie_weights", None)
+    tie = getattr(clone, "tie_weights", None)  # transformers knows which are tied
     if callable(tie):
         tie()

@@ -89,10 +89,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
 
 
 def _predicted(search: PlanSearch, deploy: DeploySettings) -> PlanSearch:
-    """Return the search with an earlier profile, or without one with a budget of MACs in place of a speedup.
-
-    Nothing is measured, and nothing raises because a budget is out of reach: the log says what is predicted.
-    """
+    """Return the search with an earlier profile, or without one with a budget of MACs in place of a speedup."""
     try:
         search = with_profile(search, deploy, measure=False)
     except NotMeasuredError as error:
@@ -100,6 +97,7 @@ def _predicted(search: PlanSearch, deploy: DeploySettings) -> PlanSearch:
         return replace(search, settings=by_macs(search.settings))
     target = search.latency
     if target is not None and target.least_share > 1 - DOUBT:
+        # nothing raises because a budget is out of reach: the log says what is predicted
         fastest = f"the fastest plan is predicted to take {target.least_share:.2f} of the time asked for"
         search.log(f"latency: budget {target.in_words}: {fastest}; a run measures whether it can be had")
     return search

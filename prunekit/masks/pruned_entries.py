@@ -222,11 +222,9 @@ def all_or_no_bits(keep: Tensor, device: torch.device, bits: torch.dtype) -> Ten
 
 
 def _short_masks(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return small masks that together keep the same entries, or the mask itself.
-
-    Their inner loops are long: over a kernel's few taps alone, masking takes twice as long.
-    """
+    """Return small masks that together keep the same entries, or the mask itself."""
     if keep.ndim == len(shape) > 1 and shape[1:].numel() >= LONG:
+        # long inner loops: over a kernel's few taps alone, masking takes twice as long
         slices, inside = keep.flatten(1).any(1).view(-1, *[1] * (keep.ndim - 1)), keep.any(0, keepdim=True)
         if torch.equal(keep, slices & inside):
             found = () if inside.all() else (inside.expand(1, *shape[1:]).contiguous(),)

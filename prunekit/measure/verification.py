@@ -335,13 +335,11 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision, calls: Mo
 def _without_copies(
     masked: nn.Module, compact: nn.Module, plan: Plan, example: tuple[Any, ...], calls: ModelCalls
 ) -> float:
-    """Return the difference in float64 of models whose tensors are converted while a module runs; infinite on failure.
-
-    That takes the memory of one module in place of two models.
-    """
+    """Return the difference in float64 of models that are converted module by module; infinite on failure."""
     way, source, whole = RUN_PRECISIONS[0], plan.channel_map.source, plan.channel_map.narrow(plan.keep)
     inputs = way.inputs(example, noise=False)
     used = [pair for run in ([] if source is None else source.trace.runs) for pair in run.borrowed]
+    # this takes the memory of one module in place of two models
     try:
         running = Float64WhileRunning(masked, way.convert, whole=whole, borrowed=used)
         with running, NarrowNorms(running.model, plan.channel_map, plan.keep):
@@ -362,11 +360,8 @@ def _after_a_pass(
     calls: ModelCalls,
     strict: bool,
 ) -> float:
-    """Return the difference of copies that both ran once before; infinite if they fail, or their tensors do not match.
-
-    A module may remember tensors of an earlier pass in that pass's precision, such as a detector its anchors or a layer
-    the weight that it projects, and only one of the two models may have run before.
-    """
+    """Return the difference of copies that both ran before; infinite if they fail, or their tensors do not match."""
+    # a module may keep tensors of an earlier pass in its precision, as detectors do, and only one model may have run
     try:
         first, second = (_ModelCopies(_after_running(model, example, calls))[way] for model in (masked, compact))
         if not strict:

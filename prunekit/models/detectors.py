@@ -173,13 +173,10 @@ class _Stored(nn.Module):
 
 
 def _allowed(name: str, path: Path) -> tuple[Any, str]:
-    """Return the stand-in for a class of a checkpoint, and the name that it stands for.
-
-    Not the class itself: a checkpoint may have it called with any arguments, and some of ultralytics evaluate text.
-    """
+    """Return the stand-in for a class of a checkpoint, and the name that it stands for."""
     if not name.startswith((*MODULES, *PLAIN)):
         raise ModelError(
             f"{path}: it names {name}, and of ultralytics' checkpoints only layers of torch and ultralytics are "
             "loaded; save a state dict where you trust the file: torch.save(YOLO(path).model.state_dict(), 'w.pt')"
         )
-    return _Stored, name
+    return _Stored, name  # not the class, which the checkpoint may call: some of ultralytics evaluate text

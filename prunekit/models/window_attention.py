@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 
 
 class _Windowed(SizedAttention):
-    """Window attention of torchvision, whose heads and widths need not follow from the input's width.
-
-    `qkv` holds the rows of all queries, then keys, then values; input and output are (B, *sizes, C).
-    """
+    """Window attention of torchvision on (B, *sizes, C), whose heads and widths need not follow from C."""
 
     if TYPE_CHECKING:
         num_heads: int
-        qkv: nn.Linear
+        qkv: nn.Linear  # rows of all queries, then keys, then values
         proj: nn.Linear
         window_size: list[int]
         shift_size: list[int]

@@ -181,10 +181,7 @@ def chosen_blocks(
 
 
 class _BlockSearch:
-    """Blocks and widths at prices of the budgets.
-
-    At a price each block has its best widths; it goes if these keep less, over what they cost, than its absence does.
-    """
+    """Blocks at their best widths for prices of budgets; one goes if they keep less for the cost than its absence."""
 
     def __init__(
         self,

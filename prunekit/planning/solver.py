@@ -215,22 +215,18 @@ def worth_of_widths(channel_map: ChannelMap, parts: list[GroupPart]) -> Scores:
 
 
 def _uniform(channel_map: ChannelMap, parts: list[GroupPart]) -> tuple[Ladder, int]:
-    """Return a ladder that keeps the same share of every part, and so of heads and of positions in them.
-
-    Products between tokens have the width of attention, heads times positions, as a factor once. If all positions were
-    kept, half of these MACs would be left at half of the channels: 33.5 % in timm's test_vit, pit_ti_224, halonet_h1.
-
-    Heads are few, so counts of one attention are those whose product is nearest to the share: of 3 key-value heads with
-    3 queries each, two thirds are 2 times 3, not 2 times 2. No count grows as the share falls, so that what a trial has
-    seen at the least share is all that a larger one prunes.
-    """
+    """Return a ladder that keeps the same share of every part, and so of heads and of positions in them."""
+    # products between tokens have the width of attention, heads times positions, as a factor once: if all positions
+    # were kept, half of these MACs would be left at half of the channels: 33.5 % in test_vit, pit_ti_224, halonet_h1
     families = _nested(channel_map, parts) if channel_map.joint.size else []
     chains = [_chain([parts[index] for index in family]) for family in families]
     products = [np.prod(chain, axis=1) for chain in chains]
 
+    # no count grows as the share falls, so that a trial at the least share has seen all that a larger one prunes
     def ladder(step: int) -> Labels:
         share = step / GRID
         counts = np.array([part.at_most(part.labels.size * share) for part in parts])
+        # the product nearest to the share, as heads are few: of 3 with 3 queries each, two thirds are 2 times 3, not 2
         for family, chain, product in zip(families, chains, products, strict=True):
             counts[family] = chain[int(np.argmin(np.abs(product - product[0] * share ** len(family))))]
         return counts
@@ -280,13 +276,10 @@ def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:
 
 
 def _highest(parts: list[GroupPart], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
-    """Return the highest step of a ladder that fits, and then more of single parts as far as that fits.
-
-    Where costs may fall as widths grow, a step that fits may lie above one that does not: so steps all along the
-    ladder are tried first.
-    """
+    """Return the highest step of a ladder that fits, and then more of single parts as far as that fits."""
     low, high = 0, top
     if budgets.non_monotonic:
+        # costs may fall as widths grow, so that a step that fits may lie above one that does not
         tried = np.unique(np.linspace(0, top, TRIED).round().astype(np.int64))
         fits = np.flatnonzero(budgets.fits(np.stack([ladder(int(step)) for step in tried])))
         at = int(fits[-1]) if fits.size else 0

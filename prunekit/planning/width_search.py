@@ -244,10 +244,8 @@ def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, directio
 
 
 def _reweighted(shares: Numbers, budgets: Budgets, counts: Labels) -> Numbers:
-    """Return new shares of the limits of each budget in its price: limits that are far from reached become cheaper.
-
-    By multiplicative weights (Plotkin, Shmoys and Tardos 1995).
-    """
+    """Return new shares of each budget's limits in its price: those that are far from reached become cheaper."""
+    # multiplicative weights (Plotkin, Shmoys and Tardos 1995)
     grown = shares * np.exp(RATE * (budgets.limited(counts) / budgets.limits - 1))
     result: Numbers = grown / np.bincount(budgets.owner, grown)[budgets.owner]
     return result

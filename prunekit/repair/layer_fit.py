@@ -232,10 +232,7 @@ class LayerFitter(LayerWeights):
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
 
     def _norm_statistics(self, layer: LayerCall, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of the outputs as the norm's statistics have them, at the end of the chain.
-
-        They are without the chain's constants.
-        """
+        """Return mean and deviation of the outputs as the norm has them, at the chain's end without its constants."""
         assert layer.norm is not None
         norm = self._modules[layer.norm]
         scale, _ = self._affine(self._modules, layer, rows)

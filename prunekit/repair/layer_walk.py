@@ -197,14 +197,11 @@ class LayerWalk:
             release_memory(self._original, collect=False)
 
     def _samples(self) -> Iterator[tuple[LayerCall, LayerSample | None, LayerSample | None]]:
-        """Yield each layer with its samples in the dense and the running model; refit it before asking for the next.
-
-        If computed values select a layer's inputs, the running model has other positions than the dense one: then both
-        samples are the dense model's.
-        """
+        """Yield each layer with its samples in the dense and the running model; refit it before asking for the next."""
         for some in self._together:
             requests = self._requests[some]
             if self._running is None or _takes_dense_inputs(requests[0].layer):
+                # computed values select other positions in the running model, so both samples are the dense model's
                 dense = self._dense_samples(some, inputs=True)
                 running = list(dense)
             else:

@@ -124,10 +124,7 @@ class _Reading:
 
 
 class _Collector(LayerFinder):
-    """Sums the moments of layers over forward passes, and over all calls that use a weight alike.
-
-    Another batch may make other calls: layers are known by their uses of weights, and their chains are found again.
-    """
+    """Sums the moments of layers over forward passes, and over all calls that use a weight alike."""
 
     def __init__(
         self,
@@ -152,6 +149,7 @@ class _Collector(LayerFinder):
         self._ends: dict[WeightUse, VarianceSum] = {}
         self._waiting: dict[int, list[Tensor]] = {}
         self._taps: dict[WeightUse, int] = {}
+        # by use: another batch may make other calls, whose chains are found again
         self._layers = {layer.use: layer for layer in layers}
         self._tensors = dict(named_tensors(model))
         self._columns, self._pooled = columns, pooled
@@ -229,10 +227,7 @@ class _Collector(LayerFinder):
         return sample_rows(total, count, seed, among).to(output.device)
 
     def _sampled_parts(self, layer: LayerCall, place: int, operands: Operands) -> list[Tensor]:
-        """Return the rows of one call for each matrix of a stack, and count all that it makes; none of other weights.
-
-        Each matrix has as many as a layer of its own would have. Rows have no places in the samples, so padding counts.
-        """
+        """Return the rows of one call for each matrix of a stack, none of other weights, and count all it makes."""
         if operands.numbers is None:
             return []
         numbers = operands.numbers.flatten()
@@ -241,6 +236,7 @@ class _Collector(LayerFinder):
         count, device, rows = self.batch_rows, operands.inputs.device, numbers.argsort(stable=True)
         of = torch.split(rows[int((numbers < 0).sum()) :], made.tolist())
         seed = layer.call + 100_003 * self.batch + 1_000_003 * place
+        # each has as many as a layer of its own; rows have no places in the samples, so padding counts
         return [sample_rows(len(among), count, seed, among).to(device) for among in of]
 
     def _patches(
@@ -318,13 +314,10 @@ def _is_product(layer: LayerCall) -> bool:
 
 
 def _variance_of_product(weight: Tensor, matrix: Tensor, count: int) -> Tensor:
-    """Return the variance of the outputs of a linear layer by a Gram matrix of what it reads, (o,): W C W^T.
-
-    Outputs as wide as a vocabulary take longer than these products.
-    """
+    """Return the variance of a linear layer's outputs by a Gram matrix of what it reads, (o,): W C W^T."""
     mean = matrix[-1, :-1]
     centered = matrix[:-1, :-1] - torch.outer(mean, mean)
-    parts = (part.detach().to(matrix.dtype) for part in in_parts(weight))
+    parts = (part.detach().to(matrix.dtype) for part in in_parts(weight))  # faster than outputs as wide as a vocabulary
     found = torch.cat([torch.linalg.vecdot(part @ centered, part) for part in parts])
     return found.clamp(min=0) * (count / max(1, count - 1))
 
@@ -353,13 +346,11 @@ def _readers(layers: Iterable[LayerCall], tensors: Mapping[str, Tensor]) -> list
 def _columns(
     layers: Iterable[LayerCall], tensors: Mapping[str, Tensor], limit: int
 ) -> tuple[dict[WeightUse, int], frozenset[WeightUse]]:
-    """Return the columns of the Gram matrices of each use, and the stacks that have one for all of their matrices.
-
-    The largest have columns of the centers of patches alone, or one matrix, as far as all would take too much memory.
-    """
+    """Return the columns of the Gram matrices of each use, and the stacks that have one for all of their matrices."""
     readers, pooled = _readers(layers, tensors), set[WeightUse]()
     found = [width * alike[0].geometry.taps for width, alike in readers]
     size = [alike[0].blocks * gram_bytes(columns) for columns, (_, alike) in zip(found, readers, strict=True)]
+    # the largest have columns of the centers of patches alone, or one matrix, as far as memory is short
     for place in sorted(range(len(size)), key=size.__getitem__, reverse=True):
         if sum(size) <= limit:
             break

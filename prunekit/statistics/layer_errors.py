@@ -101,11 +101,9 @@ class _Change:
 
 @dataclass(frozen=True, eq=False)
 class _Prediction:
-    """Every second channel of what linear layers read, as the others predict it by least squares.
+    """Every second channel of what linear layers read, as the others predict it by least squares."""
 
-    A linear layer without these channels, fitted again to its outputs, returns what it returns for the prediction.
-    """
-
+    # a layer without these channels, fitted to its outputs again, returns what it returns for the prediction
     factors: Tensor  # (kept, gone) of the channels that stay, and of a constant if layers have a bias
     missing: Tensor  # (gone, gone) mean products of prediction less channel, float64
 
@@ -137,11 +135,7 @@ class _Prediction:
 
 
 class _Slopes(CallInterceptor):
-    """The slopes of a sum along changes of layers: of what linear ones read, and of the weights of others.
-
-    A gradient of a weight is dropped as soon as it is used, and the weights of linear layers have none: parameters of
-    the model require no gradients but those that change, within `HookOwner(slopes.follow)`.
-    """
+    """The slopes of a sum along changes of layers: of what linear ones read, and of the weights of others."""
 
     def __init__(
         self,
@@ -165,7 +159,7 @@ class _Slopes(CallInterceptor):
             parameter.requires_grad_(id(parameter) in self._parts)
             hooks.own_undo(partial(parameter.requires_grad_, False))
             if parameter.requires_grad:
-                hooks.own_parameter_gradient(parameter, self._use)
+                hooks.own_parameter_gradient(parameter, self._use)  # which drops the gradient at once
 
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and follow the gradient of what a linear layer reads."""
@@ -228,13 +222,10 @@ def _gains_by_gradients(
     judge: OutputComparison,
     inputs: tuple[Any, ...],
 ) -> list[float | None] | None:
-    """Return the gain of each layer, None where it is none; None altogether if gradients don't reach all of them.
-
-    Samples run one at a time, so that outputs as wide as a vocabulary take little memory.
-    """
+    """Return the gain of each layer, None where it is none; None altogether if gradients miss some."""
     if judge.weights or not stats.layers:
         return None
-    samples = sample_count(inputs)
+    samples = sample_count(inputs)  # run one at a time: outputs may be as wide as a vocabulary
     each = [select_samples(inputs, slice(index, index + 1)) for index in range(samples)]
     slopes, errors = _slopes_and_errors(model, stats)
     release_memory(model, collect=False)
@@ -366,10 +357,7 @@ def without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool)
 
 
 def _predicted(matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
-    """Return the factors of all columns and a constant in the prediction, less the column, of those that are not kept.
-
-    They are (d + 1, gone): -1 for the column itself.
-    """
+    """Return the factors of columns and a constant in the prediction less the column, (d + 1, gone), -1 for itself."""
     left = torch.cat([kept, kept.new_full((1,), biased)])
     gone = torch.cat([~kept, kept.new_zeros(1)])
     found = matrix.new_zeros(len(matrix), int(gone.sum()))

@@ -414,10 +414,7 @@ def _lies(value: Tensor, shape: tuple[int, int], steps: tuple[int, int]) -> bool
 
 
 def _row_numbers(numbers: Tensor, inputs: Tensor, offsets: Any) -> Tensor | None:
-    """Return the number of the matrix that each row of an output is made with, -1 for rows that none makes.
-
-    `offsets` say where the rows of each matrix end, in a product of (rows, channels) with a stack; None elsewhere.
-    """
+    """Return the number of the matrix that each row of an output is made with, -1 for rows that none makes."""
     if offsets is None and not numbers.dim():
         return numbers.expand(inputs.shape[:-1])
     if offsets is None:
@@ -425,6 +422,7 @@ def _row_numbers(numbers: Tensor, inputs: Tensor, offsets: Any) -> Tensor | None
         return numbers[..., None].expand(*leading, inputs.shape[-2])
     if inputs.dim() != 2 or numbers.dim() != 1 or len(offsets) != len(numbers):
         return None
+    # in a product of (rows, channels) with a stack, where the rows of each matrix end
     rows, ends = torch.arange(len(inputs)), offsets.cpu().to(torch.int64)
     of = torch.searchsorted(ends, rows, right=True)
     return torch.where(of < len(ends), numbers[of.clamp(max=len(ends) - 1)], -1)

@@ -149,17 +149,14 @@ def _require_points(model: nn.Module, targets: Targets, count: int) -> None:
 
 
 def _with_settings(model: Any) -> None:
-    """Give an ultralytics model the settings that its loss reads, as its trainer does, and have the loss made anew.
-
-    The loss holds tensors on the device that the model was on when it was made.
-    """
+    """Give an ultralytics model the settings that its loss reads, as its trainer does, and have it made anew."""
     if not hasattr(getattr(model, "args", None), "box"):
         given = model.args if isinstance(getattr(model, "args", None), Mapping) else {}
         utils = import_module("ultralytics.utils")
         model.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **given})
     if not hasattr(model, "nc"):  # which RT-DETR's loss reads
         model.nc = model.model[-1].nc
-    model.criterion = None
+    model.criterion = None  # it holds tensors on the device that the model was on
 
 
 def _ultralytics_batch(model: Any, images: Tensor, targets: Targets) -> dict[str, Tensor]:

@@ -159,14 +159,12 @@ class CompiledForward:
 
 
 def _own_code(forward: Forward) -> Forward:
-    """Return a function with a code object of its own, by which `torch.compile` finds its graphs.
-
-    Graphs of another model of the class, or of this one before it was hooked, are so not used.
-    """
+    """Return a function with a code object of its own, by which `torch.compile` finds its graphs."""
 
     def step(*arguments: Any, **named: Any) -> Any:
         return forward(*arguments, **named)
 
+    # so that graphs of other models of the class, or of this one before it was hooked, are not used
     return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
 
 

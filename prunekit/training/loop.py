@@ -312,11 +312,9 @@ class TrainingLoop:
         return bool(made)
 
     def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
-        """Raise NonFiniteError with the first module to blame, before a NaN or Inf gradient spoils the weights.
-
-        Under a loss scale gradients are not checked here, because it checks them itself.
-        """
+        """Raise NonFiniteError with the first module to blame, before a NaN or Inf gradient spoils the weights."""
         losses = [loss for loss, *_ in self.unread]
+        # a loss scale checks gradients itself
         if losses and finite_step(self.state.model, losses, gradients=self.state.scaler is None):
             self.unread.clear()
             return
@@ -339,24 +337,19 @@ class TrainingLoop:
         )
 
     def _read(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float | Tensor:
-        """Return a loss for the sums of the epoch, and raise as `_finite` does, now or before the step.
-
-        An accelerator that works for one process is waited for once a step. Of several processes each has to raise
-        before the others wait for its gradients.
-        """
+        """Return a loss for the sums of the epoch, and raise as `_finite` does, now or before the step."""
+        # an accelerator is waited for once a step; of several processes each raises before others wait for gradients
         if self.device.type == "cpu" or size() > 1:
             return self._finite(loss, inputs, saying)
         self.unread.append((loss.detach(), inputs, saying))
         return loss.detach()
 
     def _finite(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float:
-        """Return a loss as a number; raise NonFiniteError with the first module to blame if it is NaN or Inf.
-
-        The error begins with `saying`, in which `{}` stands for the number.
-        """
+        """Return a loss as a number; raise NonFiniteError with the first module to blame if it is NaN or Inf."""
         value = loss.item()
         if not math.isfinite(value):
             where = first_non_finite(self.state.model, inputs)
+            # in `saying`, `{}` stands for the number
             raise NonFiniteError(f"{saying.format(value)}; first not finite: {where}; {self._advice()}")
         return value
 

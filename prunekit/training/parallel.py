@@ -226,12 +226,10 @@ def in_step(model: nn.Module, dealt: Batches) -> Iterator[tuple[Any, bool]]:
 
 
 def _count_calls(model: nn.Module, calls: Counter[str], hooks: HookOwner) -> None:
-    """Count the calls of modules that contain modules; a call that returns a view counts twice.
-
-    So such modules are excluded: if a view is written to in place, FSDP2 is not told of its gradient.
-    """
+    """Count the calls of modules that contain modules; a call that returns a view counts twice."""
 
     def count(path: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        # such modules are excluded: FSDP2 would miss gradients of views written to in place
         calls[path] += 2 if any(tensor._is_view() for tensor in gather(output)) else 1
 
     for path, module in model.named_modules():
@@ -240,10 +238,7 @@ def _count_calls(model: nn.Module, calls: Counter[str], hooks: HookOwner) -> Non
 
 
 def _units(model: nn.Module, called: set[str]) -> Iterator[str]:
-    """Yield the paths of the modules that are gathered by themselves, inner ones first, without the model itself.
-
-    Each is called once, has at least `UNIT` parameters outside of inner units, and shares none with other modules.
-    """
+    """Yield the paths of the modules that are gathered by themselves, inner ones first, without the model itself."""
     owned = Counter(map(id, _every_parameter(model)))
     taken: set[int] = set()
 
@@ -253,6 +248,7 @@ def _units(model: nn.Module, called: set[str]) -> Iterator[str]:
         within = Counter(map(id, _every_parameter(module)))
         left = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         apart = all(within[key] == owned[key] for key in left)
+        # called once, with at least `UNIT` parameters outside of inner units, and none shared with others
         if path and path in called and apart and sum(left.values()) >= UNIT:
             taken.update(left)
             yield path

@@ -200,11 +200,9 @@ def program_of(source: ExportSource, *, flat: bool, most: Mapping[str, int] | No
 
 
 def _forgets_batch(model: nn.Module, example: tuple[Any, ...], interface: ModelInterface) -> bool:
-    """Run a model on one sample, and return whether it runs.
-
-    Some models keep the shape of the last batch and compare the next one with it (anchors of detectors), which fixes
-    the batch of a trace to the last; torch.export takes a batch of any size to be of more than one sample.
-    """
+    """Run a model on one sample, so that it forgets the shape of the last batch, and return whether it runs."""
+    # some compare a batch with the shape of the last one (anchors of detectors), which fixes a trace to that batch;
+    # one sample does not, because torch.export takes a batch of any size to be of more
     batches = {id(one) for one, spec in zip(gather(example), interface.inputs, strict=True) if BATCH in spec.shape[:1]}
     single = map_tensors(example, lambda one: one[:1] if id(one) in batches else one)
     try:
@@ -359,10 +357,7 @@ def tracing() -> Iterator[None]:
 
 @contextmanager
 def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> Iterator[None]:
-    """Let a model take the tensors of an example one by one and return a tuple, or return one of Python's own classes.
-
-    Programs keep the class of an output, which a process that runs them may not know.
-    """
+    """Let a model take an example's tensors one by one and return a tuple, or return one of Python's own classes."""
     own = vars(model).get("forward")
     forward = model.forward
 
@@ -373,7 +368,7 @@ def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | 
 
     @functools.wraps(forward)
     def plain(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+        output = forward(*args, **kwargs)  # a process that runs the program may not know its class
         return output if _is_plain(output) else dict(zip(names or (), gather(output), strict=True))
 
     try:
@@ -456,11 +451,8 @@ def _place_of_fixing(source: ExportSource, example: tuple[Any, ...], spec: Tenso
 
 
 def _conditions(exported: torch.export.ExportedProgram, symbols: Mapping[str, str], called: str) -> list[str]:
-    """Return notes on conditions that the model's code has on sizes; raise if one is on the batch.
-
-    A program has the branch that the example took, and does not check whether another input would take it.
-    """
-    env, notes = _shape_env(exported), []
+    """Return notes on conditions that the model's code has on sizes; raise if one is on the batch."""
+    env, notes = _shape_env(exported), []  # a program takes the example's branch for every input
     for guard in getattr(env, "guards", ()):
         place = getattr(guard.sloc, "framework_loc", None)
         if is_of_torch(getattr(place, "filename", LIBRARY)) and not isinstance(guard.expr, sympy.Eq):

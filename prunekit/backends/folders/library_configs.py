@@ -198,10 +198,7 @@ def _differs(
     weights: Path,
     load: Callable[[str], nn.Module],
 ) -> str:
-    """Return why a library does not load a model with a configuration; empty if it does, and computes the same.
-
-    The configuration is written beside the weights.
-    """
+    """Return why a library does not load a model that computes the same with a configuration; empty if it does."""
     folder = weights.parent
     write_json(folder / CONFIG, dict(entries))
     try:

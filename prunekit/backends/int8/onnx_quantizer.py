@@ -68,13 +68,11 @@ class OnnxQuantizer(Quantizer):
             self.notes.append("weights have 7 bits, as the sums of this CPU's 8-bit instructions may overflow")
 
     def _prepared(self) -> Path:
-        """Return a copy with a name for every node, prepared by ONNX Runtime if it is not of torch's exporter.
-
-        That exporter has folded constants and norms already, and the preparation would lose its metadata.
-        """
+        """Return a copy with a name for every node, prepared by ONNX Runtime if it is not of torch's exporter."""
         import onnx
 
         path = self._folder / "float.onnx"
+        # torch's exporter has folded constants and norms already, and the preparation would lose its metadata
         if self._modules:
             staged = onnx.load(self.file)
             _name_nodes(staged)

@@ -218,14 +218,11 @@ def _resize_other_norm(module: Any) -> None:
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape of a layer's weight; an empty one if it has no weight.
-
-    A weight that a hook computes before each pass, as the old forms of weight and spectral norm and
-    `torch.nn.utils.prune` do, still has the dense sizes, but the tensors that it is computed from are narrow.
-    """
+    """Return the shape of a layer's weight; an empty one if it has no weight."""
     weight = module.weight
     if not isinstance(weight, torch.Tensor):
         return ()
+    # a weight that a hook computes, as weight norm does, still has the dense sizes, but what it is made from is narrow
     tensors = [tensor for tensor in module._parameters.values() if tensor is not None and tensor.dim() == weight.dim()]
     if "weight" not in vars(module) or not tensors:
         return tuple(weight.shape)
@@ -311,10 +308,7 @@ def with_channel_order(model: nn.Module, channel_map: ChannelMap, source: Labels
 
 
 def _places(labels: Labels, source: Labels) -> Labels:
-    """Return for each position of an axis the one whose entries it gets: a label's i-th gets another label's i-th.
-
-    Labels that are not as often on the axis as their source stay.
-    """
+    """Return for each position of an axis the one whose entries it gets: a label's i-th gets another label's i-th."""
     order = np.argsort(labels, kind="stable")
     ascending = labels[order]
     first = np.searchsorted(ascending, labels)
@@ -322,7 +316,7 @@ def _places(labels: Labels, source: Labels) -> Labels:
     occurrence[order] = np.arange(order.size) - np.searchsorted(ascending, ascending)
     wanted = source[labels]
     counts = np.bincount(labels, minlength=source.size)
-    same = counts[wanted] == counts[labels]
+    same = counts[wanted] == counts[labels]  # labels that are not as often there as their source stay
     begin = np.where(same, np.searchsorted(ascending, wanted), first)
     found: Labels = order[begin + occurrence]
     return found

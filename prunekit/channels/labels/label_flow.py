@@ -324,11 +324,7 @@ class LabelFlow:
         return result
 
     def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
-        """Merge a field with those of another operand, or lock it if that has none; return the fields to be dropped.
-
-        Of fields that overlap the wider one decides, else the first operand's. Dropped are locked fields, and those of
-        the other operand that this one covers.
-        """
+        """Merge a field with another operand's, or lock it if that has none; return the fields to be dropped."""
         full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
             return set()
@@ -345,7 +341,7 @@ class LabelFlow:
             self._merge_same_span(field, ours, theirs)
         covered = {axis for match in overlapping for axis in match.span} >= set(full)
         nested: set[Field] = set()
-        for match in overlapping:
+        for match in overlapping:  # the wider one decides, else the first operand's, and what is covered is dropped
             wider = set(field.span) > set(match.span)
             if wider and covered:
                 matched = any(one.span == match.span for one in own[1])

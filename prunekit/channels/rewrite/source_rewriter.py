@@ -427,13 +427,11 @@ def sized_methods(cls: type) -> list[SizedMethod]:
 
 
 class _TextReplacer(ExpressionReplacer):
-    """Replaces also what only runs in the class itself, so that the text of a method can stand in another class.
-
-    `base` is the expression for the class that defines the method, `names` are new names of globals.
-    """
+    """Replaces also what only runs in the class itself, so that a method's text can stand in another class."""
 
     def __init__(self, method: SizedMethod, base: str, names: Mapping[str, str]) -> None:
         super().__init__(*method.definition(), [*method.places])
+        # the expression for the class that defines the method, its name, and new names of globals
         self.base, self.class_name, self.names = base, method.base.__name__.lstrip("_"), names
 
     def change(self, node: ast.expr) -> Callable[[Any], ast.expr] | None:

@@ -31,10 +31,8 @@ STORED_ORDER = (
 
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
-    """Return fields without an axis, all of whose positions stay: fields on it alone are locked, others tied.
-
-    Queries, keys and values on an axis of size 3 then lose the same heads.
-    """
+    """Return fields without an axis, all of whose positions stay: fields on it alone are locked, others tied."""
+    # queries, keys and values on an axis of size 3 then lose the same heads
     return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.tied_along([axis], fields, reason)]
 
 
@@ -111,11 +109,7 @@ def concatenate(flow: LabelFlow, call: OperatorCall) -> None:
 def _fields_of_part(
     flow: LabelFlow, tensors: Sequence[Any], index: int, axis: int, joint: Container[tuple[int, ...]]
 ) -> list[Field]:
-    """Return the fields of one of the concatenated tensors, without those that all of them have jointly.
-
-    A field on the axis and on others is tied: along the axis where every other tensor has channels on those others, as
-    a class token has; else along the others, so that it brings whole channels.
-    """
+    """Return the fields of one of the concatenated tensors, without those that all of them have jointly."""
     beside = [
         {axis for field in flow.fields(tensor) if not flow.has_any_size(field) for axis in field.span}
         for i, tensor in enumerate(tensors)
@@ -124,6 +118,8 @@ def _fields_of_part(
     fields = []
     for field in flow.fields(tensors[index]):
         if field.span not in joint:
+            # tied along its other axes, so that it brings whole channels; along this one where every other tensor has
+            # channels on those, as a class token has
             rest = set(field.span) - {axis}
             fields.append(flow.tied(field, [axis] if all(rest <= other for other in beside) else rest))
     return fields
@@ -211,15 +207,12 @@ def _why(flow: LabelFlow, index: torch.Tensor, size: int) -> str:
 
 @dataclass(frozen=True)
 class _Picked:
-    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead.
-
-    `fields` of the source are the same at all positions of these axes.
-    """
+    """Axes that integers pick from, and the `fresh` axes of the integers that come from position `first` instead."""
 
     axes: tuple[int, ...]
     first: int
     fresh: int
-    fields: list[Field]
+    fields: list[Field]  # of the source, the same at all positions of `axes`
 
     def forth(self, labels: Labels) -> Labels:
         """Return labels of the source, the same at all positions of `axes`, as labels of the result."""
@@ -413,13 +406,10 @@ def _beside(flow: LabelFlow, tensor: torch.Tensor, axis: int) -> Operand:
 
 
 def _of_index(index: torch.Tensor, operand: Operand) -> Operand:
-    """Return the operand of an index with size 1 for axes along which all its values are the same.
-
-    One that was expanded as often as there are channels follows the number that is kept.
-    """
+    """Return the operand of an index with size 1 for axes along which all its values are the same."""
     shape, fields = operand
     labeled = {axis for field in fields for axis in field.span}
-    sizes = [
+    sizes = [  # expanded as often as there are channels, it follows the number that is kept
         1 if axis not in labeled and size > 1 and _constant(index, axis) else size for axis, size in enumerate(shape)
     ]
     return tuple(sizes), fields

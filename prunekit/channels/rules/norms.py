@@ -71,10 +71,7 @@ def layer_norm(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _parts(flow: LabelFlow, field: Field, together: set[int]) -> list[Field]:
-    """Return what a norm over some axes reads of a field: its rows and the positions in them, or the field, tied.
-
-    Rows and positions are told apart where the field lies on one of these axes and on others.
-    """
+    """Return what a norm over some axes reads of a field: its rows and the positions in them, or the field, tied."""
     if field not in flow.parted:
         inside = [axis for axis in field.span if axis in together]
         alone = len(inside) != 1 or len(field.span) == 1

@@ -89,11 +89,7 @@ def broadcast(flow: LabelFlow, operands: Sequence[Any], *, product: bool) -> lis
 def _taken(
     flow: LabelFlow, tensors: Sequence[torch.Tensor], operands: Sequence[Operand], index: int, here: Expression
 ) -> Operand:
-    """Return an operand; a tensor that forward makes gets the labels of the axis that it meets.
-
-    It keeps its size, and has values where channels are removed: the compact model takes its positions of channels that
-    are left. Axes of an input are left alone, and so is the first axis, which may grow with the batch.
-    """
+    """Return an operand; a tensor that forward makes gets the labels of the axis that it meets."""
     tensor, (shape, fields), (_, others) = tensors[index], operands[index], operands[1 - index]
     live = [field for field in fields if not flow.is_made(field) or flow.union.find(field.labels).any()]
     taken = {axis for field in live for axis in field.span}
@@ -101,6 +97,8 @@ def _taken(
     met = [field for field in others if full & set(field.span) and flow.union.find(field.labels).any()]
     if len(met) != 1 or len(met[0].span) != 1 or met[0].span == (0,) or flow.is_made(met[0]):
         return operands[index]
+    # not the first axis, which may grow with the batch, nor those of inputs; the tensor keeps its size, and the compact
+    # model takes its positions of channels that are left
     axis = met[0].span[0]
     own = axis - len(shape) + tensor.dim()
     place = None if flow.of_input(tensor, own) else here.operand(index, own)

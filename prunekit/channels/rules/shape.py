@@ -83,10 +83,7 @@ def view(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _merged(flow: LabelFlow, fields: list[Field], before: Sequence[Field]) -> tuple[list[Field], list[Crossed]]:
-    """Return fields some of whose axes became one, and constraints where both axes may lose channels.
-
-    An axis that was repeated any number of times gives the other new labels; one that is locked is like one without.
-    """
+    """Return fields some of whose axes became one, and constraints where both axes may lose channels."""
     dropped: set[int] = set()
     crossed = []
     for i, j in combinations(range(len(fields)), 2):
@@ -96,6 +93,7 @@ def _merged(flow: LabelFlow, fields: list[Field], before: Sequence[Field]) -> tu
         repeated = {k for k in (i, j) if flow.has_any_size(fields[k])}
         if not locked and not repeated:
             crossed.append(Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j))))
+        # an axis that was repeated any number of times gives the other new labels; a locked one is like one without
         for k in repeated if not locked and len(repeated) == 1 else ():
             if set(fields[k].span) <= set(fields[i + j - k].span):
                 fields[i + j - k] = flow.repeated(fields[i + j - k], fields[k])
@@ -242,13 +240,9 @@ def pad(flow: LabelFlow, call: OperatorCall) -> None:
 
 
 def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
-    """Return the field with the added positions, which stay or are removed with what they were added to.
-
-    On other axes of a field, only added zeros leave removed entries zero. A map is padded on several axes: what lies
-    on channels as well is removed in whole channels.
-    """
+    """Return the field with the added positions, which stay or are removed with what they were added to."""
     if sum(axis in field.span for axis in changed) > 1:
-        field = flow.tied(field, changed)
+        field = flow.tied(field, changed)  # on channels too, a map padded on several axes loses whole ones
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
     added = [axis for axis in changed if axis in field.span]
     labels = np.pad(field.labels, amounts)
@@ -258,6 +252,7 @@ def _padded(flow: LabelFlow, field: Field, changed: dict[int, Sequence[int]], fi
         flow.constraints.append(Padded(rows, part))
         shape = [1 if axis == added[0] else size for axis, size in enumerate(field.labels.shape)]
         labels = np.where(np.pad(np.ones_like(field.labels), amounts), labels, part.reshape(shape))
+    # on other axes of a field, only added zeros leave removed entries zero
     outside = any(axis not in field.span or len(field.span) > 1 for axis in changed)
     return Field(labels, field.zero and not (filled and outside))
 

@@ -188,13 +188,10 @@ def _labels_of_children(module: nn.Module, flow: LabelFlow) -> list[Labels]:
 
 
 def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:
-    """Return the labels by axis; None if a field lies on several axes jointly.
-
-    Those of a new tensor that met no parameter, such as the batch of a state of zeros, do not count.
-    """
+    """Return the labels by axis; None if a field lies on several axes jointly."""
     found: dict[int, Labels] = {}
     for one in (part for field in flow.fields(tensor) for part in flow.parted.get(field, [field])):
-        if flow.has_any_size(one):
+        if flow.has_any_size(one):  # of a new tensor that met no parameter, as the batch of a state of zeros
             continue
         if len(one.span) != 1:
             return None

@@ -242,19 +242,15 @@ class LabelMode(OperatorMode):
         return True
 
     def _written(self, target: Any, known: tuple[Field, ...]) -> None:
-        """Record labels that an in-place write brings into a tensor, whose size depended on them from the start.
-
-        Where the tensor is a view they are locked, because the other views of its storage do not have them; but not
-        joint labels on axes all of which had labels before, with which the write has merged them. Entries that are no
-        longer zero are not zero in the other views either.
-        """
+        """Record labels that an in-place write brings into a tensor, whose size depended on them from the start."""
         spans, axes = {field.span for field in known}, {axis for field in known for axis in field.span}
         unknown = [field for field in self.flow.fields(target) if field.span not in spans]
+        # joint labels on axes that all had labels before are merged with those
         fresh = [field for field in unknown if len(field.span) == 1 or not set(field.span) <= axes]
         now_zero = {field.span for field in self.flow.fields(target) if field.zero}
         if lost := [field.labels for field in known if field.zero and field.span not in now_zero]:
             self.flow.forget_zeros(self.storages.sharing(target), lost)
-        if fresh and self.storages.shared(target):
+        if fresh and self.storages.shared(target):  # other views of the storage do not have these labels
             self.flow.lock(fresh, "written in place into a view of another tensor")
         elif fresh and (maker := self.storages.maker(target)) is not None:
             maker.outputs = (self.flow.fields(target),)

@@ -224,11 +224,8 @@ def _again(model: nn.Module, examples: Examples, how: _Attempt, trace: Trace, cl
 
 
 def _divisors(trace: Trace, model: nn.Module) -> frozenset[TensorAxis]:
-    """Return the axes of parameters and buffers that are divided by, whole and entry by entry.
-
-    The model is the given one: forward may have replaced buffers of the traced copy, by ones of other sizes or none.
-    """
-    tensors = dict(named_tensors(model))
+    """Return the axes of parameters and buffers that are divided by, whole and entry by entry."""
+    tensors = dict(named_tensors(model))  # of the given model: forward may have replaced buffers of the traced copy
     return frozenset(
         (name, axis)
         for labels, size in trace.flow.divisors
@@ -260,10 +257,7 @@ def _label_all(flow: LabelFlow, clone: nn.Module, how: _Attempt) -> dict[str, tu
 def _label(
     flow: LabelFlow, tensor: torch.Tensor, fresh: Labels, shared: Mapping[int, Labels], nonzero: Container[int]
 ) -> tuple[tuple[Labels | None, ...], Labels]:
-    """Give every index of every axis of a parameter or float buffer a label of its own, fresh or shared with others.
-
-    Removed entries along the axes `nonzero` keep their values under masks.
-    """
+    """Give every index of every axis of a tensor a label, fresh or shared; masks keep values along `nonzero`."""
     axes: list[Labels | None] = []
     # masks view entries as integers of their size, to set them to zero
     maskable = has_gradients(tensor) and tensor.element_size() <= WIDEST and tensor.layout == torch.strided

@@ -107,10 +107,7 @@ OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
 
 
 class _OperatorWatch(OperatorMode):
-    """Numbers the operators of each module and calls `see` for each of them.
-
-    `raised` is the last error in an operator or in `see`, of which TorchScript passes on neither type nor message.
-    """
+    """Numbers the operators of each module and calls `see` for each of them."""
 
     def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class _OperatorWatch(OperatorMode):
         self.started = Counter[tuple[str, str]]()  # of all, also those that did not end
         self.total = 0
         self.last = ("", "")
-        self.raised: Exception | None = None
+        self.raised: Exception | None = None  # the last one in an operator or `see`, which TorchScript hides
         self.failed = ""
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

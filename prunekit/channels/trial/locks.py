@@ -88,12 +88,7 @@ class LockSearch:
     def _before_python(
         self, divergence: Divergence, run: TracedRun, there: bool, again: bool
     ) -> list[list[TracedOperator]]:
-        """Return the operators at which to lock where a module's Python failed, in the order in which they are tried.
-
-        These are the operator that failed in code of torch's making, then the last ones that ran in the module and its
-        parts, then all of the module's own at once, then each of its parts', then those before it. A module that fails
-        before it computes anything, as by an assertion on its input, may have no operators at all.
-        """
+        """Return the operators at which to lock where a module's Python failed, in the order they are tried."""
         inside = [operator for operator in run.operators if operator.module == divergence.module]
         parts = [[operator] for operator in within(divergence.module, run)]
         failed = [o for o in run.operators[divergence.after :][:1] if o.name == divergence.failed]
@@ -102,14 +97,13 @@ class LockSearch:
         # where positions in heads are gone, locking these in the whole module at once leaves whole heads free
         in_heads = self._lost(self.channel_map.traced.final[_labels_at(inside)])
         near = [] if again or in_heads else [one for one in reversed(parts) if one[0] in ran]
+        # the one that failed in torch's code, the last in the module and its parts, all of its own, each of its parts',
+        # those before: a module that fails at once, as by an assertion, may have none
         return [failed, *near, inside, *parts, *([] if there else [run.operators[-1:], *earlier])]
 
     def _summed_before(self, culprit: TracedOperator, run: TracedRun) -> list[TracedOperator]:
-        """Return the operator that summed over positions in heads, if a number multiplies its result where models part.
-
-        The number may be made of the width of a head, as attention's scale is, in a function that cannot be rewritten:
-        whole heads may go then.
-        """
+        """Return the operator that summed over positions in heads, if models part where a number multiplies it."""
+        # attention's scale is made of the width of a head, perhaps in code that is not rewritten: heads may go whole
         operator = culprit if culprit.name in Trait.SCALES else None
         lost = None
         while operator is not None and lost is None:

@@ -183,10 +183,7 @@ def _numbers_in(node: ast.expr, method: CodeType, names: Mapping[str, Any]) -> I
 
 
 def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    """Return the value of a variable, an attribute or a number made of a tensor's shape; None for anything else.
-
-    Nothing of the model's own code is called.
-    """
+    """Return a variable, an attribute or a number of a tensor's shape; else None. No code of a model runs."""
     match node:
         case ast.Name(name):
             return names.get(name)
@@ -334,13 +331,10 @@ class SizeSearch:
         return found, failed
 
     def _stated(self, path: str, failed: Failure, found: list[SizeAttribute]) -> list[SizeAttribute]:
-        """Return all sizes in the Python of a module and of others of its class, with `found`, if setting them helps.
-
-        A method that runs several times with one size needs as many channels each time: `equal` is set first.
-        """
+        """Return all sizes in the Python of a module and of others of its class, with `found`, if that helps."""
         stated = self._collected(path)
         new = stated.changing()
-        self.equal = stated.equal if new else []
+        self.equal = stated.equal if new else []  # what a method needs that runs several times with one size
         choices = [stated.as_attributes(self.model), new] if new and (self.plain or not self.equal) else []
         if self.plain:
             allowed = [choice for choice in choices if all(CodePlace.named(size.name) is None for size in choice)]

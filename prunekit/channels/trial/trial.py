@@ -101,11 +101,9 @@ def run_trial(
 
 
 def _with_blocks(trial: _Trial, channel_map: ChannelMap) -> TrialResult:
-    """Return a plan that passed its trial with all positions of blocks, and then without those that it removes.
-
-    A block that loses some runs narrow in the masked model too, so that the first trial alone compares what is inside.
-    """
+    """Return a plan that passed its trial with all positions of blocks, and then without those that it removes."""
     while channel_map.blocks:
+        # a block that loses some runs narrow in the masked model too, so the first trial alone compares what is inside
         whole = _settled(replace(trial, choose=partial(_with_positions, trial.choose)), channel_map)
         settled = _settled(trial, whole.channel_map)
         if _known(settled.channel_map) == _known(whole.channel_map):
@@ -241,27 +239,21 @@ def _lock_changed_classes(turn: _Turn) -> Answer | None:
 
 
 def _put_branches_back(turn: _Turn) -> Answer | None:
-    """Ask whether the missing branches make the difference, by comparing the plan with them back.
-
-    If all agrees then, some of the branches have to stay. If not, the difference has another cause, and the later
-    tactics look for it with the branches back, where the code around them still runs as it is written.
-    """
+    """Ask whether the missing branches make the difference: if all agrees with them back, some have to stay."""
+    # if not, later tactics look for the cause with them back, where the code around them runs as it is written
     turn.put_branches_back()
     return turn.accepted() if turn.outcome[1] is None else None
 
 
 def _set_sizes(turn: _Turn) -> Answer | None:
-    """Set sizes in the Python of the module that failed, found by trying: this costs no channels.
-
-    A size that one expression states for several calls needs equal numbers of channels in all of these, which the next
-    plan then has.
-    """
+    """Set sizes in the Python of the module that failed, found by trying: this costs no channels."""
     trial, channel_map = turn.trial, turn.channel_map
     attempt = partial(turn.comparison.compare, turn.compact)
     scales = ScaleSearch(trial.model, trial.examples)
     search = SizeSearch(trial.model, turn.compact, channel_map, turn.keep, trial.batches, scales, attempt, trial.plain)
     sizes = search.after(turn.failure)
     turn.sizes_withheld = search.withheld
+    # a size that one expression states for several calls needs equal numbers of channels in all, as the next plan has
     if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != _known(channel_map):
         return stricter
     if not sizes:
@@ -275,19 +267,15 @@ def _set_sizes(turn: _Turn) -> Answer | None:
 
 
 def _compare_copies(turn: _Turn) -> Answer | None:
-    """Compare whole copies in float64, which take more memory.
-
-    A weight that another module than its owner uses was compared in its own precision, and may differ by that alone.
-    """
+    """Compare whole copies in float64, which take more memory."""
+    # a weight that another module than its owner uses was compared in its own precision, and may differ by that
     turn.outcome = turn.comparison.compare(turn.compact, copies=True)
     return turn.accepted() if turn.outcome[1] is None else None
 
 
 def _allow_another_path(turn: _Turn) -> Answer | None:
-    """Accept modules of one class that compute the same in another way: only what is inside of them differs.
-
-    A function may take another path at another width, as torch's attention does where all query heads share one key.
-    """
+    """Accept modules of one class that compute the same in another way: only what is inside of them differs."""
+    # torch's attention takes another path where all query heads share one key
     difference = turn.comparison.elsewhere(turn.failure[0], turn.compact)
     return None if difference is None else turn.accepted(difference)
 
@@ -343,12 +331,10 @@ def _with_positions(choose: Choice, channel_map: ChannelMap) -> Keep:
 
 
 def _staying(channel_map: ChannelMap, gone: tuple[Branch, ...], divergence: Divergence) -> list[BranchLock]:
-    """Return locks of branches that are gone where models differ, or else anywhere: one, and twice as many each time.
-
-    A later layer may differ because an earlier one is gone, whose state it reads.
-    """
+    """Return locks of branches that are gone where models differ, or else anywhere: one, then twice as many."""
     where = divergence.module
     around = [branch for branch in gone if is_inside(where, [branch.name]) or is_inside(branch.name, [where])]
+    # a later layer may read the state of an earlier one that is gone
     found = (around if where and around else gone)[: len(channel_map.traced.branches_stay) + 1]
     return [BranchLock(branch.name, f"without it the models differ: {divergence.detail}") for branch in found]
 

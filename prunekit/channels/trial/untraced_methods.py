@@ -62,10 +62,7 @@ def untraced_sizes(
 
 
 def _unread_repeats(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> Iterator[SizeAttribute]:
-    """Yield attributes that say how often heads are repeated where a function lets an operator of torch repeat them.
-
-    The function, which gets the module, reads them on other lines: with a mask it repeats the heads itself.
-    """
+    """Yield attributes that say how often heads are repeated where a function lets an operator of torch repeat them."""
     trace = channel_map.traced.trace
     known = {(size.module, size.name) for size in channel_map.sizes}
     for operator in (operator for run in trace.runs for operator in run.operators):
@@ -73,6 +70,7 @@ def _unread_repeats(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> It
             continue
         owner = vars(model.get_submodule(operator.owner))
         repeats = [one.labels.reshape(-1, 1) for one in operator.outputs[0] if trace.flow.is_repeated(one)]
+        # the function reads them on other lines: with a mask it repeats the heads itself
         names = sorted(attributes_of_first(operator.function)) if repeats else ()
         for name, labels in itertools.product(names, repeats):
             size, value = SizeAttribute(operator.owner, name, None, labels), owner.get(name)
@@ -221,13 +219,11 @@ class _UntracedSearch:
                     yield method, own.__code__
 
     def _proven(self, missed: Mapping[str, Mapping[str, FunctionType]], run: TracedRun) -> Iterator[tuple[str, str]]:
-        """Yield methods that do what forward does in the dense model, and add the sizes for this in the compact one.
-
-        Inner modules come first, because methods of the modules around them call theirs.
-        """
+        """Yield methods that do what forward does in the dense model, and add the sizes for this in the compact one."""
         called = first_calls(self.model, missed, run.inputs(self.examples), run, partly=True)
         again = first_calls(self.compact, called, run.inputs(self.examples), run, partly=True)
         pairs = [(path, name) for path in again for name in missed[path]]
+        # inner modules first, because methods of the modules around them call theirs
         for path, name in sorted(pairs, key=lambda pair: -pair[0].count(".")):
             method, module = missed[path][name], self.model.get_submodule(path)
             changes = _way_to_run(module, method) is True
@@ -329,10 +325,7 @@ def _reads_as_size(code: CodeType, attribute: str, lines: set[int], *, ran: bool
 
 
 def _way_to_run(module: nn.Module, method: FunctionType) -> bool | None:
-    """Return False for a method with the arguments of forward, True for one without any that changes the module.
-
-    None for any other, which cannot be run.
-    """
+    """Return False for a method with forward's arguments, True for one without that changes the module; else None."""
     own, forward = (
         [(p.name, p.kind) for p in inspect.signature(function).parameters.values()][1:]
         for function in (method, type(module).forward)

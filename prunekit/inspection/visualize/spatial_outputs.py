@@ -239,11 +239,8 @@ class SpatialActivations(HookOwner):
 
 
 def _below(output: Tensor) -> GradientEdge:
-    """Return the edge just below the operation that computed an output, or the tensor that it is a view of.
-
-    A backward pass to this edge runs every hook on the output, and little more.
-    """
-    base = output._base
+    """Return the edge just below the operation of an output: a backward pass to it runs all hooks, and little more."""
+    base = output._base  # the tensor that it is a view of
     node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn
     assert node is not None
     return next(GradientEdge(below, index) for below, index in node.next_functions if below is not None)

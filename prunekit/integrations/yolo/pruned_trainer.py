@@ -84,12 +84,9 @@ MOST_TEXTS = 80
 
 
 def _fit_classes(model: Any, data: dict[str, Any]) -> None:
-    """Give an open vocabulary the classes of the data; require of other heads that they have them.
-
-    A classifier's head is changed by its trainer.
-    """
+    """Give an open vocabulary the classes of the data; require of other heads that they have them."""
     head = model.model[-1]
-    own, theirs = getattr(head, "nc", None), data["nc"]
+    own, theirs = getattr(head, "nc", None), data["nc"]  # None of a classifier, whose trainer changes it
     if hasattr(model, "set_classes") and not getattr(head, "is_fused", False):
         head.nc = min(theirs, MOST_TEXTS)
     elif own is not None and own != theirs:

@@ -164,10 +164,7 @@ PACKAGES = ("numpy", "prunekit", "timm", "torch", "torchvision", "transformers",
 
 
 def _baseline_folder(prepared: JobSubject) -> Path:
-    """Return where the trained model is cached, by all that decides its weights.
-
-    The folder is in the user's cache: every run shares it, whatever output folder it has.
-    """
+    """Return where the trained model is cached for all runs of a user, by all that decides its weights."""
     job, device = prepared.job, prepared.device
     assert job.baseline is not None
     named = {name for _, name, _ in registered_names(TrainSettings, job.baseline) if is_reference(name)}

@@ -203,12 +203,8 @@ ENDING = tuple(
 
 @contextmanager
 def _interrupting_signals() -> Iterator[None]:
-    """Let signals that end the process interrupt the block first, as Ctrl-C does; they end the process after it.
-
-    Those that the process handles itself, or ignores, as under `nohup`, are left to it. Signals reach the main thread
-    alone; in others this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Let signals that end the process interrupt the block first, as Ctrl-C does; they end the process after it."""
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
         yield
         return
     came, process = list[int](), os.getpid()
@@ -220,6 +216,7 @@ def _interrupting_signals() -> Iterator[None]:
         came.append(number)
         raise KeyboardInterrupt(signal.Signals(number).name)
 
+    # those that the process handles itself, or ignores, as under `nohup`, are left to it
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, interrupt)
@@ -235,11 +232,8 @@ def _interrupting_signals() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore a second Ctrl-C and signals that end the process, which would keep the run from being marked.
-
-    Signals reach the main thread alone; in others this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Ignore a second Ctrl-C and signals that end the process, which would keep the run from being marked."""
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}

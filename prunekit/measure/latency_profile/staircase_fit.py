@@ -414,15 +414,12 @@ def _squared(design: Numbers, wanted: Numbers) -> float:
 
 
 def _predicts(design: Numbers, wanted: Numbers, widths: Sequence[Labels], networks: Labels, cut: Cut) -> bool:
-    """Return whether a cut predicts networks that it was not fitted to, and clearly better than no cut does.
-
-    So must the best cuts for the other folds: a cut that is the best of many by chance is not the best again.
-    """
+    """Return whether a cut predicts networks that it was not fitted to, and clearly better than no cut does."""
     folds = [networks % FOLDS == fold for fold in range(FOLDS)]
     most = (1 - CUT_GAIN) * sum(_off(design, wanted, held_out, None) for held_out in folds)
     if most <= CUT_EPSILON * np.abs(wanted).sum() or sum(_off(design, wanted, out, cut[2]) for out in folds) >= most:
         return False
-    error = 0.0
+    error = 0.0  # of the best cuts for the other folds, as one that is best by chance is not so again
     for held_out in folds:
         rest = ~held_out
         found = _best_cut(design[rest], wanted[rest], [one[rest] for one in widths])

@@ -131,10 +131,8 @@ def _spread(
 
 
 def _lamp(units: Tensor) -> Tensor:
-    """Return layer-adaptive scores (units,): squared size over that of all units that are at least as large.
-
-    (Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4.) Units of -inf stay so.
-    """
+    """Return layer-adaptive scores (units,): squared size over that of all units that are at least as large."""
+    # Lee et al. 2021, "Layer-adaptive sparsity for the magnitude-based pruning", equation 4; units of -inf stay so
     alive = (units > -math.inf).nonzero()[:, 0]
     ordered, order = units[alive].sort(stable=True)
     ordered = ordered.double()

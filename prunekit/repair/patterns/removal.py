@@ -76,13 +76,10 @@ def pattern_columns(pattern: Pattern, inputs: int, taps: int) -> Tensor:
 
 
 class _Rows:
-    """Rows of outputs while their weights are removed.
-
-    `inverse` is (d, d) or (r, d, d), `weight` (r, b, d) of the b outputs that share zeros, `scale` (r, b), and
-    `columns` (units, c) are those of each unit.
-    """
+    """Rows of outputs while their weights are removed."""
 
     def __init__(self, inverse: Tensor, weight: Tensor, scale: Tensor, columns: Tensor) -> None:
+        # inverse (d, d) or (r, d, d), weight (r, b, d) of b outputs that share zeros, scale (r, b), columns (units, c)
         rows, width = len(weight), weight.shape[2]
         self._inverse = inverse.expand(rows, width, width).clone()
         self._weight = weight * scale[:, :, None]

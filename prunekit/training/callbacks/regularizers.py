@@ -220,10 +220,8 @@ class Growing:
 
 @dataclass(frozen=True)
 class _Carrier:
-    """A parameter, and the labels along those of its axes that carry free ones.
-
-    Where several labels decide on an index, as on heads and positions in them, an axis is listed once for each.
-    """
+    """A parameter, and the labels along those of its axes that carry free ones."""
 
     parameter: Tensor
+    # an axis is listed once for each label that decides on an index, as heads and positions in them do
     axes: tuple[tuple[int, Tensor], ...]  # (axis, int64 (size,)), on the parameter's device
