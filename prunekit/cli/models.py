@@ -76,9 +76,10 @@ def model_command(
             words = [*split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
             targets = [word for word in words if word is not None]
             require_targets(targets, models, runs=runs)
+            model = " ".join(targets) or models.factory
             of_recipe = any(is_recipe(name) or is_pruned(Path(name)) for name in targets)
-            if given.get("image", True) is None and models.data is None and not of_recipe:
-                raise UsageError(f"{' '.join(targets) or models.factory}: {NO_IMAGE}")
+            if model and given.get("image", True) is None and models.data is None and not of_recipe:
+                raise UsageError(f"{model}: {NO_IMAGE}")
             function(console, models, **given)
 
         command: Callable[..., Any] = seed_option(output_option(output)(common_options(run)))

@@ -155,8 +155,13 @@ def test_finetune_json_is_one_object_on_stdout(finetune: Callable[..., None], re
 
 
 def test_options_and_overrides_reach_the_job(
-    finetune: Callable[..., None], recipe: str, jobs: list[JobSettings], tmp_path: Path
+    finetune: Callable[..., None],
+    recipe: str,
+    jobs: list[JobSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("prunekit.cli.options.has_device", lambda kind: True)
     finetune()
     output = tmp_path / "a folder: mine"
     arguments = ["--device", "cuda:1", "--seed", "7", "--output", str(output), "--json"]

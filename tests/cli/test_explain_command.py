@@ -109,7 +109,7 @@ def test_any_model_against_any_other(here: Path) -> None:
         (("zoo", "--repeats", "4"), "--repeats"),
         (("zoo", "--batch", "0"), "--batch"),
         (("zoo", "prune.round_to=8"), "changes a recipe, and no recipe was given"),
-        (("zoo", "--device", "cuda:99"), "CUDA devices number"),
+        (("zoo", "--device", "cuda:99"), "device 'cuda:99' was asked for, but this machine"),
         (("zoo", "--output", "own.py"), "own.py"),
         (("own", "--model", "own.py:other"), "does not belong to this dense model"),
         (("zoo", "--input-shape", "1x1x32x32"), "does not run on float32 (1, 1, 32, 32)"),
