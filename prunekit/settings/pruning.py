@@ -406,9 +406,10 @@ class PruneSettings(Checked):
     lowest scores of all groups; `per_mac` the lowest per cost, in MACs or what the budget counts; `capacity`
     chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores only decide which
     channels of a group are removed."""
-    round_to: PositiveInt = 1
+    round_to: PositiveInt | None = None
     """Channel counts of every pruned axis are multiples of this, and of what a `pattern` needs, if the axis allows
-    it."""
+    it. None: of the largest power of two up to `target.block` that is an eighth of the axis or less (8 of 64 channels
+    and more, 4 of 32), for which kernels are fast; fewer channels than that power may be any number."""
     min_channels: PositiveInt = 1
     """The fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
@@ -447,12 +448,12 @@ class PruneSettings(Checked):
         if self.pattern is not None and self.budget is default_budget():
             object.__setattr__(self, "budget", BudgetSettings())
         if self.pattern is not None and self.budget.given:
-            object.__setattr__(self, "round_to", math.lcm(self.round_to, self.pattern.multiple))
+            object.__setattr__(self, "round_to", math.lcm(self.round_to or 1, self.pattern.multiple))
 
     @property
     def in_blocks(self) -> PruneSettings:
         """The settings with channel counts that are also multiples of the target's block."""
-        return replace(self, round_to=math.lcm(self.round_to, self.target.block))
+        return replace(self, round_to=math.lcm(self.round_to or 1, self.target.block))
 
     @property
     def channels_stay(self) -> bool:
