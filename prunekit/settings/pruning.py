@@ -408,8 +408,9 @@ class PruneSettings(Checked):
     channels of a group are removed."""
     round_to: PositiveInt | None = None
     """Channel counts of every pruned axis are multiples of this, and of what a `pattern` needs, if the axis allows
-    it. None: of the largest power of two up to `target.block` that is an eighth of the axis or less (8 of 64 channels
-    and more, 4 of 32), for which kernels are fast; fewer channels than that power may be any number."""
+    it. null: only of the latter, else by width: of `target.block` or, if that is less, of the largest power of two that
+    is an eighth of the axis at most (8 of 64 channels and more, 4 of 32, 2 of 16), for which kernels are fast; fewer
+    channels than that may be any number."""
     min_channels: PositiveInt = 1
     """The fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
@@ -447,7 +448,7 @@ class PruneSettings(Checked):
         super().__post_init__()
         if self.pattern is not None and self.budget is default_budget():
             object.__setattr__(self, "budget", BudgetSettings())
-        if self.pattern is not None and self.budget.given:
+        if self.pattern is not None and self.budget.given and self.pattern.multiple > 1:
             object.__setattr__(self, "round_to", math.lcm(self.round_to or 1, self.pattern.multiple))
 
     @property
