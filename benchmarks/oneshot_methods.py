@@ -1,4 +1,7 @@
-"""Methods that prune without training: ours from calibration images, and torch-pruning's importances."""
+"""Methods that prune without training: ours from calibration images, and torch-pruning's importances.
+
+Widths may be any number, as they may in torch-pruning: what is compared is accuracy at equal multiply-accumulates.
+"""
 
 from __future__ import annotations
 
@@ -106,27 +109,28 @@ def peer_names() -> list[str]:
 
 def oneshot(case: Case, ignore: Iterable[str] = ()) -> Result:
     """Order and budget by what each layer reads, then repair."""
-    done = prunekit.prune(case.dense, calibration=case.images, macs=case.share, ignore=tuple(ignore))
+    done = prunekit.prune(case.dense, calibration=case.images, macs=case.share, ignore=tuple(ignore), round_to=1)
     return Result(done.model, done.plan)
 
 
 def magnitude(case: Case) -> Result:
     """The filters of least L2 norm go, ranked over the whole model (Li et al. 2017)."""
-    done = prunekit.prune(case.dense, case.example, macs=case.share, criterion="l2", scope="global", ignore=STREAM)
+    settings = {"macs": case.share, "criterion": "l2", "scope": "global", "ignore": STREAM, "round_to": 1}
+    done = prunekit.prune(case.dense, case.example, **settings)
     return Result(done.model, done.plan)
 
 
 def repaired(case: Case) -> Result:
     """The channels of `magnitude`, and what stays repaired: what a plain global ranking is worth with our repair."""
     done = prunekit.prune(
-        case.dense, calibration=case.images, macs=case.share, criterion="l2", scope="global", ignore=STREAM
+        case.dense, calibration=case.images, macs=case.share, criterion="l2", scope="global", ignore=STREAM, round_to=1
     )
     return Result(done.model, done.plan)
 
 
 def uniform(case: Case) -> Result:
     """Our order and our repair, with the same share of every group: what the allocation is worth."""
-    settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "ignore": STREAM}
+    settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "ignore": STREAM, "round_to": 1}
     done = prunekit.prune(case.dense, calibration=case.images, **settings)
     return Result(done.model, done.plan)
 

@@ -112,6 +112,16 @@ def test_captures_beside_the_plain_forward_and_copies_beside_the_memory() -> Non
     assert copies["of_copy"] == pytest.approx(copies["added_ms"] / copies["copy_ms"])
 
 
+@pytest.mark.slow
+def test_rounded_widths_are_timed_beside_any() -> None:
+    done = run("rounding.py", "--json", "--models", "mobilenet_v3_small", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    rows = {row["round_to"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(rows) == [1, None, 8]
+    assert rows[1]["multiples_of_8"] < rows[None]["multiples_of_8"] <= rows[8]["multiples_of_8"] == 1
+    assert all(row["macs_left"] <= 0.5 for row in rows.values())
+
+
 def test_zeros_are_timed_beside_the_dense_network() -> None:
     done = run("sparse_runtimes.py", "--json", "--quick", "--rounds", "5", "--only", "eager")
     assert done.returncode == 0, done.stderr

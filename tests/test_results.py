@@ -129,7 +129,7 @@ def test_a_small_plan_as_it_reads() -> None:
     found = small_plan()
     assert repr(found) == (
         "<Plan: MACs 28.8 k -> 13.7 k (47.5 %), parameters 3.96 k -> 2.21 k (55.8 %), channels 24 -> 15 (62.5 %); "
-        "criterion l2, scope uniform>"
+        "criterion l2, scope uniform, round_to by width>"
     )
     assert str(found).partition("\n\n")[2] == (
         "  budget     dense  asked for     left\n"

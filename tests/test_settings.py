@@ -88,7 +88,9 @@ def test_a_recipe_says_all_of_it_with_its_places_all_the_same(tmp_path: Path) ->
     recipe = tmp_path / "recipe.yaml"
     job = JobSettings("a", ModelSettings("resnet18", weights="DEFAULT"))
     text = dump(job).replace("macs: 0.5", "macs: 7").replace("criterion: l2", "criterion: l3")
-    recipe.write_text(text.replace("weight_decay: 0.0005", "weight_decay: .inf").replace("round_to: 1", "round_to: 0"))
+    recipe.write_text(
+        text.replace("weight_decay: 0.0005", "weight_decay: .inf").replace("round_to: null", "round_to: 0")
+    )
     with pytest.raises(RecipeError) as error:
         load(recipe)
     for said in ("prune.budget.macs: expected a number above 0 and of at most 1, or null, got 7",

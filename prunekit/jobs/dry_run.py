@@ -82,6 +82,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
         "channels_removed": planned.plan.removed,
         "blocks": [branch.name for branch in planned.plan.gone],
         "groups": len(settled.groups),
+        "round_to": job.prune.round_to or "by width",
         "locks": len(settled.locks),
         "max_relative_difference": planned.max_relative_difference,
         "widths": layer_rows(prepared.model, planned.compact, planned.plan),

@@ -131,7 +131,7 @@ def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings)
     head of keys may then have any number of query heads, as the heads make a rounded width already.
     """
     if channel_map.kind_of(group):
-        return 1 if channel_map.kind_of(group) == Removal.POSITIONS else settings.round_to
+        return 1 if channel_map.kind_of(group) == Removal.POSITIONS else settings.round_to or settings.target.block
     of_heads = np.isin(channel_map.joint[:, 1], group.labels)
     if not of_heads.any():
         return None
@@ -139,16 +139,26 @@ def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings)
     groups = [np.unique(channel_map.group_of[labels[labels > 0]]) for labels in columns]
     sizes = [[int(channel_map.groups[index].labels.size) for index in each] for each in groups]
     if sizes[0]:
-        return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes[0]])))
+        rounded = settings if settings.round_to else settings.in_blocks  # heads of any number are as wide as these
+        return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, rounded) for size in sizes[0]])))
     return max(1, channels_per_label(channel_map, group) // max(sizes[1]))
 
 
 def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, least: int = 1) -> Labels:
     """Return allowed numbers of labels; `step` and `least` are those that the model itself needs."""
     counts = np.arange(1, size + 1)
-    fits = (counts * channels % settings.round_to == 0) & (counts * channels >= settings.min_channels)
+    wide = counts * channels
+    fits = wide % settings.round_to == 0 if settings.round_to else _is_usual(wide, settings.target.block)
+    fits &= wide >= settings.min_channels
     allowed: Labels = counts[(fits & (counts % step == 0) & (counts >= least)) | (counts == size)]
     return allowed
+
+
+def _is_usual(wide: Labels, block: int) -> NDArray[np.bool_]:
+    """Return which of the widths of an axis, the last of which is all of it, are allowed where no rounding is given."""
+    step = min(block, 1 << max(0, (int(wide[-1]) // 8).bit_length() - 1))
+    usual: NDArray[np.bool_] = (wide % step == 0) | (wide < step)
+    return usual
 
 
 def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:

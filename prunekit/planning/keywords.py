@@ -63,7 +63,7 @@ class PlanKeywords(TypedDict, total=False):
     target: Target | None
     criterion: str | None
     scope: Scope | None
-    round_to: int
+    round_to: int | None
     min_channels: int
     ignore: Where | Iterable[Where]
     ratios: Mapping[Any, float] | None

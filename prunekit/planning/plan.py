@@ -57,7 +57,7 @@ class Plan(Displayed):
         >>> plan = pk.plan(model, x, macs=0.5)
         >>> print(plan)
         Plan: MACs 160 -> 80 (50.0 %), parameters 178 -> 90 (50.6 %), channels 16 -> 8
-          (50.0 %); criterion l2, scope uniform
+          (50.0 %); criterion l2, scope uniform, round_to by width
         <BLANKLINE>
           budget     dense  asked for     left
           macs    100.00 %    50.00 %  50.00 %  binds
@@ -253,7 +253,8 @@ class Plan(Displayed):
             f"{name} {count(dense)} -> {count(kept)} ({share(kept / (dense or 1))})"
             for name, (dense, kept) in self.totals().items()
         ]
-        how = ", ".join(f"{key} {asked[key]}" for key in ("criterion", "scope") if key in asked)
+        told = {**asked, "round_to": "by width"} if asked.get("round_to", 1) is None else asked
+        how = ", ".join(f"{key} {told[key]}" for key in ("criterion", "scope", "round_to") if key in told)
         return ", ".join(left) + (f"; {how}" if how else "")
 
     def _parts(self) -> Iterator[str | Table]:

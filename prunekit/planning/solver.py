@@ -137,7 +137,7 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
         )
     return (
         f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "
-        f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
+        f"round_to {settings.round_to or 'by width'} and min_channels {settings.min_channels} allow no smaller width"
     )
 
 

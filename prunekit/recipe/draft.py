@@ -7,7 +7,7 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ from prunekit.channels.trace import trace
 from prunekit.data.local_files import read_npz, scan_folder
 from prunekit.data.roots import SETS, missing_data
 from prunekit.data.texts import SUFFIXES
-from prunekit.errors import DataError, ModelError, PlanError, UsageError, reraise_shortage
+from prunekit.errors import DataError, ModelError, UsageError, reraise_shortage
 from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.models.hugging_face import head_of
@@ -64,6 +64,8 @@ def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:
         _checked(_text(values, command, ()), request.changes)
     else:
         prepared = _prepared(values, request, command)
+        if not prepared.job.prune.budget.measured:  # which only measuring tells
+            feasible_plan(trace(prepared.model, prepared.example_inputs), prepared.job.prune)
         values, notes = _fitted(values, prepared), [*notes, *_found(prepared)]
     document = reduce(apply_override, request.changes, Document(values, places={(): Origin(str(path))}))
     text = _text(document.values, command, notes)
@@ -114,10 +116,10 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
     if request.own[0] is None and not has_weights(ModelSettings(**model)):
         values["baseline"] = {"epochs": 20, "lr": 0.05}
     if textual:
-        values["prune"] = {"budget": {"macs": 0.8}, "criterion": "elimination", "scope": "per_mac", "round_to": 8}
+        values["prune"] = {"budget": {"macs": 0.8}, "criterion": "elimination", "scope": "per_mac"}
         values["repair"] = {"fit": "patch", "sequential": True}
     else:
-        values["prune"] = {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform", "round_to": 8}
+        values["prune"] = {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform"}
     values |= {
         "finetune": {"epochs": 8, "lr": 0.02},
         "latency": {"batches": [1] if textual else [1, 16], "threads": [1]},
@@ -266,26 +268,9 @@ def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": most / 2.5}}
     if "baseline" in values:
         made["baseline"] = {"epochs": epochs, **rates, "lr": most}
-    made["prune"] = values["prune"] | {"round_to": _rounding(prepared)}
     if images < CalibrationSettings.images:
         made["calibration"] = {"images": images}
     return made
-
-
-def _rounding(prepared: JobSubject) -> int:
-    """Return the largest `round_to` with which the budget can be met; raise PlanError if there is none."""
-    prune, roundings = prepared.job.prune, (8, 4, 2, 1)
-    if prune.budget.measured:  # which only measuring tells
-        return roundings[0]
-    chart = trace(prepared.model, prepared.example_inputs)
-    for rounding in roundings:
-        try:
-            feasible_plan(chart, replace(prune, round_to=rounding))
-            return rounding
-        except PlanError:
-            if rounding == roundings[-1]:
-                raise
-    raise AssertionError(roundings)
 
 
 def _found(prepared: JobSubject) -> Iterator[str]:

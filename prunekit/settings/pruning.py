@@ -391,8 +391,10 @@ class PruneSettings(Checked):
     """How channels of different groups compare. `uniform`: each group keeps the same share. `global`: the lowest scores
     of all groups go. `per_mac`: the lowest per cost, in MACs or what the budget counts. `capacity`: layers keep as much
     of their MACs as the budget allows; scores choose only within a group."""
-    round_to: PositiveInt = 1
-    """Channel counts are multiples of this, and of what a `pattern` needs, where possible."""
+    round_to: PositiveInt | None = None
+    """Channel counts are multiples of this, and of what a `pattern` needs, where possible. null: by width, of the
+    largest power of two up to `target.block` that is an eighth of the axis at most (8 of 64 channels and more, 4 of 32,
+    2 of 16), for which kernels are fast; fewer channels than that may be any number."""
     min_channels: PositiveInt = 1
     """Fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
@@ -428,13 +430,13 @@ class PruneSettings(Checked):
         super().__post_init__()
         if self.pattern is not None and self.budget is default_budget():
             object.__setattr__(self, "budget", BudgetSettings())
-        if self.pattern is not None and self.budget.given:
-            object.__setattr__(self, "round_to", math.lcm(self.round_to, self.pattern.multiple))
+        if self.pattern is not None and self.budget.given and self.pattern.multiple > 1:
+            object.__setattr__(self, "round_to", math.lcm(self.round_to or 1, self.pattern.multiple))
 
     @property
     def in_blocks(self) -> PruneSettings:
         """The settings with channel counts that are also multiples of the target's block."""
-        return replace(self, round_to=math.lcm(self.round_to, self.target.block))
+        return replace(self, round_to=math.lcm(self.round_to or 1, self.target.block))
 
     @property
     def channels_stay(self) -> bool:

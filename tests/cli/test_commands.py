@@ -244,7 +244,7 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     row |= {"macs_before": 2000, "macs_after": 990, "params_before": 1792, "params_after": 868}
     norm = {**row, "module": "features.1", "macs_before": 0}
     plan = {"macs_before": 2000, "macs_after": 990, "channels_removed": 33, "groups": 3, "locks": 2}
-    plan |= {"widths": [row, norm], "binding": "size_mb"}
+    plan |= {"widths": [row, norm], "binding": "size_mb", "round_to": "by width"}
     plan |= {
         "budgets": {
             "macs": {"asked": 0.5, "left": 0.495, "dense": 1.0},
@@ -267,6 +267,7 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     assert "Blocks" not in text
     assert "momentum: 0.9" in run("finetune", recipe, "--dry-run", "--full").stdout
     assert "MACs 2.00 k -> 990 (−50.5 %)" in text
+    assert "3 channel groups, 2 locks, round_to by width\n" in text
     assert "Budget macs: 49.50 % left, at most 50.00 % asked for\n" in text
     assert "Budget size_mb: 1.49 MB left, at most 1.50 MB asked for, of 3.00 MB, the one that binds\n" in text
     assert "features.0  Conv2d  3 -> 3  64 -> 31  2.00 k -> 990  1.79 k -> 868" in text

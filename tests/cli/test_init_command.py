@@ -125,6 +125,7 @@ def test_what_is_missing_is_said_and_the_recipe_is_there(home: Path) -> None:
         (["--model", "own.py:nett", "--data", "digits", "mine.yaml"], "did you mean 'net'"),
         (["--model", "own.py:net", "--data", "digits", "mine.yaml"], "3"),
         (["--model", "resnet20", "--data", "digits"], "expected one FILE for the recipe"),
+        (["--model", "resnet8", "--data", "digits", "mine.yaml", "prune.budget.macs=1e-5"], "leave no less than"),
         (
             ["--model", "resnet20", "--data", "digits", "mine.yaml", "prune.budget.macs=2"],
             "override 'prune.budget.macs=2'",

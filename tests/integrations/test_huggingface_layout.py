@@ -353,7 +353,7 @@ def test_heads_and_their_queries_keep_the_share_together() -> None:
     model = llama(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, head_dim=8)
     ids = {"input_ids": torch.randint(0, 40, (1, 8))}
     for share in (0.9, 0.8, 0.7, 0.5):
-        plan = pk.plan(model, ids, params=share, outputs="logits")
+        plan = pk.plan(model, ids, params=share, outputs="logits", round_to=1)
         layers = pk.compact(model, plan).model.layers  # type: ignore[union-attr]
         heads = [layer.self_attn.q_proj.out_features / 8 / 9 for layer in layers]  # type: ignore[union-attr]
         widths = [layer.mlp.up_proj.out_features / 64 for layer in layers]  # type: ignore[union-attr]

@@ -88,7 +88,7 @@ def test_the_journey_step_by_step(tmp_path: Path) -> None:
         ({"params": 2, "size_mb": -1}, "params: expected a share .*; size_mb: expected a number of megabytes"),
         ({"macs": 1.5}, "macs: expected a share above 0 and at most 1, got 1.5"),
         ({"channels": 0.0}, "channels: expected a share above 0"),
-        ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, got 0"),
+        ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, or None, got 0"),
         (
             {"macs": 0.5, "scope": "everywhere"},
             "scope: expected one of 'uniform', 'global', 'per_mac', 'capacity', got 'everywhere'",

@@ -162,7 +162,7 @@ def test_the_widest_plan_that_is_fast_enough_may_lie_beyond_some_that_are_not(sc
     assert factor is not None
     terms = tuple(LatencyTerm(ms, (factor,), (1,), (span,)) for ms, span in from_width(factor, 60, 0.01, 0.005))
     table = LatencyTable({}, (LayerLatency("layers.0", 0.0, terms),), 0.0, 1.0, 0.0)
-    wanted = PruneSettings(BudgetSettings(latency_ms=0.45), scope=scope)
+    wanted = PruneSettings(BudgetSettings(latency_ms=0.45), scope=scope, round_to=1)
     plan = make_plan(channel_map, random_scores(channel_map, 0), wanted, latency=table)
     assert np.count_nonzero(plan.keep[channel_map.labels["layers.0.weight"][0]]) == 90
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)

@@ -92,7 +92,10 @@ def test_settings_that_contradict_themselves(given: dict[str, Any], said: str) -
 def test_widths_are_multiples_of_what_the_pattern_needs() -> None:
     settings = PruneSettings(BudgetSettings(macs=0.5), pattern=PatternSettings("2:8"), round_to=3)
     assert settings.round_to == 24
-    assert PruneSettings(pattern=PatternSettings("2:8")).round_to == 1
+    assert PruneSettings(pattern=PatternSettings("2:8")).round_to is None
+    of_both = [PruneSettings(BudgetSettings(macs=0.5), pattern=PatternSettings(*kind)).round_to
+               for kind in (("2:8",), ("unstructured", 0.8))]  # fmt: skip
+    assert of_both == [8, None]
     assert PruneSettings(pattern=PatternSettings("2:4")).channels_stay
     assert not PruneSettings().channels_stay
 

@@ -24,7 +24,7 @@ from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.candidates import Scores, free_parts, labels_matching
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.pruning import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 BUDGETS = ("macs", "channels", "params", "size_mb")
@@ -100,7 +100,7 @@ def test_a_macs_budget_is_nearly_used_up(name: str, scope: str, macs: float) -> 
 @settings(max_examples=30)
 @given(st.floats(0.1, 0.95), st.integers(0, 5))
 def test_a_channel_budget_of_every_group(share: float, seed: int) -> None:
-    found = plan(seed, channels=share)
+    found = plan(seed, channels=share, round_to=1)
     for kept, dense in found.widths().values():
         assert kept == max(1, int(share * dense + 1e-9))
 
@@ -167,6 +167,31 @@ def test_widths_are_multiples(scope: str, round_to: int) -> None:
         kept, dense = found.kept(f"{name}.weight", 0).size, chart().shapes[f"{name}.weight"][0]
         assert kept % round_to == 0 or kept == dense, name
     assert found.removed > 0
+
+
+@pytest.mark.parametrize(
+    ("dense", "block", "step"),
+    [
+        (7, 8, 1),
+        (15, 8, 1),
+        (16, 8, 2),
+        (31, 8, 2),
+        (32, 8, 4),
+        (63, 8, 4),
+        (64, 8, 8),
+        (100, 8, 8),
+        (100, 4, 4),
+        (200, 16, 16),
+    ],
+)
+def test_widths_are_rounded_by_the_size_of_the_axis(dense: int, block: int, step: int) -> None:
+    """In steps that are an eighth of the axis at most; below one step any width is left, so that no budget is lost."""
+    channel_map = trace(nn.Sequential(nn.Linear(3, dense), nn.ReLU(), nn.Linear(dense, 2)), torch.zeros(1, 3))
+    (part,) = free_parts(channel_map, random_scores(channel_map), PruneSettings(target=Target(block=block)))
+    assert part.counts.tolist() == [
+        count for count in range(1, dense + 1) if count % step == 0 or count in (dense, *range(step))
+    ]
+    assert step <= max(1, dense / 8)
 
 
 @pytest.mark.parametrize("scope", ["uniform", "global"])
@@ -286,8 +311,8 @@ def test_budgets_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ({"macs": "half"}, "macs: expected a share .* got 'half'"),
         ({"channels": 50}, "channels: expected a share .* got 50"),
         ({"channels": 0.5, "ratios": {"inner": -1}}, r"ratios\['inner'\]: expected a number"),
-        ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, got 0"),
-        ({"macs": 0.5, "round_to": 2.5}, "round_to: expected a whole number of at least 1, got 2.5"),
+        ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, or None, got 0"),
+        ({"macs": 0.5, "round_to": 2.5}, "round_to: expected a whole number of at least 1, or None, got 2.5"),
         ({"macs": 0.5, "min_channels": -3}, "min_channels: expected a whole number of at least 1, got -3"),
         ({"macs": 0.5, "scope": "layer"}, "scope: expected one of 'uniform', 'global', .* got 'layer'"),
         ({"macs": 0.5, "ratios": {"inner": -1}, "round_to": 0}, "round_to: .*; ratios.*inner"),

@@ -153,7 +153,8 @@ def _plan(plan: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
-            f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
+            f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks, "
+            f"round_to {plan['round_to']}",
             *([f"Blocks gone: {', '.join(plan['blocks'])}"] if plan.get("blocks") else []),
             *(f"Budget {text}" for text in budgeted(plan)),
             *([f"Time, predicted: {plan['time']}"] if plan.get("time") else []),

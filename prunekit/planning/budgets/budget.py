@@ -123,7 +123,7 @@ def register_budget(
         ...     return arithmetic + [term.times(640) for term in countable.terms("params")]
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
         >>> pk.prune(model, (torch.randn(1, 4),), energy=0.5).model[0].out_features
-        7
+        6
     """
     facts = BudgetFacts(
         name, about, unit, figure, share, least, measured, per_unit, peak, each_group, counted_as, found_as
