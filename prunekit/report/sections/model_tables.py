@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
 from prunekit.report.headline import samples, scores, unit
-from prunekit.report.run_data import Run, recipe_of, records
+from prunekit.report.run_data import Run, options_of, own_code, recipe_of, records
 from prunekit.report.sections.section import register_section
 from prunekit.utils.display import in_unit, scientific, share, size
 
@@ -118,44 +118,63 @@ def locks(run: Run) -> dict[str, Any]:
     return {"locks": records(run.locks)}
 
 
-FACTORY = "FILE.py:FACTORY"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One thing to do with the model: what it does, and the command or the lines of Python."""
-
-    title: str
-    command: str
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 @register_section("usage", about="what to do with the model now, as commands", order=5)
 def usage(run: Run) -> dict[str, Any] | None:
-    """Return commands that load, run, export and time the model of this run; None if it has no model yet."""
-    folder = run.folder / ("deployed" if run.metrics.get("deployment") else "model")
-    return {"steps": list(_steps(run, folder)), "own": _own(run)} if folder.is_dir() else None
+    """Return commands that load, test, run, export and time the model of this run; None if it has no model yet."""
+    if (folder := final_model(run)) is None:
+        return None
+    image = _image(run)
+    return {"steps": list(_steps(run, folder, image)), "samples": samples(run.metrics), "image": image}
 
 
-def _own(run: Run) -> bool:
-    """Return whether the model is built by the user's own code, without which its folder cannot be loaded."""
-    model = recipe_of(run).get("model")
-    return isinstance(model, dict) and model.get("zoo") == "own"
+def final_model(run: Run) -> Path | None:
+    """Return the folder of the model that the run delivers, with its whole path; None if there is none yet."""
+    folder = run.folder.absolute() / ("deployed" if run.metrics.get("deployment") else "model")
+    return folder if folder.is_dir() else None
 
 
-def _steps(run: Run, folder: Path) -> Iterator[Step]:
-    images = samples(run.metrics) == "images"
-    path, own = shlex.quote(str(folder)), f" --model {FACTORY}" if _own(run) else ""
-    given = "photo.jpg" if images else "inputs.npz"
-    dense = ", model=dense" if own else ""
-    yield Step("Load it in Python", f"import prunekit as pk\n\nmodel = pk.load({str(folder)!r}{dense})")
-    what = "an image, or a folder of them" if images else "inputs that are ready"
-    yield Step(f"Run it on {what}", f"prunekit predict {path} {given}{own}")
-    yield Step("Export it to ONNX; the file is checked and timed", f"prunekit export {path} --to onnx{own}")
-    if images:
-        alone = "Write a folder that runs without prunekit, for a server"
-        yield Step(alone, f"prunekit export {path} --to standalone{own}")
-    recipe = shlex.quote(str(run.folder / "recipe.yaml"))
-    again, both = (
-        ("Time it again, beside the dense model", f"{recipe} {path}") if run.recipe else ("Time it again", path)
-    )
-    yield Step(again, f"prunekit bench {both}{own}")
+def testing(run: Run) -> str:
+    """Return the command that tests the model of a run on the data of its recipe; empty if it lacks either."""
+    folder = final_model(run)
+    words = ["prunekit", "evaluate", str(folder), *options_of(run, "model", "data")]
+    return shlex.join(words) if folder is not None and run.recipe else ""
+
+
+def _steps(run: Run, folder: Path, image: str | None) -> Iterator[tuple[str, str]]:
+    """Yield what is done, and the command or the lines of Python that do it."""
+    both, own = options_of(run, "model", "data"), own_code(run).get("model")
+    model, place = ["--model", own] if own else [], repr(str(folder))
+    load = f"import prunekit as pk\n\nmodel = pk.load({place})"
+    if own:
+        load = (
+            "import prunekit as pk\nfrom prunekit.models.zoo import load_factory\n\n"
+            f"dense = load_factory({own!r})\nmodel = pk.load({place}, model=dense)"
+        )
+    yield "Load it in Python", load
+    if test := testing(run):
+        yield "Test it on the test data of this run", test
+    if image is not None:
+        shown = ["prunekit", "predict", str(folder), image, *model]
+        yield "Run it on an image, or a folder of them", shlex.join(shown)
+    exports = [("Export it to ONNX; the file is checked and timed", "onnx", "model.onnx")]
+    if samples(run.metrics) == "images":
+        exports.append(("Write a folder that runs without prunekit, for a server", "standalone", "standalone"))
+    for title, kind, name in exports:
+        words = ["prunekit", "export", str(folder), "--to", kind, "--output", str(folder.parent / name)]
+        yield title, shlex.join([*words, *both])
+    timed, title = [str(folder), *model], "Time it again"
+    if run.recipe:
+        timed, title = [str(folder.parent / "recipe.yaml"), str(folder), *both], "Time it again, beside the dense model"
+    yield title, shlex.join(["prunekit", "bench", *timed])
+
+
+def _image(run: Run) -> str | None:
+    """Return the path of an image of the run's data; None if they are no image files, or not here."""
+    data = recipe_of(run).get("data") or {}
+    if data.get("source") not in ("imagefolder", "coco", "yolo"):
+        return None
+    files = (Path(place, name) for place, _, names in os.walk(str(data.get("root"))) for name in sorted(names))
+    return next((str(file) for file in files if file.suffix.lower() in IMAGES), None)
