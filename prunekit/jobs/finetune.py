@@ -81,7 +81,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
 from prunekit.utils.availability import left_out_note
 from prunekit.utils.context import threads
-from prunekit.utils.display import Displayed, Table, listed, plural
+from prunekit.utils.display import Displayed, Table, listed, plural, shares_left
 from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import Log, StageCounter, stage, wanted
@@ -237,9 +237,9 @@ class FinetuneRun:
 
     def _log_plan(self, planned: Planned) -> None:
         chart = planned.plan.channel_map
-        left = chart.macs_left(planned.plan.keep)
+        left = shares_left({"macs": chart.macs_left(planned.plan.keep)})
         self.log(
-            f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
+            f"plan: {left}, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
             f"masked == compact in the trial to {planned.max_relative_difference:.1e}"
         )
         if gone := [branch.name for branch in planned.plan.gone]:

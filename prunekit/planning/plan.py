@@ -32,7 +32,7 @@ from prunekit.planning.stored_plan import FORMAT, PACKED_FORMAT, from_files
 from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import read_json
 from prunekit.settings.pruning import facts_from
-from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, share
+from prunekit.utils.display import Displayed, Table, changes, count, listed, plural, resource, share
 from prunekit.utils.files import StrPath, atomic_file, folder_at, require_checksum, sha256, with_checksum, write_text
 
 SHOWN = 10
@@ -59,8 +59,8 @@ class Plan(Displayed):
         Plan: MACs 160 -> 80 (50.0 %), parameters 178 -> 90 (50.6 %), channels 16 -> 8
           (50.0 %); criterion l2, scope uniform, round_to by width
         <BLANKLINE>
-          budget     dense  asked for     left
-          macs    100.00 %    50.00 %  50.00 %  binds
+          budget    dense  asked for    left
+          MACs    100.0 %     50.0 %  50.0 %  binds
         <BLANKLINE>
           layer   inputs  outputs  MACs  left   share
           0            –  16 -> 8   128    64  50.0 %
@@ -287,7 +287,7 @@ class Plan(Displayed):
         found, binds = self.provenance["budgets"][name], name == self.provenance.get("binding")
         facts = facts_from(name, found)
         said = [word for word, holds in (("predicted", facts.measured), ("binds", binds)) if holds]
-        return (name, *(facts.shown(found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
+        return (resource(name), *(facts.shown(found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
 
     def save(self, folder: StrPath) -> None:
         """Write `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""

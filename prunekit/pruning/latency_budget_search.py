@@ -39,7 +39,7 @@ from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned
 from prunekit.pruning.profiling import profile
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
-from prunekit.utils.display import plural
+from prunekit.utils.display import plural, share
 from prunekit.utils.progress import Log
 
 CERTAIN = 0.0125
@@ -102,7 +102,8 @@ class TimedPlanSearch(PlanSearch):
         limit_s = FINAL_SHARE * self.latency.settings.target.limit_s
         final = _time_beside_dense(self.latency, model, first.ms * first.speedup, most, limit_s, self.log)
         found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
-        self.log(f"latency: measured last: {final}: {100 * found.excess:.1f} % of the time asked for")
+        of = f": {share(found.excess)} of the time asked for" if final.stable else ""
+        self.log(f"latency: measured last: {final}{of}")
         return found
 
 

@@ -24,6 +24,7 @@ from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.solver import feasible_plan
 from prunekit.pruning.profiling import Profile
 from prunekit.settings.pruning import PruneSettings, facts_of
+from prunekit.utils.display import factor, interval, share, shares_left
 from prunekit.utils.files import json_values
 
 TOLERANCE = 0.03
@@ -60,8 +61,8 @@ class Timing:
 
     def __str__(self) -> str:
         return (
-            f"{self.ms:.3g} ms [{self.ms_low:.3g}, {self.ms_high:.3g}], {self.speedup:.3g}x "
-            f"[{self.speedup_low:.3g}, {self.speedup_high:.3g}]{'' if self.stable else ', unstable'}"
+            f"{self.ms:.3g} ms [{self.ms_low:.3g}, {self.ms_high:.3g}], {factor(self.speedup)} "
+            f"{interval(self.speedup_low, self.speedup_high)}{'' if self.stable else ', unstable'}"
         )
 
 
@@ -79,8 +80,8 @@ class Attempt:
 
     def __str__(self) -> str:
         return (
-            f"predicted {self.predicted_ms:.3g} ms with {self.macs_left:.1%} of the MACs, measured {self.timing}: "
-            f"{100 * self.excess:.1f} % of the time asked for"
+            f"predicted {self.predicted_ms:.3g} ms with {shares_left({'macs': self.macs_left})}, measured "
+            f"{self.timing}: {share(self.excess)} of the time asked for"
         )
 
 
@@ -147,7 +148,7 @@ class LatencyTarget:
     @property
     def in_words(self) -> str:
         """The budgets of time with their units."""
-        return " and ".join(f"{name} {facts_of(name).in_words(value)}" for name, value in self.asked.items())
+        return " and ".join(facts_of(name).asked(value) for name, value in self.asked.items())
 
     @cached_property
     def dense(self) -> nn.Module:
@@ -189,7 +190,7 @@ class LatencyTarget:
         obstacles = conflicting_limits(self.channel_map, self.settings.in_blocks, self.table)
         return PlanError(
             f"budget {self.in_words}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
-            f"{timing.speedup:.3g}x the dense model's speed (measured), and no other is predicted to be "
+            f"{factor(timing.speedup)} the dense model's speed (measured), and no other is predicted to be "
             f"faster{obstacles}; raise the budget, or relax ignore, ratios, min_channels, min_blocks, round_to and "
             "target.block"
         )
@@ -218,16 +219,16 @@ class LatencyResult:
     def shortfalls(self) -> list[str]:
         """Shortfalls and doubts, in sentences."""
         asked, final = self.target.in_words, self.final
-        found = f"{final.ms:.4g} ms, {final.speedup:.3g}x the dense model's speed"
+        found = f"{final.ms:.4g} ms, {factor(final.speedup)} the dense model's speed"
         texts = []
-        if self.excess > 1:
+        if not final.stable:
+            texts.append(f"budget {asked}: the figure is unstable: {'; '.join(final.doubts)}")
+        elif self.excess > 1:
             texts.append(f"budget {asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
         elif not self.within:
             texts.append(f"budget {asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
         if self.attempts and self.attempts[-1].ended:
             texts.append(f"budget {asked}: {self.attempts[-1].ended}")
-        if not final.stable:
-            texts.append(f"budget {asked}: the figure is unstable: {'; '.join(final.doubts)}")
         texts += [f"budget {asked}: {note}" for note in final.notes]
         return texts
 

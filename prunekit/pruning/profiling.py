@@ -43,7 +43,7 @@ from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import PruneSettings, Target
 from prunekit.utils.context import paused_garbage_collection
-from prunekit.utils.display import NOTHING, Displayed, Table, share
+from prunekit.utils.display import NOTHING, Displayed, Table, share, shares_left
 from prunekit.utils.files import StrPath, user_cache
 from prunekit.utils.inputs import as_examples
 from prunekit.utils.progress import Log, reporting, stage, tracked
@@ -188,7 +188,7 @@ class Profile(Displayed):
         worst = max(abs(check.error) for check in self.checks)
         return (
             f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
-            f"a median error of {self.error:.1%}, at most {worst:.1%}"
+            f"a median error of {share(self.error)}, at most {share(worst)}"
         )
 
     def _headline(self) -> str:
@@ -441,8 +441,7 @@ def _networks(
         return transform(compact(whole, Plan(channel_map, keep, {})))
 
     for index, keep in enumerate(keeps):
-        share = channel_map.macs_left(keep)
-        name = f"profile: network {index + 1} of {len(keeps)}, {share:.0%} of the MACs"
+        name = f"profile: network {index + 1} of {len(keeps)}, {shares_left({'macs': channel_map.macs_left(keep)})}"
         yield Network(name, cut(outline, keep), partial(cut, model, keep))
 
 

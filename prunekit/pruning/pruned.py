@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
-from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share
+from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share, shares_left
 
 if TYPE_CHECKING:
     from prunekit.pruning.latency_target import LatencyResult
@@ -55,8 +55,8 @@ class Pruned(Displayed):
           parameters    178      90  50.6 %
           channels       16       8  50.0 %
         <BLANKLINE>
-          budget     dense  asked for     left
-          macs    100.00 %    50.00 %  50.00 %  binds
+          budget    dense  asked for    left
+          MACs    100.0 %     50.0 %  50.0 %  binds
         <BLANKLINE>
         masked against compact: relative difference ... at most
         <BLANKLINE>
@@ -89,10 +89,11 @@ class Pruned(Displayed):
         ]
 
     def _headline(self) -> str:
-        left = ", ".join(f"{row['figure']} {share(row['left'])}" for row in self.rows())
-        fast = "" if self.delivered is None else f", {factor(self.delivered.final.speedup)} as fast"
+        kept = shares_left({row["figure"]: row["left"] for row in self.rows() if row["figure"] != "latency_ms"})
+        final = None if self.delivered is None else self.delivered.final
+        speed = "" if final is None else f"{factor(final.speedup)} as fast" if final.stable else "its time unstable"
         how = "; repaired" if self.repair is not None and self.repair.kept else ""
-        return f"{type(self.model).__name__} with {left} left{fast}{how}"
+        return f"{type(self.model).__name__} with {kept}{speed and f', {speed}'}{how}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Pruned: {self._headline()}"

@@ -41,7 +41,7 @@ from prunekit.settings.calibration import IMAGES
 from prunekit.settings.pruning import ScheduleKind, ScheduleSettings
 from prunekit.settings.train import ClampSettings
 from prunekit.tasks.task import Loss, Task, get_task
-from prunekit.utils.display import Displayed, Table
+from prunekit.utils.display import Displayed, Table, resource, share, shares_left
 from prunekit.utils.inputs import to_device
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting
@@ -393,9 +393,9 @@ class Pruner(Displayed):
 
     def _headline(self) -> str:
         at = "final plan" if self.done else f"step {self.step_count} of {self._masks.pruning_steps[-1].step}"
-        left = self.changes[-1].shares if self.changes else {}
-        shares = ", ".join(f"{share:.1%} of {name}" for name, (_, share) in left.items())
-        return f"{at}, {shares or 'all'} left{f', {self._over.partition(chr(58))[0]}' if self._over else ''}"
+        shares = self.changes[-1].shares if self.changes else {}
+        kept = shares_left({name: now for name, (_, now) in shares.items()})
+        return f"{at}, {kept}{f', {self._over.partition(chr(58))[0]}' if self._over else ''}"
 
     def _parts(self) -> Iterator[str | Table]:
         yield self._headline()
@@ -404,11 +404,13 @@ class Pruner(Displayed):
             ("weights_pruned", "weights_regrown") if self.settings.channels_stay else ("pruned", "regrown")
         )
         rows = [
-            [one.step, getattr(one, pruned), getattr(one, regrown), *(f"{one.shares[name][1]:.1%}" for name in names)]
+            [one.step, getattr(one, pruned), getattr(one, regrown), *(share(one.shares[name][1]) for name in names)]
             for one in self.changes
         ]
         yield Table(
-            ["step", "pruned", "came back", *(f"{name} left" for name in names)], rows, title="pruning steps so far"
+            ["step", "pruned", "came back", *(f"{resource(name)} left" for name in names)],
+            rows,
+            title="pruning steps so far",
         )
 
     def _changed(self) -> None:

@@ -45,7 +45,7 @@ def sentence(metrics: Mapping[str, Any]) -> str:
     """Return the result in one sentence, empty if nothing was measured.
 
     For example "1.74× faster on this CPU (eager, batch 1), top-1 98.52 % against 98.89 %, 55.8 % fewer parameters,
-    verified."
+    verified." An unstable speedup is only called so.
     """
     text = ", ".join(_parts(metrics)).replace(" %", "\u00a0%")
     return f"{capital(text)}." if text else ""
@@ -72,8 +72,8 @@ def _speed(row: Mapping[str, Any]) -> str:
     ratio, device = row["median"], row.get("device", "cpu")
     where = "on this CPU" if device == "cpu" else f"on {device}"
     change = f"{numbers.factor(ratio)} faster" if ratio >= 1 else f"{numbers.factor(1 / ratio)} slower"
-    unstable = f",{unstable_mark(row)}" if unstable_mark(row) else ""
-    return f"{change} {where} ({row.get('runtime', 'eager')}, batch {row.get('batch', '–')}{unstable})"
+    change = "speedup unstable" if unstable_mark(row) else change
+    return f"{change} {where} ({row.get('runtime', 'eager')}, batch {row.get('batch', '–')})"
 
 
 def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
@@ -106,9 +106,12 @@ def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
 
 def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     if (row := speedup(metrics)) is not None:
-        interval = numbers.interval(row.get("low"), row.get("high"))
-        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{unstable_mark(row)}"
-        yield Tile("Speedup", numbers.factor(row["median"]), where)
+        where = f"{row.get('device')}, batch {row.get('batch')}"
+        if unstable_mark(row):
+            yield Tile("Speedup", "unstable", f"{where}: no conclusion; what to do is under Latency", doubtful=True)
+        else:
+            within = numbers.interval(row.get("low"), row.get("high"))
+            yield Tile("Speedup", numbers.factor(row["median"]), f"{where}, 95 %: {within}")
 
 
 def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
@@ -259,10 +262,11 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each budget of a plan: what is left and was asked for, as share, megabytes or predicted time."""
     for name, found in plan.get("budgets", {}).items():
         facts = facts_from(name, found)
-        left, asked, dense = (facts.shown(found[key]) for key in ("left", "asked", "dense"))
+        asked, dense = (facts.shown(found[key]) for key in ("asked", "dense"))
         of = "" if facts.share else f", of {dense}"
         binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
-        yield f"{name}: {left} {'predicted' if facts.measured else 'left'}, {facts.limit} {asked} asked for{of}{binds}"
+        what = "predicted" if facts.measured else "left"
+        yield f"{facts.asked(found['left'])} {what}, {facts.limit} {asked} asked for{of}{binds}"
 
 
 def blocks(metrics: Mapping[str, Any]) -> Iterator[str]:
@@ -280,15 +284,15 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
         final, target = found["final"], found["target"]
         budgets = (metrics.get("plan") or {}).get("budgets", {})
         asked = " and ".join(
-            facts_from(name, budgets.get(name, {})).shown(value) for name, value in found["asked"].items()
+            facts_from(name, budgets.get(name, {})).asked(value) for name, value in found["asked"].items()
         )
         where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
         both = f"; both models with {found['deployed']}" if found.get("deployed") else ""
         speedup = f"{numbers.factor(final['speedup'])} {numbers.interval(final['speedup_low'], final['speedup_high'])}"
+        of = f": {numbers.share(found['excess'])} of the time asked for" if not unstable_mark(final) else ", unstable"
         yield (
-            f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered: "
-            f"{numbers.share(found['excess'], 1)} of the time asked for ({where}; measured last, after "
-            f"{len(found['attempts'])} attempts{both}){unstable_mark(final)}"
+            f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered{of} ({where}; measured last, "
+            f"after {len(found['attempts'])} attempts{both})"
         )
 
 

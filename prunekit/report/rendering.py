@@ -191,7 +191,6 @@ METHODS = {
     "parameters": _PARAMETERS,
     "Speedup": _SPEEDUP,
     "speedup": _SPEEDUP,
-    "speedup (median of pairs)": _SPEEDUP,
     "Masked against compact": _PARITY,
     "verified": _PARITY,
     "Size of the weights file": _SIZE,

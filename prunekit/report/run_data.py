@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,7 +16,10 @@ import pandas as pd
 from prunekit.errors import ArtifactError, DataError
 from prunekit.reading.text_files import read_json, read_text
 from prunekit.reading.yaml_files import parse_yaml
+from prunekit.settings.job import JobSettings
 from prunekit.utils.display import training_name
+from prunekit.utils.registry import registered_names
+from prunekit.utils.user_code import is_reference
 
 LAYER_COLUMNS = ("in", "out", "macs", "params")
 COLUMNS = {
@@ -156,6 +161,22 @@ def records(frame: Any) -> list[dict[str, Any]] | None:
 def recipe_of(run: Run) -> dict[str, Any]:
     """Return the recipe of a run as nested dicts; {} if there is none, or none that can be read."""
     return deepcopy(_parsed(run.recipe or ""))
+
+
+OPTION = re.compile(r"#   --(model|data|optimizer) (.+)")
+
+
+def own_code(run: Run) -> dict[str, str]:
+    """Return the user's own code of a run, `file.py:factory` by option, as the head of its recipe names it."""
+    head = (OPTION.fullmatch(line) for line in (run.recipe or "").splitlines())
+    return {line[1]: shlex.split(line[2])[0] for line in head if line}
+
+
+def options_of(run: Run, *names: str) -> list[str]:
+    """Return the words that a command on a run's recipe needs: those of the options for own code, --allow-code."""
+    own = own_code(run)
+    code = any(is_reference(name) for _, name, _ in registered_names(JobSettings, recipe_of(run)))
+    return [*(word for name in names if name in own for word in (f"--{name}", own[name])), *["--allow-code"] * code]
 
 
 @lru_cache(maxsize=8)

@@ -71,11 +71,15 @@ class BudgetFacts:
         gap = " " if self.unit and not self.share else ""
         return f"{value:.4g}{gap}{self.unit}"
 
-    def shown(self, value: float) -> str:
+    def shown(self, value: float, places: int = 1) -> str:
         """Return a figure as tables and reports show it: rounded, a share in percent, bytes with a prefix."""
         if self.share:
-            return f"{value:.3g}{self.unit}" if self.least else numbers.share(value, 2)
+            return numbers.factor(value) if self.least else numbers.share(value, places)
         return numbers.size(1e6 * value) if self.unit == "MB" else f"{numbers.digits(value)} {self.unit}".rstrip()
+
+    def asked(self, value: float) -> str:
+        """Return the budget and its limit as tables and reports show them, e.g. "MACs 50.0 %"."""
+        return f"{numbers.resource(self.name)} {self.shown(value)}"
 
     @property
     def limit(self) -> str:
@@ -315,14 +319,14 @@ class ScheduleSettings(Checked):
         ...     optimizer.step()
         ...     pruner.step()
         >>> print(pruner)
-        final plan, 50.0% of macs left
+        final plan, MACs 50.0 % left
         <BLANKLINE>
         pruning steps so far
-          step  pruned  came back  macs left
-          2          2          0      87.5%
-          4          2          0      75.0%
-          6          2          0      62.5%
-          8          2          0      50.0%
+          step  pruned  came back  MACs left
+          2          2          0     87.5 %
+          4          2          0     75.0 %
+          6          2          0     62.5 %
+          8          2          0     50.0 %
     """
 
     kind: ScheduleKind = "cubic"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from textwrap import fill, shorten
@@ -84,6 +84,20 @@ def in_unit(value: Any, unit: str, places: int = 2) -> str:
 def share(value: Any, places: int = 1) -> str:
     """Return a share between 0 and 1 as percent."""
     return percent(100 * value, places) if is_number(value) else NOTHING
+
+
+RESOURCES = {"macs": "MACs", "params": "parameters", "size_mb": "size", "memory_mb": "memory", "latency_ms": "latency"}
+"""What people read for the names of budgets; others are words already, or a user's own."""
+
+
+def resource(name: str) -> str:
+    """Return what people read for a budget or another resource, e.g. MACs."""
+    return RESOURCES.get(name, name)
+
+
+def shares_left(shares: Mapping[str, float]) -> str:
+    """Return the shares of resources that are left, e.g. "MACs 50.0 %, parameters 50.6 % left"."""
+    return f"{', '.join(f'{resource(name)} {share(value)}' for name, value in shares.items()) or 'all'} left"
 
 
 def difference(before: Any, after: Any, places: int = 2) -> str:

@@ -82,7 +82,7 @@ def test_a_pruned_model_loads_again_from_its_repository(tmp_path: Path) -> None:
     (result,) = header["model-index"][0]["results"]
     assert result["metrics"] == [{"type": "accuracy", "name": "top-1, percent", "value": 98.52}]
     assert "| **pruned** | 98.52 % (97.10 to 99.25) | 33.7 M | 9.41 M | 37.7 MB |" in text
-    assert "| pruned | cpu | 16 | eager | 1 | float32 | 18.3 ms | 2.21x (2.16 to 2.27) |" in text
+    assert "| pruned | cpu | 16 | eager | 1 | float32 | 18.3 ms | 2.21× (2.16 to 2.27) |" in text
     assert 'prunekit.load(snapshot_download("OWNER/NAME"))' in text
     assert str(tmp_path) not in text
 

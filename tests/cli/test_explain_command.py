@@ -64,14 +64,15 @@ QUICK = ("--repeats", "5", "--device", "cpu")
 def test_a_folder_is_explained_as_text_and_as_files(here: Path) -> None:
     done = run("zoo", *QUICK, "--output", "out/deep")
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("zoo on cpu, batch 1, threads 1: ")
-    assert "its multiply-accumulates say 2.88×" in done.stdout
-    assert "The 15 slowest of" in done.stdout
-    assert "Causes, each measured" in done.stdout or "No cause was found" in done.stdout
-    assert "measuring: channels last" in done.stderr
+    assert done.stdout.startswith("zoo on cpu, batch 1, 1 thread: ")
+    payload = json.loads((here / "out" / "deep" / "explain.json").read_text())
     page = (here / "out" / "deep" / "explain.html").read_text()
     assert "Why is it not faster?" in page
-    payload = json.loads((here / "out" / "deep" / "explain.json").read_text())
+    stable = not payload["doubts"]  # the machine that tests run on may be busy
+    assert ("the ideal 2.88×, the ratio of MACs" in done.stdout) is stable
+    assert ("The 15 slowest of" in done.stdout) is stable
+    assert ("Causes, each measured" in done.stdout or "No cause was found" in done.stdout) is stable
+    assert "measuring: fewer threads" in done.stderr
     assert payload["macs_ratio"] > 2.8
     assert len(payload["rows"]) > 15
 

@@ -21,7 +21,7 @@ from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, ClampSettings, TrainSettings
 from prunekit.utils import state_folders as states
 
-PLANNED = "of the MACs left"
+PLANNED = "plan: MACs "
 """What the log says as soon as there is a plan; how many are left is a matter of the machine's rounding."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,8 +97,11 @@ def test_threads_that_wait_for_cores_end_the_search(monkeypatch: pytest.MonkeyPa
     tiny = nn.Linear(3, 3)  # no work that threads would share: they need not wait for cores here
     found = prunekit.explain(tiny, tiny, (torch.ones(1, 3),), threads=2, rounds=5)
     assert found.causes == (cause,)
-    assert found.notes[0].startswith("threads oversubscribed, which voids a measurement")
+    assert found.doubts[0].startswith("threads oversubscribed, which voids a measurement")
     assert torch.get_num_threads() == 1
+    unstable = "unstable, so that nothing is said about what is faster, or why: threads oversubscribed"
+    assert " ".join(str(found).split()).startswith(f"on cpu, batch 1, 2 threads: {unstable}")
+    assert not re.search(r"×|ideal|Causes", str(found))
 
 
 class OneBatch(nn.Linear):

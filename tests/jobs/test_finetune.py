@@ -201,15 +201,21 @@ def test_the_report_says_why_the_pruned_model_is_not_faster(
     assert (found["device"], found["batch"], found["threads"]) == ("cpu", 1, 1)
     assert found["macs_ratio"] == metrics["dense"]["macs"] / metrics["pruned"]["macs"]
     assert {row["module"] for row in found["rows"]} >= {"conv1", "layer3.0.conv2", "linear"}
-    (said,) = [line for line in log if "of the ideal" in line]
-    assert f"{found['macs_ratio']:.2f}x" in said
+    (row,) = [row for row in metrics["speedup"] if row["batch"] == 1]
+    stable = row["stable"] and not found["doubts"]  # the machine that tests run on may be busy
+    said = [line for line in log if line.startswith("explain: ")]
+    shown = f"{row['median']:.2f}×" if stable else "unstable, so that nothing is said"
+    assert said[0].startswith(f"explain: {shown}")
+    assert (f"the ideal {found['macs_ratio']:.2f}×" in said[0]) is stable
+    assert not any("x the dense" in line or re.search(r"1[0-9]{2} % of the ideal", line) for line in log)
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy)
     page = html.unescape(write_report(copy).read_text())
     assert "Why is it not faster?" in page
-    for cause in found["causes"]:
+    for cause in found["causes"] if stable else ():
         assert cause["name"] in page
         assert any(cause["name"] in line and cause["fix"] in line for line in log)
+    assert ("Causes" in page) is stable
     (copy / "metrics.json").write_text(json.dumps({**metrics, "explanation": None}))
     assert "Why is it not faster?" not in write_report(copy).read_text()
 
@@ -221,10 +227,10 @@ def test_an_explanation_that_fails_costs_no_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("prunekit.jobs.analyses.explain.explain", fail)
     said: list[str] = []
     net = torch.nn.Linear(2, 2)
-    assert explain_job(net, net, (2,), LatencySettings(), said.append) is None
+    assert explain_job(net, net, (2,), LatencySettings(), (), said.append) is None
     assert said == ["explain: not done: RuntimeError: view size is not compatible"]
     for settings in (LatencySettings(explain=False), LatencySettings(runtimes=("onnxruntime",))):
-        assert explain_job(net, net, (2,), settings, said.append) is None
+        assert explain_job(net, net, (2,), settings, (), said.append) is None
     assert len(said) == 1
 
 
@@ -354,7 +360,7 @@ def test_activation_masks_meet_their_target_on_the_test_images(
     assert found["sparsity"] == pytest.approx(0.7, abs=0.01)
     assert found["n_test"] == metrics["pruned"]["n_test"]
     assert metrics["parity"]["max_relative_difference"] <= 1e-9
-    assert sum(line.startswith("activations: thresholds of 6 layers for 70.0% zeros") for line in log) == 2
+    assert sum(line.startswith("activations: thresholds of 6 layers for 70.0 % zeros") for line in log) == 2
     thresholds = ActivationThresholds.load(folder / "activation_thresholds.json")
     model = prunekit.load(folder / "model")
     test = batches(load_splits(DataSettings(image_size=8)).test, 64, shuffle_seed=None)
@@ -451,7 +457,7 @@ def test_an_overall_budget_is_spread_and_shown(finished: tuple[Path, dict[str, A
     assert found["sparsity"] == pytest.approx(0.75, abs=0.02)
     assert found["sparsity"] == pytest.approx(sum(row["weight"] * row["sparsity"] for row in found["layers"]))
     assert found["errors"][found["way"]] == min(found["errors"].values())
-    assert any("thresholds of 4 layers for 75.0% zeros overall, passes:" in line for line in log)
+    assert any("thresholds of 4 layers for 75.0 % zeros overall, passes:" in line for line in log)
     assert any("on held-out images the output differs by" in line for line in log)
     kept = ActivationThresholds.load(result.folder / "activation_thresholds.json")
     assert kept.budget is not None
@@ -461,7 +467,7 @@ def test_an_overall_budget_is_spread_and_shown(finished: tuple[Path, dict[str, A
 
 def test_an_overall_budget_that_the_test_images_miss_is_named() -> None:
     measured = {"target": None, "overall": 0.6, "sparsity": 0.62, "layers": [{"module": "conv1", "sparsity": 0.9}]}
-    assert missed_targets(measured) == ["activations overall 60.0%: 62.0% zeros on the test images"]
+    assert missed_targets(measured) == ["activations overall 60.0 %: 62.0 % zeros on the test images"]
     assert missed_targets({**measured, "sparsity": 0.605}) == []
 
 
@@ -521,8 +527,8 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     measured = Measurements(models, {}, LatencyReport((), (row,), (), ()))
     by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
     assert [text.split(":")[0] for text in by_macs] == [
-        "budget macs 0.45",
-        "the pruned model is slower (eager, cpu, batch 1, 1 thread, float32)",
+        "budget MACs 45.0 %",
+        "slower than the dense model",
     ]
     noisy = LatencyReport((), ({**row, "stable": False},), (), (), failures=({**where, "reason": "outputs differ"},))
     assert shortfalls(replace(measured, latency=noisy), Sparsity(weights=0.5, channels=0.5), job(tmp_path))[1:] == [
@@ -534,21 +540,21 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     layers = [{"module": path, "sparsity": share} for path, share in (("a", 0.692), ("b", 0.712), ("c", 0.5))]
     masks = {"target": 0.7, "sparsity": 0.7, "layers": layers}
     assert shortfalls(replace(quick, activations=masks), Sparsity(weights=0.5, channels=0.5), halves) == [
-        "activations target 70.0%: b has 71.2% zeros on the test images",
-        "activations target 70.0%: c has 50.0% zeros on the test images",
+        "activations target 70.0 %: b has 71.2 % zeros on the test images",
+        "activations target 70.0 %: c has 50.0 % zeros on the test images",
     ]
     several = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(params=0.5, size_mb=2.0)))
     sizes = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "tensor_bytes": 2_100_000}}
     assert shortfalls(replace(quick, models=sizes), Sparsity(weights=0.5, channels=0.5), several) == [
-        "budget params 0.5: 0.6000 of the dense model's parameters are left",
-        "budget size_mb 2.0: parameters and buffers take 2.1000 MB",
+        "budget parameters 50.0 %: 60.00 % of the dense model's parameters are left",
+        "budget size 2.00 MB: parameters and buffers take 2.10 MB",
     ]
     memory = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(memory_mb=2.0)))
     taken = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "memory_bytes": 2_100_000}}
     assert shortfalls(replace(quick, models=taken), Sparsity(weights=0.5, channels=0.5), memory) == [
-        "budget memory_mb 2.0: a forward pass takes 2.1000 MB",
+        "budget memory 2.00 MB: a forward pass takes 2.10 MB",
     ]
-    assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
+    assert "60.00 % of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 
 
 @pytest.mark.parametrize(

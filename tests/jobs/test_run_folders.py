@@ -131,7 +131,7 @@ def test_runs_of_your_own_code_say_which(home: Path, monkeypatch: pytest.MonkeyP
     assert options == {"--model": f"{home / 'own.py'}:net", "--data": f"{home / 'own.py'}:samples"}
     assert load(run / "recipe.yaml") == resolved(mine, own)
     (again,) = re.findall(r"prunekit prune [^<\n]*recipe\.yaml[^<\n]*", (run / "report.html").read_text())
-    assert shlex.split(again)[3:] == ["--model", options["--model"], "--data", "FILE.py:FACTORY"]
+    assert shlex.split(again)[3:] == ["--model", options["--model"], "--data", options["--data"]]
 
     monkeypatch.chdir(home.parent / "elsewhere")
     refused = command("evaluate", str(run / "model"))

@@ -78,7 +78,8 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
     assert speedup.items() >= {**last, "high": found["final"]["speedup_high"]}.items()
     assert speedup["processes"] == found["final"]["processes"] == 1
     assert sum("the figure of the budget of time" in note for note in result.metrics["latency_notes"]) == 1
-    assert any(line.startswith(f"latency: pruned: {speedup['median']:.2f}x the dense model's speed [") for line in log)
+    shown = f"{speedup['median']:.2f}×" if speedup["stable"] else "unstable"
+    assert any(line.startswith("latency: speedup of pruned (") and f"): {shown} [" in line for line in log)
     assert result.metrics["pruned"]["macs"] < result.metrics["dense"]["macs"]
     assert result.metrics["profile"]["networks"] == 10
     assert (
@@ -91,7 +92,7 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
     page = (result.folder / "report.html").read_text()
     assert "Asked for and delivered" in page
     assert page.split("Asked for and delivered")[1].split("</thead>")[0].count("<th>") == 6  # what fits a page
-    assert "1.2x asked for" in page
+    assert "speedup 1.20× asked for" in page
     assert any("attempt 1: predicted" in line for line in log)
     assert any("measured last" in line for line in log)
 
@@ -177,7 +178,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
 @pytest.mark.slow
 def test_what_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
     for refusing in (prune_job, dry_run):
-        with pytest.raises(PlanError, match=r"budget speedup 500x: the plan predicted to be fastest takes"):
+        with pytest.raises(PlanError, match=r"budget speedup 500.00×: the plan predicted to be fastest takes"):
             refusing(job(tmp_path, 500.0), log=lambda text: None)
     assert not list(tmp_path.iterdir())
 

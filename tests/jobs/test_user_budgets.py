@@ -235,7 +235,7 @@ def test_a_job_of_the_command_line_keeps_to_it_and_its_page_shows_it(tmp_path: P
     (folder,) = (tmp_path / "runs" / "own").glob("2*")
     assert "error" not in done.output, done.output
     found = json.loads((folder / "metrics.json").read_text())["plan"]["budgets"]["energy"]
-    said = f"energy: {100 * found['left']:.2f} % left, at most 60.00 % asked for, the one that binds"
+    said = f"energy {100 * found['left']:.1f} % left, at most 60.0 % asked for, the one that binds"
     assert said in done.output
     assert said in (folder / "report.html").read_text()
     del BUDGETS._items["energy"]  # as where nobody has registered it

@@ -184,7 +184,7 @@ def test_a_batch_is_too_small_where_a_larger_one_is_surely_better() -> None:
     found = overhead_causes.small_batch(now, PRUNED_MS, paired(40, 20), 1, 8)
     assert found is not None
     assert found.ms == pytest.approx(PRUNED_MS * (1 - 1.2 / 2))
-    assert "a sample takes 2.5 ms there and 10 ms here" in found.evidence
+    assert "a sample takes 2.5 ms in a batch of 8 and 10 ms in one of 1" in found.evidence
     assert overhead_causes.small_batch(now, PRUNED_MS, paired(40, 20, spread=0.4), 1, 8) is None
     assert overhead_causes.small_batch(now, PRUNED_MS, paired(24, 20), 1, 8) is None
 

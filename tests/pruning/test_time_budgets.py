@@ -151,7 +151,7 @@ def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     _, found = delivered_on(Machine(1.0), monkeypatch, speedup=2.0)
     slower = replace(found, final=took(1.9))
     assert slower.shortfalls == [
-        "budget speedup 2x: delivered 5.263 ms, 1.9x the dense model's speed: 5.3 % slower than asked for"
+        "budget speedup 2.00×: delivered 5.263 ms, 1.90× the dense model's speed: 5.3 % slower than asked for"
     ]
     assert not slower.within
     barely = replace(found, final=took(1.99))
@@ -163,9 +163,9 @@ def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert unbound.within
     assert not unbound.shortfalls
     noisy = replace(found, final=replace(took(2.0), stable=False, doubts=("too wide",)))
-    assert noisy.shortfalls == ["budget speedup 2x: the figure is unstable: too wide"]
+    assert noisy.shortfalls == ["budget speedup 2.00×: the figure is unstable: too wide"]
     here = replace(found, final=replace(took(2.0), notes=("eager: timed in this process",)))
-    assert here.shortfalls == ["budget speedup 2x: eager: timed in this process"]
+    assert here.shortfalls == ["budget speedup 2.00×: eager: timed in this process"]
 
 
 def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        PlanError, match=r"budget speedup 1e\+06x: the plan predicted to be fastest takes .* \(measured\)"
+        PlanError, match=r"budget speedup 1000000.00×: the plan predicted to be fastest takes .* \(measured\)"
     ):
         delivered_on(Machine(0.8), monkeypatch, speedup=1e6)
     wanted = PruneSettings(BudgetSettings(speedup=1e6), ignore=("layers.0",), target=ONE_BY_ONE)

@@ -78,7 +78,7 @@ def test_a_registered_one_is_on_the_page_and_the_terminal(run: Path) -> None:
     assert page.index('id="result"') < shown < page.index('id="latency"')
     assert "<b>own</b>" not in page
     said = lines(read_run(run).metrics | {"speedup": []}, run)
-    assert said == ["Budget macs: 44.95 % left, at most 45.00 % asked for", "Called: own", *said[2:]]
+    assert said == ["Budget MACs 45.0 % left, at most 45.0 % asked for", "Called: own", *said[2:]]
 
 
 @pytest.mark.slow

@@ -223,8 +223,8 @@ def _latency(facts: CardFacts) -> str:
             for one in facts.run.get("speedup") or ()
             if one.get("model", "pruned") == row["model"] and all(one.get(k) == row.get(k) for k in key)
         ]
-        ratio = f"{same[0]['median']:.2f}x ({same[0]['low']:.2f} to {same[0]['high']:.2f})" if same else "–"
-        settled = "" if row.get("stable", True) else ", unstable"
+        settled, sure = ("" if one.get("stable", True) else ", unstable" for one in (row, same[0] if same else {}))
+        ratio = f"{same[0]['median']:.2f}× ({same[0]['low']:.2f} to {same[0]['high']:.2f}){sure}" if same else "–"
         setting = [plain(row.get(k, "–")) for k in key]
         rows.append([plain(row["model"]), *setting, f"{row['median_ms']:.3g} ms{settled}", ratio])
     if not rows:

@@ -12,7 +12,7 @@ from prunekit.cli.groups import register_command
 from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain
 from prunekit.jobs.run.early_checks import AUTO, require_job, require_packages, require_run
-from prunekit.utils.display import change, count, share, table
+from prunekit.utils.display import change, count, resource, share, table
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Own
@@ -167,11 +167,11 @@ def _plan(plan: dict[str, Any]) -> str:
 def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
     resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
     rows = [
-        (str(row["step"]), f"{row['epoch']:.2f}", *(share(row[name], 1) for name in resources))
+        (str(row["step"]), f"{row['epoch']:.2f}", *(share(row[name]) for name in resources))
         for row in schedule["stages"]
     ]
     yield f"Schedule {schedule['kind']}, {schedule['steps_per_epoch']} steps an epoch: what is left of the dense model"
-    yield table(("after step", "epoch", *resources), rows)
+    yield table(("after step", "epoch", *map(resource, resources)), rows)
 
 
 def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, training: bool) -> list[str]:

@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from prunekit.inspection.diagnosis.findings import MAX_NAMES, Finding, NonlinearityInputs, Observation, check
 from prunekit.statistics.layer_stats import LayerStats, StatsKey
+from prunekit.utils import display as numbers
 from prunekit.utils.display import listed
 
 DEAD = 0.5
@@ -42,7 +43,7 @@ def dead_relu(observation: Observation) -> Iterator[Finding]:
             yield Finding(
                 path,
                 _place(observation, path, units),
-                f"fewer than {DEAD:.0%} of a ReLU's channels without any value above 0",
+                f"fewer than {numbers.share(DEAD, 0)} of a ReLU's channels without any value above 0",
                 f"{dead.sum()} of {len(dead)} channels behind {behind} are 0 for all {observation.images} inputs",
                 "lower the learning rate that led there, look at the biases and the initialization before it, or use "
                 "a leaky activation",
@@ -59,8 +60,8 @@ def saturated_sigmoid(observation: Observation) -> Iterator[Finding]:
             yield Finding(
                 path,
                 _place(observation, path, units),
-                f"fewer than {SATURATED:.0%} of the inputs of {name} where it is flat",
-                f"{share:.1%} behind {units.after or 'the input'}, with inputs from {low:.3g} to {high:.3g}",
+                f"fewer than {numbers.share(SATURATED, 0)} of the inputs of {name} where it is flat",
+                f"{numbers.share(share)} behind {units.after or 'the input'}, with inputs from {low:.3g} to {high:.3g}",
                 "scale down the weights before it, normalize what it is given, or use another activation",
                 {"share": share, "low": low, "high": high},
             )
@@ -96,7 +97,7 @@ def constant_channels(observation: Observation) -> Iterator[Finding]:
             yield Finding(
                 key.module,
                 observation.place(key.module),
-                f"fewer than {CONSTANT:.0%} of the channels constant",
+                f"fewer than {numbers.share(CONSTANT, 0)} of the channels constant",
                 f"{constant.sum()} of {layer.channels} channels{again} never change, at {values.min():.3g} "
                 f"to {values.max():.3g}",
                 "look at its weights, and at values so large that what varies is rounded away",

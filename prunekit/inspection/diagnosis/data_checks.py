@@ -31,6 +31,7 @@ from prunekit.inspection.diagnosis.recorders import shapes_text
 from prunekit.statistics.layer_stats import FloatArray
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch
 from prunekit.tasks.task import Task
+from prunekit.utils import display as numbers
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import described
 from prunekit.utils.tensors import is_finite, map_tensors
@@ -69,11 +70,11 @@ def duplicated_data(observation: Observation) -> Iterator[Finding]:
 
 def _copies(data: DataSummary, share: float, samples: str) -> Finding:
     conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
-    about = f", about {share:.0%} of the data set" if data.images < data.total else ""
+    about = f", about {numbers.share(share, 0)} of the data set" if data.images < data.total else ""
     return Finding(
         "data",
         DATA_ORDER,
-        f"fewer than {COPIES:.0%} of the {samples} equal to another",
+        f"fewer than {numbers.share(COPIES, 0)} of the {samples} equal to another",
         f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
         f"remove the copies, and look at how the {samples} are listed and shuffled",
         {"copies": data.copies, "images": data.images, "conflicting": data.conflicting, "share_of_the_set": share},

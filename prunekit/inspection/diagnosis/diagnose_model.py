@@ -73,7 +73,7 @@ def diagnose(
         1 fault (32 training samples, loss ...)
         ...
         1. dead_relu in 1
-           expected: fewer than 50% of a ReLU's channels without any value above 0
+           expected: fewer than 50 % of a ReLU's channels without any value above 0
            came:     16 of 16 channels behind 0 are 0 for all 32 inputs
         ...
     """

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.inspection.diagnosis.findings import MAX_NAMES, Finding, GradientNorms, Observation, StepSize, check
+from prunekit.utils import display as numbers
 from prunekit.utils.context import gradients_of
 from prunekit.utils.display import listed
 
@@ -132,7 +133,8 @@ def frozen_parameter(observation: Observation) -> Iterator[Finding]:
             _owner(frozen[0]),
             observation.place(_owner(frozen[0])),
             "parameters that require gradients",
-            f"{len(frozen)} of {len(named)} are frozen, {share / total:.1%} of all values: {listed(frozen, MAX_NAMES)}",
+            f"{len(frozen)} of {len(named)} are frozen, {numbers.share(share / total)} of all values: "
+            f"{listed(frozen, MAX_NAMES)}",
             "set requires_grad_(True) on those that should learn, or ignore frozen_parameter if that is on purpose",
             {"parameters": frozen, "share": share / total},
         )

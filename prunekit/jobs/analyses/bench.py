@@ -21,6 +21,7 @@ from prunekit.measure.latency.row_text import (
     dtype_text,
     failure_lines,
     machine_text,
+    paired,
     setting_text,
     unstable_lines,
     unstable_mark,
@@ -34,9 +35,8 @@ from prunekit.utils.inputs import as_example, input_specs
 from prunekit.utils.progress import Log, reporting, stage
 from prunekit.utils.tensors import gather
 
-SAME = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
-"""Columns that identify a row of a report."""
 WHERE = ("device", "runtime", "batch", "threads")
+HEADINGS = ["speedup", "its 95 %", "median ms", "95 % interval", "p10", "p90", "p99", "samples/s", "peak memory"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,7 +58,7 @@ class Benchmark(Displayed):
         >>> small = pk.prune(model, x, macs=0.5).model
         >>> timed = pk.bench({"dense": model, "pruned": small}, x, repeats=5, device="cpu")
         >>> timed
-        <Benchmark: 2 models in 1 setting; pruned ...× as fast as dense (eager, cpu, batch 1, 1 thread, float32)>
+        <Benchmark: 2 models in 1 setting; ...>
         >>> timed.models["pruned"]
         {'params': 90, 'macs': 80}
     """
@@ -77,19 +77,18 @@ class Benchmark(Displayed):
     def rows(self) -> list[dict[str, Any]]:
         """Return latency, in ms for the whole batch, and speedup over the first model, of each model and setting."""
         names = (*WHERE, "dtype", "memory_format", "median_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "stable")
-        rows, left = [], list(self.speedup)
-        for row in self.latency:
-            beside = next((one for one in left if all(one[name] == row[name] for name in SAME)), None)
-            left = [one for one in left if one is not beside]
-            speedup = {name: None if beside is None else beside[name] for name in ("median", "low", "high")}
-            found = {"model": row["model"], **{name: row[name] for name in names}}
-            rows.append(found | {f"speedup_{name}".removesuffix("_median"): value for name, value in speedup.items()})
-        return rows
+        return [
+            {name: row[name] for name in ("model", *names)}
+            | {f"speedup_{name}".removesuffix("_median"): beside and beside[name] for name in ("median", "low", "high")}
+            for row, beside in paired(self.latency, self.speedup)
+        ]
 
     def _headline(self) -> str:
         first = next(iter(self.models), "")
-        fastest = max(self.speedup, key=lambda row: float(row["median"]), default=None)
-        best = "" if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
+        stable = [row for row in self.speedup if row["stable"]]
+        fastest = max(stable, key=lambda row: float(row["median"]), default=None)
+        unstable = "; speedups are unstable" if self.speedup else ""
+        best = unstable if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
         place = "" if fastest is None else f" ({setting_text(fastest)})"
         failed = f"; {len(self.failures)} not measured" if self.failures else ""
         settings = len({setting_text(row) for row in self.latency})
@@ -97,32 +96,24 @@ class Benchmark(Displayed):
 
     def _parts(self) -> Iterator[str | Table]:
         yield f"Benchmark: {self._headline()}"
-        text = ("device", "runtime", "dtype", "95 % interval")
-
-        def place(row: dict[str, Any]) -> tuple[Any, ...]:
-            return row["model"], *(row[key] for key in WHERE), dtype_text(row)
-
         rows = [
             (
-                *place(row),
+                *(row[key] for key in ("model", *WHERE)),
+                dtype_text(row),
+                factor(beside["median"]) if beside else "",
+                interval(beside["low"], beside["high"]) + unstable_mark(beside) if beside else "",
                 digits(row["median_ms"]),
                 interval(row["low_ms"], row["high_ms"]) + unstable_mark(row),
-                *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms")),
-                digits(row["samples_per_s"]),
+                *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms", "samples_per_s")),
                 size(row["peak_memory_bytes"]),
             )
-            for row in self.latency
+            for row, beside in paired(self.latency, self.speedup)
         ]
-        headings = ("median ms", "95 % interval", "p10", "p90", "p99", "samples/s", "peak memory")
+        text = ("device", "runtime", "dtype", "its 95 %", "95 % interval")
         if rows:
-            yield Table(("model", *WHERE, "dtype", *headings), rows, text=text, most=20)
-        speedups = [
-            (*place(row), factor(row["median"]), interval(row["low"], row["high"]) + unstable_mark(row))
-            for row in self.speedup
-        ]
-        if speedups:
-            against = ("against the first", *WHERE, "dtype", "speedup", "95 % interval")
-            yield Table(against, speedups, text=text, most=20)
+            yield Table(("model", *WHERE, "dtype", *HEADINGS), rows, text=text, most=20)
+        if self.speedup:
+            yield "A speedup is the median of ratios of calls one after the other; that of two medians is less exact."
         machine = machine_text(self.machine, self.latency)
         failures = [f"not measured: {line}" for line in failure_lines(self.failures)]
         remarks = [*unstable_lines(self.latency, self.speedup), *self.notes, *failures, machine]
@@ -178,9 +169,9 @@ def bench(
         >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
         >>> found = pk.bench({"dense": model, "small": small}, torch.randn(1, 4), device="cpu", repeats=5)
         >>> print(found)
-        Benchmark: 2 models in 1 setting; small ...
+        Benchmark: 2 models in 1 setting; ...
         ...
-          model  device  runtime  batch  threads  dtype    median ms  95 % interval  ...
+          model  device  runtime  batch  threads  dtype    speedup  its 95 % ...
           dense  cpu     eager        1        1  float32  ...
           small  cpu     eager        1        1  float32  ...
         ...

@@ -21,10 +21,11 @@ from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.causes import experiments, overhead_causes, width_causes
 from prunekit.measure.causes.breakdown import Breakdown, IsolatedLayer, OperatorFigures, OperatorRow, break_down
 from prunekit.measure.causes.width_causes import Cause
-from prunekit.measure.latency.timing import Estimate, oversubscribed, time_paired
+from prunekit.measure.latency.row_text import Row
+from prunekit.measure.latency.timing import Estimate, time_paired
 from prunekit.measure.model_size import subnormals
 from prunekit.modes.public_call import public_call
-from prunekit.report.sections.explanation import operator_cells
+from prunekit.report.sections.explanation import of_report, operator_cells, unsettled, verdict
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import (
     device_of,
@@ -35,15 +36,15 @@ from prunekit.utils.context import (
     training_mode,
 )
 from prunekit.utils.context import threads as with_threads
-from prunekit.utils.display import Displayed, Table, digits, factor, interval, plural, share
+from prunekit.utils.display import Displayed, Table, digits, plural, share
 from prunekit.utils.inputs import as_example, call, running
 from prunekit.utils.progress import Log, stage
 from prunekit.utils.tensors import gather, map_tensors
 
 SLOWEST = 15
 """Operators that an explanation shows."""
-NOISY = 0.1
-"""Width of the speedup's interval, as a share of it, above which the figures are called noisy."""
+MISSING = 0.1
+"""Share of the pruned model's time in neither operators nor outside of them, above which a note says so."""
 LAYERS = 12
 """How many layers are run alone: the slowest."""
 LARGER, LONG_MS = (8, 4, 2), 1500.0
@@ -51,7 +52,7 @@ LARGER, LONG_MS = (8, 4, 2), 1500.0
 ROUNDS = 11
 """Timed forward passes of each model in a job, at most."""
 SPLIT = [f"{model}_{part}ms" for model in ("dense", "pruned") for part in ("", "outside_", "operators_")]
-MEASURED = (*SPLIT, "speedup", "macs_ratio", "shortfall_ms")
+MEASURED = (*SPLIT, "speedup", "macs_ratio", "shortfall_ms", "doubts")
 """What an explanation takes from the breakdown as it is."""
 
 
@@ -92,11 +93,7 @@ def explain(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
         >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
         >>> print(pk.explain(model, small, torch.randn(1, 4), threads=1, rounds=5))
-        on cpu, batch 1, threads 1: ... ms, dense ... ms
-        ...
-        Operators, the slowest first
-          module  operator  dense ms  pruned ms  MACs  pruned  faster  ideal ...
-        ...
+        on cpu, batch 1, 1 thread: ...
     """
     dense, pruned = unwrapped(dense), unwrapped(pruned)
     if rounds < 5:
@@ -136,16 +133,8 @@ def _placed(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _notes(found: Breakdown) -> Iterator[str]:
-    width, crowded = found.speedup.width, oversubscribed(found.contention)
-    if crowded:
-        yield crowded
-    elif width > NOISY:
-        yield (
-            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide; an idle machine or more rounds "
-            "would settle it"
-        )
     missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
-    if missing > NOISY * found.pruned_ms:
+    if missing > MISSING * found.pruned_ms:
         yield (
             f"the pruned model's operators take {found.pruned_operators_ms:.3g} ms, each by its median, of "
             f"{found.pruned_ms:.3g} ms: {missing:.3g} ms are in neither, because rounds differed that much"
@@ -157,9 +146,16 @@ def _notes(found: Breakdown) -> Iterator[str]:
 
 
 def explain_job(
-    dense: nn.Module, pruned: nn.Module, inputs: Sequence[int] | Inputs, settings: LatencySettings, log: Log
+    dense: nn.Module,
+    pruned: nn.Module,
+    inputs: Sequence[int] | Inputs,
+    settings: LatencySettings,
+    speedup: Sequence[Row],
+    log: Log,
 ) -> dict[str, Any] | None:
     """Return the explanation for the first batch and thread count in eager on the CPU, for `metrics.json`.
+
+    The log says it of the job's own speedup, whose rows are given.
 
     It is None if it was not asked for, if eager is not timed, or if it failed, which is logged: the models run in ways
     that their code may not support, which must not end the job.
@@ -172,10 +168,12 @@ def explain_job(
     except Exception as error:  # whatever a model's own code raises
         log(f"explain: not done: {type(error).__name__}: {error}")
         return None
-    log(f"explain: {found.reached:.0%} of the ideal {found.macs_ratio:.2f}x, the ratio of MACs, was reached")
-    for cause in found.causes:
+    figures = found.figures()
+    said = of_report(figures, speedup)
+    log(f"explain: {unsettled(said) or verdict(said)}")
+    for cause in () if said["doubts"] else found.causes:
         log(f"explain: {cause.name} (about {cause.ms:.3g} ms); to fix it: {cause.fix}")
-    return found.figures()
+    return figures
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,6 +191,7 @@ class Explanation(Displayed):
         operators: every operator of every module, the pruned model's slowest first.
         causes: what was found, the most milliseconds first; empty if nothing was.
         notes: what to know when reading the figures.
+        doubts: why nothing can be concluded from the times, with what would settle it; empty if they are stable.
 
     Example:
         >>> import prunekit as pk, torch
@@ -222,6 +221,7 @@ class Explanation(Displayed):
     operators: tuple[OperatorRow, ...]
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """Return the explanation as plain data."""
@@ -248,27 +248,22 @@ class Explanation(Displayed):
         ]
 
     def _headline(self) -> str:
-        threads = plural(self.threads, "thread")
-        return (
-            f"{factor(self.speedup.median)} faster than the dense model, {share(self.reached, 0)} of the ideal "
-            f"{factor(self.macs_ratio)} ({self.device}, batch {self.batch}, {threads}); "
-            f"{plural(len(self.causes), 'cause')}"
-        )
+        found = f"{verdict(self.figures())}; {plural(len(self.causes), 'cause')}"
+        return f"{self._where}: {unsettled(self.figures()) or found}"
 
     @property
-    def reached(self) -> float:
-        """The speedup as a share of the ideal."""
-        return self.speedup.median / self.macs_ratio
+    def _where(self) -> str:
+        return f"on {self.device}, batch {self.batch}, {plural(self.threads, 'thread')}"
 
     def _parts(self) -> Iterator[str | Table]:
+        if self.doubts:
+            yield self._headline()
+            return
         inside, outside = self.pruned_operators_ms, self.pruned_outside_ms
-        more = "more" if self.shortfall_ms > 0 else "less"
+        missing = f"; {digits(self.shortfall_ms)} ms are missing from it" if self.shortfall_ms > 0 else ""
         yield (
-            f"on {self.device}, batch {self.batch}, threads {self.threads}: {digits(self.pruned_ms)} ms, dense "
-            f"{digits(self.dense_ms)} ms\n"
-            f"{factor(self.speedup.median)} faster {interval(self.speedup.low, self.speedup.high)}; its "
-            f"multiply-accumulates say {factor(self.macs_ratio)}: {share(self.reached, 0)} of the ideal, "
-            f"{digits(abs(self.shortfall_ms))} ms {more} than that\n"
+            f"{self._where}: {digits(self.pruned_ms)} ms, dense {digits(self.dense_ms)} ms\n"
+            f"{verdict(self.figures())}{missing}\n"
             f"in operators {digits(inside)} ms (dense {digits(self.dense_operators_ms)}), outside of them (Python, "
             f"dispatch) {digits(outside)} ms (dense {digits(self.dense_outside_ms)}): "
             f"{share(outside / ((inside + outside) or 1), 0)} of the time"

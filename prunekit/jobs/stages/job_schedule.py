@@ -25,6 +25,7 @@ from prunekit.pruning.plan_search import Planned, library_of
 from prunekit.pruning.schedule_planner import ChannelPlanner, StepInputs, StepStatistics, final_shares
 from prunekit.settings.pruning import WITH_REPAIR, PruneSettings, prune_contradictions
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule, steps_per_epoch
+from prunekit.utils.display import shares_left
 from prunekit.utils.files import write_csv
 from prunekit.utils.progress import Log
 
@@ -123,12 +124,12 @@ def change_rows(change: PlanChange, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def _log_change(change: PlanChange, steps: int, log: Log) -> None:
-    left = ", ".join(f"{actual:.1%} of {name}" for name, (_, actual) in change.shares.items())
+    kept = shares_left({name: actual for name, (_, actual) in change.shares.items()})
     counted = [("channels", change.pruned, change.regrown)] if change.shares.keys() - {RESOURCE} else []
     if RESOURCE in change.shares:
         counted.append(("weights", change.weights_pruned, change.weights_regrown))
     said = ", ".join(f"{n:,} {what} pruned" + (f", {back:,} came back" if back else "") for what, n, back in counted)
-    log(f"schedule: epoch {change.step / steps:.2f}: {left} left; {said}")
+    log(f"schedule: epoch {change.step / steps:.2f}: {kept}; {said}")
 
 
 def schedule_rows(settings: PruneSettings, line: Timeline, plan: Plan) -> dict[str, Any]:

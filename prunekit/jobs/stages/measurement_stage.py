@@ -24,7 +24,7 @@ from prunekit.jobs.stages.training_stage import missed_targets
 from prunekit.masks.masked_model import Sparsity
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
-from prunekit.measure.latency.row_text import failure_lines, setting_text, unstable_lines, unstable_mark
+from prunekit.measure.latency.row_text import failure_lines, speedup_text, unstable_lines
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
@@ -37,7 +37,7 @@ from prunekit.settings.pruning import facts_of
 from prunekit.tasks.detection import DETECTION, Targets
 from prunekit.tasks.task import Task, described_task
 from prunekit.utils.context import training_mode
-from prunekit.utils.display import in_unit
+from prunekit.utils.display import in_unit, percent
 from prunekit.utils.files import write_csv, write_json
 from prunekit.utils.inputs import call, inputs_as_example
 
@@ -110,12 +110,10 @@ def measure_models(
     if latency.rows:
         write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
-    for row in latency.speedup:
-        interval = f"[{row['low']:.2f}, {row['high']:.2f}]{unstable_mark(row)}"
-        log(f"latency: {row['model']}: {row['median']:.2f}x the dense model's speed {interval} ({setting_text(row)})")
-    for note in [*unstable_lines(latency.rows, latency.speedup), *latency.notes]:
+    said = [f"speedup of {speedup_text(row)}" for row in latency.speedup]
+    for note in [*said, *unstable_lines(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
-    explanation = explain_job(dense, pruned, inputs, settings, log)
+    explanation = explain_job(dense, pruned, inputs, settings, latency.speedup, log)
     return Measurements(figures, accuracies, latency, explanation=explanation)
 
 
@@ -194,14 +192,15 @@ def shortfalls(measured: Measurements, share: Sparsity, job: JobSettings, label:
             continue
         left = counted / whole
         if left > facts.as_cost(asked):
-            found.append(f"budget {name} {asked}: {facts.found_as.format(facts.as_cost(left))}")
+            came = facts.as_cost(left)  # a user's sentence may format the number itself
+            said = facts.found_as.format(came if "{:" in facts.found_as else facts.shown(came, 2))
+            found.append(f"budget {facts.asked(asked)}: {said}")
     for name, reached in measured.accuracies.items():
         if reached.at_chance:  # of the dense model, comparisons mean nothing
             chance = _at_chance(name, reached, label)
             found.append(chance if name not in ("dense", "control") else f"{chance}: {UNTOLD}")
-    for row in measured.latency.speedup:
-        if row["high"] < 1 and row["stable"]:
-            found.append(f"the {row['model']} model is slower ({setting_text(row)}): {row['median']:.2f}x")
+    slower = [row for row in measured.latency.speedup if row["high"] < 1 and row["stable"]]
+    found += [f"slower than the dense model: {speedup_text(row)}" for row in slower]
     found += [f"latency not measured: {text}" for text in failure_lines(measured.latency.failures)]
     found += measured.failures
     return found + missed_targets(measured.activations)
@@ -229,7 +228,10 @@ def write_detections(prepared: JobSubject, models: Mapping[str, nn.Module], run:
         sides = {"labeled": targets[i], **{name: each[number] for name, each in found.items()}}
         counts = {name: _count(side) for name, side in sides.items()}
         said = ", ".join(f"{name} {count}" for name, count in counts.items())
-        heading = f"Test image {int(spread[i])}", f"boxes: {said}; of models those of at least {CONFIDENCE:.0%}"
+        heading = (
+            f"Test image {int(spread[i])}",
+            f"boxes: {said}; of models those of at least {percent(100 * CONFIDENCE, 0)}",
+        )
         file = f"{number:02}.png"
         write_png(run / DETECTIONS / file, boxes_side_by_side(images[i], sides, splits.classes, heading))
         rows.append({"image": int(spread[i]), "picture": file, "boxes": counts})

@@ -47,7 +47,7 @@ from prunekit.training.callbacks.selection import CallbackInputs, build_callback
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
-from prunekit.utils.display import in_unit, training_name
+from prunekit.utils.display import in_unit, share, training_name
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import Log
@@ -180,8 +180,8 @@ class Trainings:
             if isinstance(part, Distillation):
                 cost = part.cost
                 self._teaching[name] = asdict(cost)
-                share = f"{cost.step_share:.1%} of the training steps"
-                self._log(f"{training_name(name)}: the teacher took {cost.seconds:.1f} s, {share}")
+                of = f"{share(cost.step_share)} of the training steps"
+                self._log(f"{training_name(name)}: the teacher took {cost.seconds:.1f} s, {of}")
         return model.cpu()
 
     def _note(
@@ -222,7 +222,7 @@ class Finetuning:
         model = model.to(self._prepared.device)
         first = plan if schedule is None else schedule.start
         thresholds = self._thresholds(model, first)
-        share, epochs = sparsity(model, first), self._job.finetune.epochs
+        zeros, epochs = sparsity(model, first), self._job.finetune.epochs
         if schedule is not None:
             self._log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
             activations = ContextCallback(lambda _: masks(model, thresholds))
@@ -231,7 +231,7 @@ class Finetuning:
             model = self._train(model, *callbacks, masks=schedule.in_force, chart=plan.channel_map, until=until)
             left = self._trainings.paused
             return (model, None) if left is None else self._train_compact(model, schedule.part.plan, thresholds, left)
-        self._log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
+        self._log(f"fine-tune: {share(zeros.channels)} of the channels masked, epochs: {epochs}")
         if early:
             with masked(model, plan, restore=False):
                 pass
@@ -247,7 +247,7 @@ class Finetuning:
                 yield
 
         def figures() -> dict[str, str]:  # called in the main process alone
-            return {} if is_sharded(trained) else {"sparsity": f"{sparsity(trained, plan).weights:.1%}"}
+            return {} if is_sharded(trained) else {"sparsity": share(sparsity(trained, plan).weights)}
 
         shown = ContextCallback(under_masks, figures)
         return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
@@ -311,17 +311,17 @@ def find_thresholds(prepared: JobSubject, compact: nn.Module, *, log: Log) -> Ac
         side=settings.side,
         progress=False,
     )
-    asked = f"{settings.target:.1%} zeros" if found.budget is None else f"{found.budget.overall:.1%} zeros overall"
-    log(f"activations: thresholds of {len(found)} layers for {asked}, passes: {found.rounds}")
+    asked, where = (settings.target, "") if found.budget is None else (found.budget.overall, " overall")
+    log(f"activations: thresholds of {len(found)} layers for {share(asked)} zeros{where}, passes: {found.rounds}")
     if found.budget is not None:
         log(f"activations: {_spread(found.budget)}")
-    for path, share in found.off_target().items():
-        log(f"activations: {path} has {share:.1%} zeros at threshold {found[path]:.3g}")
+    for path, zeros in found.off_target().items():
+        log(f"activations: {path} has {share(zeros)} zeros at threshold {found[path]:.3g}")
     return found
 
 
 def _spread(budget: ActivationBudget) -> str:
-    spread, uniform = (f"{budget.errors[way]:.2%}" for way in ("spread", "uniform"))
+    spread, uniform = (share(budget.errors[way], 2) for way in ("spread", "uniform"))
     if budget.way == "spread":
         return f"spread by errors: on held-out images the output differs by {spread} of its variance, uniform {uniform}"
     return f"one share for all layers: on held-out images the output differs by {uniform}, spread by errors {spread}"
@@ -345,7 +345,7 @@ def measure_masks(
     overall = sparsity.overall if budget is None else thresholds.budget_share(sparsity.layers)
     weighted = "" if budget is None or budget.by == "values" else ", weighted by MACs"
     log(
-        f"test: {overall:.1%} of the masked activations are zero{weighted}; "
+        f"test: {share(overall)} of the masked activations are zero{weighted}; "
         f"{task.main.label} under the masks {in_unit(found.values[task.main.name], task.main.unit)}"
     )
     layers = [
@@ -370,9 +370,9 @@ def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
         return []
     overall, target = measured.get("overall"), measured["target"]
     if overall is not None and abs(measured["sparsity"] - overall) > TOLERANCE:
-        return [f"activations overall {overall:.1%}: {measured['sparsity']:.1%} zeros on the test images"]
+        return [f"activations overall {share(overall)}: {share(measured['sparsity'])} zeros on the test images"]
     return [
-        f"activations target {target:.1%}: {row['module']} has {row['sparsity']:.1%} zeros on the test images"
+        f"activations target {share(target)}: {row['module']} has {share(row['sparsity'])} zeros on the test images"
         for row in measured["layers"]
         if target is not None and abs(row["sparsity"] - target) > TOLERANCE
     ]

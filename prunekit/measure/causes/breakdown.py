@@ -20,7 +20,7 @@ from prunekit.backends.session import OperatorKey, OperatorTimer, Timer, measure
 from prunekit.channels.tracing.execution import ModuleStack
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.measure.latency.machine import Load
-from prunekit.measure.latency.timing import Contention, Estimate, alternate, paired_ratio, warm_up
+from prunekit.measure.latency.timing import Contention, Estimate, alternate, doubts, paired_ratio, warm_up
 from prunekit.measure.model_size import bytes_moved, is_idle, macs_of, subnormals
 from prunekit.utils.inputs import call
 
@@ -199,6 +199,7 @@ class Breakdown:
     dense_calls: Mapping[OperatorKey, OperatorCalls]
     pruned_calls: Mapping[OperatorKey, OperatorCalls]
     contention: Contention | None = None  # for the CPU; None on other devices
+    doubts: tuple[str, ...] = ()  # why the times support no claim
 
     @property
     def shortfall_ms(self) -> float:
@@ -236,6 +237,7 @@ def break_down(
     macs_ratio = macs[0] / macs[1] if all(macs) else 1.0
     operators = [sum(one.ms for one in by_key.values()) for by_key in figures]
     outside = [_outside(plain, whole) for plain, whole in zip(times[:2], times[2:], strict=True)]
+    contention = load.contention(torch.get_num_threads()) if device.type == "cpu" else None
     return Breakdown(
         dense_ms=dense_ms,
         pruned_ms=pruned_ms,
@@ -249,7 +251,8 @@ def break_down(
         rows=operator_rows(figures[0], figures[1], macs_ratio, operators[1] + outside[1]),
         dense_calls=calls[0],
         pruned_calls=calls[1],
-        contention=load.contention(torch.get_num_threads()) if device.type == "cpu" else None,
+        contention=contention,
+        doubts=tuple(doubts(times[0] / times[1], contention)),
     )
 
 

@@ -74,14 +74,13 @@ def small_batch(now: Estimate, pruned_ms: float, larger: PairedTiming, batch: in
     saved = pruned_ms * (1 - now.median / larger.gain.median)
     if larger.gain.low <= now.high or saved < LEAST * pruned_ms:
         return None
-    each = pruned_ms / batch, larger.other_ms / larger_batch
+    here, there = pruned_ms / batch, larger.other_ms / larger_batch
     return Cause(
         name="batch too small",
         ms=saved,
         evidence=(
-            f"batch {larger_batch}: {larger.gain.median:.2f}× faster than dense [{larger.gain.low:.2f}, "
-            f"{larger.gain.high:.2f}], batch {batch}: {now.factor}; a sample takes "
-            f"{each[1]:.3g} ms there and {each[0]:.3g} ms here"
+            f"a sample takes {there:.3g} ms in a batch of {larger_batch} and {here:.3g} ms in one of {batch}; the "
+            f"speedup over dense is {larger.gain.median / now.median:.2f} times as high there"
         ),
         fix=f"run {larger_batch} samples at a time where latency allows it; where it does not, a graph runtime",
     )

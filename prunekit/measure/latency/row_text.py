@@ -5,10 +5,10 @@ Rows of runs by earlier versions have no memory format and nothing about their s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from prunekit.utils.display import plural
+from prunekit.utils.display import factor, interval, plural
 
 Row = Mapping[str, Any]
 
@@ -23,6 +23,23 @@ def setting_text(row: Row) -> str:
     """Return a row's setting, e.g. "eager, cpu, batch 1, 2 threads, float32"."""
     threads = plural(row["threads"], "thread")
     return f"{row['runtime']}, {row['device']}, batch {row['batch']}, {threads}, {dtype_text(row)}"
+
+
+def speedup_text(row: Row) -> str:
+    """Return model, setting and paired speedup of a row with its interval; of an unstable one the interval alone."""
+    found = unstable_mark(row).strip() or factor(row["median"])
+    return f"{row.get('model', 'pruned')} ({setting_text(row)}): {found} {interval(row['low'], row['high'])}"
+
+
+def paired(latency: Iterable[Row], speedup: Iterable[Row]) -> Iterator[tuple[Row, Row | None]]:
+    """Yield each latency with the speedup of its model and setting; None for the model that the others are over."""
+    setting = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
+    left = [{"model": "pruned", **row} for row in speedup]
+    for row in latency:
+        here = {key: row[key] for key in setting if key in row}
+        beside = next((one for one in left if here.items() <= {**here, **one}.items()), None)
+        left = [one for one in left if one is not beside]
+        yield row, beside
 
 
 def unstable_mark(row: Row) -> str:

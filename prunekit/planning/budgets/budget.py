@@ -107,7 +107,7 @@ def register_budget(
         each_group: whether scope `uniform` applies it to each channel group.
         counted_as: its name among the figures that a run counts on the loaded models; if one exceeds the budget, the
             run reports a shortfall.
-        found_as: a sentence that reports it, with `{}` in place of the figure.
+        found_as: a sentence that reports it, with `{}` in place of the figure as reports show it.
 
     Returns:
         A decorator that returns the function as it is.

@@ -19,7 +19,7 @@ from prunekit.settings.pruning import FLOATS, UNCOUNTED
     share=True,
     each_group=True,
     counted_as="channels",
-    found_as="{:.4f} of the free channels are left; some groups are at the fewest that min_channels, round_to, ratios "
+    found_as="{} of the free channels are left; some groups are at the fewest that min_channels, round_to, ratios "
     "or their size allow",
 )
 def channels(countable: Countable) -> list[Term]:
@@ -32,7 +32,7 @@ def channels(countable: Countable) -> list[Term]:
     about="share of the multiply-accumulates of one sample in eval mode",
     share=True,
     counted_as="macs",
-    found_as="{:.4f} of the dense model's MACs are left",
+    found_as="{} of the dense model's MACs are left",
 )
 def macs(countable: Countable) -> list[Term]:
     """Count the multiply-accumulates of one sample."""
@@ -47,7 +47,7 @@ def macs(countable: Countable) -> list[Term]:
     about="share of the parameters",
     share=True,
     counted_as="params",
-    found_as="{:.4f} of the dense model's parameters are left",
+    found_as="{} of the dense model's parameters are left",
 )
 def params(countable: Countable) -> list[Term]:
     """Count the entries of all parameters."""
@@ -62,7 +62,7 @@ def params(countable: Countable) -> list[Term]:
     figure="number of megabytes (10^6 bytes)",
     per_unit=1e6,
     counted_as="tensor_bytes",
-    found_as="parameters and buffers take {:.4f} MB",
+    found_as="parameters and buffers take {}",
 )
 def size_mb(countable: Countable) -> list[Term]:
     """Count the bytes of all parameters and buffers."""
@@ -78,7 +78,7 @@ def size_mb(countable: Countable) -> list[Term]:
     per_unit=1e6,
     peak=True,
     counted_as="memory_bytes",
-    found_as="a forward pass takes {:.4f} MB",
+    found_as="a forward pass takes {}",
 )
 def memory_mb(countable: Countable) -> list[list[Term]]:
     """Count the bytes alive at each moment of a forward pass that may be its peak."""

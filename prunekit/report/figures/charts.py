@@ -28,7 +28,7 @@ from prunekit.report.figures.canvas import (
     svg,
     wide_and_narrow,
 )
-from prunekit.utils.display import plural
+from prunekit.utils.display import RESOURCES, plural
 from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:
@@ -95,19 +95,31 @@ def _widths(layers: pd.DataFrame, width: float) -> Markup:
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
     """Return histograms of importance scores by channel group, for kept and removed channels."""
-    names = list(scores["group"].drop_duplicates())
+    return _four_abreast(scores, "group", "histograms", "Histograms of importance scores per channel group", _histogram)
+
+
+def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
+    """Return a panel for each layer, with the histogram of each model as the share of its values."""
+    kind = str(rows["kind"].iloc[0])
+    draw = partial(_distribution, log=kind == "activations")
+    return _four_abreast(rows, "layer", kind, f"Histograms of the {kind} of each layer", draw)
+
+
+def _four_abreast(
+    table: pd.DataFrame, key: str, name: str, label: str, draw: Callable[..., None]
+) -> tuple[Markup, int, int]:
+    """Return small panels, each of the rows with one value of a column, how many there are, and how many could be."""
+    names = list(table[key].drop_duplicates())
     chosen = evenly(names, MAX_GROUPS)
-    columns = 4
-    rows = math.ceil(len(chosen) / columns)
+    rows = math.ceil(len(chosen) / 4)
     height = 1.65 * rows + 0.5
     edges = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
     grid = {**edges, "wspace": 0.16, "hspace": 0.45}
-    with canvas(columns, rows, height, "histograms", grid, len(chosen)) as (figure, panels):
-        for axes, name in zip(panels, chosen, strict=False):
-            _histogram(axes, name, scores[scores["group"] == name])
+    with canvas(4, rows, height, name, grid, len(chosen)) as (figure, panels):
+        for axes, one in zip(panels, chosen, strict=False):
+            draw(axes, one, table[table[key] == one])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper right", ncols=2)
-        label = "Histograms of importance scores per channel group"
         return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
 
 
@@ -127,21 +139,6 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     axes.set_xticks(ends, labels=[f"{end:.3g}" for end in ends])
     axes.set_yticks([most], labels=[str(most)])
     axes.grid(visible=False)
-
-
-def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return a panel for each layer, with the histogram of each model as the share of its values."""
-    names, kind = list(rows["layer"].drop_duplicates()), str(rows["kind"].iloc[0])
-    chosen = evenly(names, MAX_GROUPS)
-    columns = 4
-    height = math.ceil(len(chosen) / columns)
-    with canvas(columns, height, 1.65 * height + 0.5, kind, used=len(chosen)) as (figure, panels):
-        for axes, name in zip(panels, chosen, strict=False):
-            _distribution(axes, name, rows[rows["layer"] == name], log=kind == "activations")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=2)
-        label = f"Histograms of the {kind} of each layer"
-        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
 
 
 def _distribution(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
@@ -197,7 +194,7 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
 
 def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
     """Return loss and validation score by epoch, with a color for each training run."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
     if not found:
@@ -218,9 +215,7 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
         losses = history[["train_loss", "validation_loss"]]
         if losses.min().min() > 0 and losses.max().max() > 50 * losses.min().min():  # small ones would lie on the axis
             loss.set_yscale("log")
-            # The default labels are mathematics, which an SVG that keeps its text as text shows as source.
-            loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            loss.yaxis.set_minor_formatter(NullFormatter())
+            _plain_log(loss.yaxis)
         for axes in (loss, reached):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             # A lone epoch would get an axis of thousandths around it.
@@ -236,10 +231,9 @@ def latencies(samples: pd.DataFrame) -> Markup:
         layout = samples["memory_format"].map(lambda name: "" if name == "contiguous" else f", {name}")
         samples = samples.assign(model=samples["model"] + layout)
     settings = list(samples.groupby(keys, sort=False, dropna=False))
-    columns = 2
-    rows = math.ceil(len(settings) / columns)
+    rows = math.ceil(len(settings) / 2)
     models = len(samples["model"].drop_duplicates())
-    with canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
+    with canvas(2, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
         for axes, (key, frame) in zip(panels, settings, strict=False):
             _latency_panel(axes, key, frame)
         return stacked(figure, "Latency of every timed run, by device and batch", len(settings))
@@ -281,7 +275,7 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
                 curve = [100 * line.share_at(step, summary["final"][resource]) for step in steps]
                 shares.plot(steps / line.steps, curve, color=color, linestyle="--", linewidth=1.1)
             epochs, actual = [0, *rows["epoch"], last], [100.0, *(100 * rows["actual"]), 100 * rows["actual"].iloc[-1]]
-            shares.step(epochs, actual, where="post", color=color, label=resource)
+            shares.step(epochs, actual, where="post", color=color, label=RESOURCES.get(resource, resource))
             shares.plot(rows["epoch"], 100 * rows["actual"], "o", color=color, markersize=3.5)
         of_channels = changes[changes["resource"] != "weights"]
         what = "weights" if of_channels.empty else "channels"
@@ -325,18 +319,7 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
 
 MOST_LAYERS = 64
 PHASES = (("first tenth of training", "#64748b", -0.17), ("last tenth", "#0f766e", 0.17))
-FLOW_STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": "#eef0f4",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "text.parse_math": False,
-}
+FLOW_STYLE: dict[Any, Any] = {**STYLE, "font.size": 9.5, "axes.titlesize": 9.5, "figure.facecolor": "white"}
 
 
 def shown_layers(rows: pd.DataFrame) -> list[str]:

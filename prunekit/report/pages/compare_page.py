@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prunekit.errors import ArtifactError, PrunekitError, UsageError, reason_of
-from prunekit.measure.latency.row_text import dtype_text, setting_text, unstable_mark
+from prunekit.measure.latency.row_text import dtype_text, paired, setting_text, unstable_mark
 from prunekit.report.figures.canvas import are_drawn
 from prunekit.report.figures.pareto import (
     MACHINE_KEYS,
@@ -136,18 +136,17 @@ def _run(side: ComparedRun) -> dict[str, Any]:
 
 def _latency(side: ComparedRun) -> Iterator[dict[str, Any]]:
     rows = side.run.metrics.get("latency", [])
-    dense = {setting_text(row): row for row in rows if row.get("model") == "dense"}
-    speedups = {(row.get("model", "pruned"), setting_text(row)): row for row in side.run.metrics.get("speedup", [])}
-    for row in rows:
+    dense = {setting_text(row): row.get("median_ms") for row in rows if row.get("model") == "dense"}
+    for row, beside in paired(rows, side.run.metrics.get("speedup", [])):
         if row.get("model") == "dense":
             continue
-        before, speedup = dense.get(setting_text(row), {}), speedups.get((row.get("model"), setting_text(row)), {})
+        speedup = beside or {}
         yield {
             "letter": side.letter,
             **{key: row.get(key) for key in ("model", "device", "runtime", "batch", "threads", "low_ms", "high_ms")},
             "dtype": dtype_text(row),
             "ms": row.get("median_ms"),
-            "dense_ms": before.get("median_ms"),
+            "dense_ms": dense.get(setting_text(row)),
             "speedup": speedup.get("median"),
             "speedup_low": speedup.get("low"),
             "speedup_high": speedup.get("high"),

@@ -102,10 +102,7 @@ def _legend(figure: Any) -> list[Any]:
     from matplotlib.lines import Line2D
 
     depth = colormap(*DEPTH)
-    lines = [
-        Line2D([], [], color=depth(part), linewidth=1.6, label=f"{part:.0%}".replace("%", " %"))
-        for part in SHARES[::-1]
-    ]
+    lines = [Line2D([], [], color=depth(part), linewidth=1.6, label=share(part, 0)) for part in SHARES[::-1]]
     lines[0].set_label("other widths at 25 %")
     ring: dict[str, Any] = {"marker": "o", "linestyle": "none", "markerfacecolor": "none", "markeredgecolor": INK}
     dot: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": depth(1.0), "markersize": 3.5}

@@ -14,14 +14,11 @@ from prunekit.errors import ArtifactError, PrunekitError, reason_of
 from prunekit.reading.text_files import read_json
 from prunekit.report.headline import sentence, tiles
 from prunekit.report.rendering import rendered
-from prunekit.report.run_data import Run, read_run, recipe_of
+from prunekit.report.run_data import Run, options_of, read_run
+from prunekit.report.sections.model_tables import testing
 from prunekit.report.sections.section import SECTIONS, Section, ordered
-from prunekit.settings.job import JobSettings
 from prunekit.utils.files import StrPath, flattened, require_writable, write_text
-from prunekit.utils.registry import registered_names
-from prunekit.utils.user_code import is_reference
 
-FACTORY = "FILE.py:FACTORY"
 Part = TypeVar("Part")
 Log = Callable[[str], object]
 
@@ -177,8 +174,7 @@ def gaps(run: Run, name: str = "metrics.json") -> Iterator[str]:
 
 def _unmeasured(run: Run, name: str, lacking: str) -> str:
     state, file = str(run.status.get("state", "unknown")), run.folder / name
-    begun = again(run, KINDS[name].command or _job(run))
-    command = begun.command if begun else ""
+    command = again(run, KINDS[name].command or _job(run))
     redo = f"`{command}` makes the run again" if command else "make the run again from its recipe"
     if not file.exists() and state != "finished":
         if (run.folder / RUN).exists() and command:
@@ -187,8 +183,7 @@ def _unmeasured(run: Run, name: str, lacking: str) -> str:
             onward = f"unless it still runs, {redo}"
         return f"The run has not finished (status: {state}), and {name} is not there: nothing was measured; {onward}"
     what = run.damaged.get(name) or (f"{name} lacks {lacking}" if file.exists() else f"{name} is not there")
-    model = run.folder / "model"
-    measure = f", or `prunekit evaluate {shlex.quote(str(model))}` tests its model" if model.is_dir() else ""
+    measure = f", or `{test}` tests its model" if (test := testing(run)) else ""
     though = ", though the run has finished" if state == "finished" else ""
     return f"{what}{though}: figures are missing here; put the file back, or {redo}{measure}"
 
@@ -213,42 +208,13 @@ def figures_of(run: Run) -> str:
     return there[0] if there else place if place in analyses and not run.metrics else "metrics.json"
 
 
-@dataclass(frozen=True)
-class Again:
-    """The command that makes a run again, and a sentence about it."""
-
-    command: str
-    said: str
-
-
-def again(run: Run, job: str | None = None) -> Again | None:
+def again(run: Run, job: str | None = None) -> str | None:
     """Return the command that runs the recipe of a run again; None if it has no recipe."""
     if run.recipe is None:
         return None
     job = job or ("prune" if run.metrics.get("fine_tuned") is False else "finetune")
-    command = f"prunekit {job} {shlex.quote(str(run.folder / 'recipe.yaml'))}"
-    recipe = recipe_of(run)
-    own = dict(_own(recipe))
-    words = [f"--{name} {shlex.quote(reference)}" for name, reference in own.items()]
-    words += ["--allow-code"] * any(is_reference(name) for _, name, _ in registered_names(JobSettings, recipe))
-    said = "Makes this run again, in a new folder; on the same machine and versions"
-    more = f", with your own {' and '.join(own)}" if own else ""
-    return Again(" ".join([command, *words]), f"{said}{more}:")
-
-
-def _own(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the options for the user's own code in a recipe, each with its factory.
-
-    Only the factory of a model is in the recipe.
-    """
-    known = dict(flattened(recipe))
-    if known.get("model.zoo") == "own":
-        named = str(known.get("model.name"))
-        yield "model", named if ":" in named else FACTORY
-    if known.get("data.source") == "own":
-        yield "data", FACTORY
-    if "own" in (known.get(f"{part}.optimizer") for part in ("baseline", "sparsify", "finetune")):
-        yield "optimizer", FACTORY
+    options = options_of(run, "model", "data", "optimizer")
+    return shlex.join(["prunekit", job, str(run.folder.absolute() / "recipe.yaml"), *options])
 
 
 def lines(metrics: Mapping[str, Any], folder: Path) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,81 +12,59 @@ from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
 from prunekit.report.headline import samples, scores, unit
-from prunekit.report.rendering import rendered
-from prunekit.report.run_data import Run, recipe_of, records
+from prunekit.report.run_data import Run, options_of, own_code, recipe_of, records
 from prunekit.report.sections.section import register_section
-from prunekit.utils.display import factor, in_unit, interval, scientific, share, size
+from prunekit.utils.display import in_unit, scientific, share, size
+
+SAID = {"budgets": "Budget", "blocks": "Blocks:", "on_time": "Time:", "deployed": "Deployed:"}
 
 
-@register_section("result", about="scores and sizes of the models, and budgets", order=10)
-class ResultSection:
-    """The models side by side: scores, sizes, and budgets."""
-
-    def read(self, run: Run) -> dict[str, Any]:
-        """Return the metrics, and the lines that page and terminal share."""
-        return {
-            "metrics": run.metrics,
-            "intervals": headline.intervals(run.metrics),
-            "models": headline.models(run.metrics),
-            "compared": list(headline.compared(run.metrics)),
-            "reference": headline.reference(run.metrics),
-            "deployed": list(headline.deployed(run.metrics)),
-            "budgets": list(headline.budgeted(run.metrics.get("plan", {}))),
-            "blocks": list(headline.blocks(run.metrics)),
-            "on_time": list(headline.on_time(run.metrics)),
-        }
-
-    def text(self, data: dict[str, Any]) -> Iterator[str]:
-        """Yield the lines, which follow the table of the terminal."""
-        yield from (f"Budget {line}" for line in data["budgets"])
-        yield from (f"Blocks: {line}" for line in data["blocks"])
-        yield from (f"Time: {line}" for line in data["on_time"])
-        yield from (f"Deployed: {line}" for line in data["deployed"])
+@register_section("result", about="scores and sizes of the models, and budgets", order=10, lines=SAID)
+def result(run: Run) -> dict[str, Any]:
+    """Return the metrics, and the lines that page and terminal share."""
+    return {
+        "metrics": run.metrics,
+        "intervals": headline.intervals(run.metrics),
+        "models": headline.models(run.metrics),
+        "compared": list(headline.compared(run.metrics)),
+        "reference": headline.reference(run.metrics),
+        "deployed": list(headline.deployed(run.metrics)),
+        "budgets": list(headline.budgeted(run.metrics.get("plan", {}))),
+        "blocks": list(headline.blocks(run.metrics)),
+        "on_time": list(headline.on_time(run.metrics)),
+    }
 
 
-@register_section("latency", about="measured latencies, and budgets of time", order=20)
-class LatencySection:
-    """Measured latencies, and budgets of time."""
-
-    def read(self, run: Run) -> Run:
-        """Return the run: its metrics and samples."""
-        return run
-
-    def html(self, run: Run) -> str:
-        """Render tables, and a figure of the samples."""
-        return rendered(
-            "sections/latency.html",
-            metrics=run.metrics,
-            latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
-            unstable=row_text.unstable_lines(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
-            machine=row_text.machine_text(run.metrics.get("machine", {}), run.metrics.get("latency", [])),
-        )
-
-    def text(self, run: Run) -> Iterator[str]:
-        """Yield the speedups."""
-        for row in run.metrics.get("speedup", []):
-            found = f"{factor(row['median'])} {interval(row['low'], row['high'])}{row_text.unstable_mark(row)}"
-            yield f"Speedup of {row['model']} ({row_text.setting_text(row)}): {found}"
+@register_section("latency", about="measured latencies, and budgets of time", order=20, lines={"said": "Speedup of"})
+def latency(run: Run) -> dict[str, Any]:
+    """Return the rows of latencies beside their speedups, and a figure of the samples."""
+    latencies, speedups = run.metrics.get("latency", []), run.metrics.get("speedup", [])
+    return {
+        "metrics": run.metrics,
+        "rows": list(row_text.paired(latencies, speedups)),
+        "memory": any(row.get("peak_memory_bytes") is not None for row in latencies),
+        "said": map(row_text.speedup_text, speedups),
+        "latencies": figures.figure_or_none(figures.latencies, run.latency_samples),
+        "unstable": row_text.unstable_lines(latencies, speedups),
+        "machine": row_text.machine_text(run.metrics.get("machine", {}), latencies),
+    }
 
 
-@register_section("exports", about="exported files: size, scores, latency, and how to run them", order=35)
-class ExportsSection:
-    """Exported files, each checked against the model: size, scores, latency, and the command that runs it."""
+@register_section(
+    "exports", about="exported files: size, scores, latency, and how to run them", order=35, lines={"said": "Exported:"}
+)
+def exports(run: Run) -> dict[str, Any] | None:
+    """Return a row for each exported file, with the command that runs it; None if the run exported nothing."""
+    if not run.metrics.get("exports"):
+        return None
+    name, label = scores(run.metrics)[0]
+    of, files = unit(run.metrics, name), [_export_row(row, name, run.folder) for row in run.metrics["exports"]]
 
-    def read(self, run: Run) -> dict[str, Any] | None:
-        """Return the rows of files; None if the run exported nothing."""
-        rows = run.metrics.get("exports")
-        if not rows:
-            return None
-        name, label = scores(run.metrics)[0]
-        files = [_export_row(row, name, run.folder) for row in rows]
-        return {"files": files, "score": label, "unit": unit(run.metrics, name)}
+    def said(row: Mapping[str, Any]) -> str:
+        reached = "" if row["score"] is None else f", {label} {in_unit(row['score'], of)}"
+        return f"{row['path']}: {size(row['size_bytes'])}{reached}; {row['agrees']}"
 
-    def text(self, data: dict[str, Any]) -> Iterator[str]:
-        """Yield a line for each file."""
-        for row in data["files"]:
-            score = "" if row["score"] is None else f", {data['score']} {in_unit(row['score'], data['unit'])}"
-            yield f"Exported: {row['path']}: {size(row['size_bytes'])}{score}; {row['agrees']}"
+    return {"files": files, "score": label, "unit": of, "said": map(said, files)}
 
 
 def _export_row(row: Mapping[str, Any], score: str, folder: Path) -> dict[str, Any]:
@@ -94,12 +72,12 @@ def _export_row(row: Mapping[str, Any], score: str, folder: Path) -> dict[str, A
     scores, quantized = row.get("scores") or {}, row.get("quantized")
     inputs = "real inputs" if row.get("real_inputs") else "random inputs"
     agrees = f"differs from eager by {scientific(row.get('max_relative_difference'))} on {inputs}"
+    path, alone = folder / str(row.get("path")), row.get("format") in ("standalone", "hub")
+    command = ["python", path / "model.py"] if alone else ["prunekit", "predict", path]
     if quantized:
         agrees = f"int8, output error {share(quantized.get('error'), 1)} on calibration data"
     return {
-        "path": row.get("path"),
-        "format": row.get("format"),
-        "size_bytes": row.get("size_bytes"),
+        **{key: row.get(key) for key in ("path", "format", "size_bytes", "quantized")},
         "score": scores.get(score),
         "low": scores.get("low"),
         "high": scores.get("high"),
@@ -109,16 +87,8 @@ def _export_row(row: Mapping[str, Any], score: str, folder: Path) -> dict[str, A
             *({**one, "over": f"the {one['over']} file"} for one in (quantized or {}).get("speedup") or []),
         ],
         "notes": row.get("notes") or [],
-        "quantized": quantized,
-        "command": shlex.join(_command(folder / str(row.get("path")), str(row.get("format")))),
+        "command": shlex.join([*map(str, command), "image.jpg"]),
     }
-
-
-def _command(path: Path, kind: str) -> list[str]:
-    """Return the command that runs an export on an image file."""
-    if kind in ("standalone", "hub"):
-        return ["python", str(path / "model.py"), "image.jpg"]
-    return ["prunekit", "predict", str(path), "image.jpg"]
 
 
 @register_section("widths", about="the layers that compute, before and after", order=90)
@@ -148,44 +118,63 @@ def locks(run: Run) -> dict[str, Any]:
     return {"locks": records(run.locks)}
 
 
-FACTORY = "FILE.py:FACTORY"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One thing to do with the model: what it does, and the command or the lines of Python."""
-
-    title: str
-    command: str
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 @register_section("usage", about="what to do with the model now, as commands", order=5)
 def usage(run: Run) -> dict[str, Any] | None:
-    """Return commands that load, run, export and time the model of this run; None if it has no model yet."""
-    folder = run.folder / ("deployed" if run.metrics.get("deployment") else "model")
-    return {"steps": list(_steps(run, folder)), "own": _own(run)} if folder.is_dir() else None
+    """Return commands that load, test, run, export and time the model of this run; None if it has no model yet."""
+    if (folder := final_model(run)) is None:
+        return None
+    image = _image(run)
+    return {"steps": list(_steps(run, folder, image)), "samples": samples(run.metrics), "image": image}
 
 
-def _own(run: Run) -> bool:
-    """Return whether the model is built by the user's own code, without which its folder cannot be loaded."""
-    model = recipe_of(run).get("model")
-    return isinstance(model, dict) and model.get("zoo") == "own"
+def final_model(run: Run) -> Path | None:
+    """Return the folder of the model that the run delivers, with its whole path; None if there is none yet."""
+    folder = run.folder.absolute() / ("deployed" if run.metrics.get("deployment") else "model")
+    return folder if folder.is_dir() else None
 
 
-def _steps(run: Run, folder: Path) -> Iterator[Step]:
-    images = samples(run.metrics) == "images"
-    path, own = shlex.quote(str(folder)), f" --model {FACTORY}" if _own(run) else ""
-    given = "photo.jpg" if images else "inputs.npz"
-    dense = ", model=dense" if own else ""
-    yield Step("Load it in Python", f"import prunekit as pk\n\nmodel = pk.load({str(folder)!r}{dense})")
-    what = "an image, or a folder of them" if images else "inputs that are ready"
-    yield Step(f"Run it on {what}", f"prunekit predict {path} {given}{own}")
-    yield Step("Export it to ONNX; the file is checked and timed", f"prunekit export {path} --to onnx{own}")
-    if images:
-        alone = "Write a folder that runs without prunekit, for a server"
-        yield Step(alone, f"prunekit export {path} --to standalone{own}")
-    recipe = shlex.quote(str(run.folder / "recipe.yaml"))
-    again, both = (
-        ("Time it again, beside the dense model", f"{recipe} {path}") if run.recipe else ("Time it again", path)
-    )
-    yield Step(again, f"prunekit bench {both}{own}")
+def testing(run: Run) -> str:
+    """Return the command that tests the model of a run on the data of its recipe; empty if it lacks either."""
+    folder = final_model(run)
+    words = ["prunekit", "evaluate", str(folder), *options_of(run, "model", "data")]
+    return shlex.join(words) if folder is not None and run.recipe else ""
+
+
+def _steps(run: Run, folder: Path, image: str | None) -> Iterator[tuple[str, str]]:
+    """Yield what is done, and the command or the lines of Python that do it."""
+    both, own = options_of(run, "model", "data"), own_code(run).get("model")
+    model, place = ["--model", own] if own else [], repr(str(folder))
+    load = f"import prunekit as pk\n\nmodel = pk.load({place})"
+    if own:
+        load = (
+            "import prunekit as pk\nfrom prunekit.models.zoo import load_factory\n\n"
+            f"dense = load_factory({own!r})\nmodel = pk.load({place}, model=dense)"
+        )
+    yield "Load it in Python", load
+    if test := testing(run):
+        yield "Test it on the test data of this run", test
+    if image is not None:
+        shown = ["prunekit", "predict", str(folder), image, *model]
+        yield "Run it on an image, or a folder of them", shlex.join(shown)
+    exports = [("Export it to ONNX; the file is checked and timed", "onnx", "model.onnx")]
+    if samples(run.metrics) == "images":
+        exports.append(("Write a folder that runs without prunekit, for a server", "standalone", "standalone"))
+    for title, kind, name in exports:
+        words = ["prunekit", "export", str(folder), "--to", kind, "--output", str(folder.parent / name)]
+        yield title, shlex.join([*words, *both])
+    timed, title = [str(folder), *model], "Time it again"
+    if run.recipe:
+        timed, title = [str(folder.parent / "recipe.yaml"), str(folder), *both], "Time it again, beside the dense model"
+    yield title, shlex.join(["prunekit", "bench", *timed])
+
+
+def _image(run: Run) -> str | None:
+    """Return the path of an image of the run's data; None if they are no image files, or not here."""
+    data = recipe_of(run).get("data") or {}
+    if data.get("source") not in ("imagefolder", "coco", "yolo"):
+        return None
+    files = (Path(place, name) for place, _, names in os.walk(str(data.get("root"))) for name in sorted(names))
+    return next((str(file) for file in files if file.suffix.lower() in IMAGES), None)

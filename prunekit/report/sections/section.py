@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from markupsafe import Markup, escape
@@ -25,13 +25,14 @@ class Section:
     """A section of a run's page and of the terminal's text; see `register_section`.
 
     Those of prunekit itself may be a function of a run, the same as `read`, which returns the values of the template of
-    the section's name.
+    the section's name; `lines` are those of them that the terminal says too, with what goes before each line.
     """
 
     name: str
     content: Any  # with `read`, and `html` and `text` where it has any; or a function of a run
     about: str = ""
     order: float = 500
+    lines: Mapping[str, str] = field(default_factory=dict)
 
     def html(self, run: Run) -> Markup:
         """Return the section of a run as HTML; empty if the run has no such section."""
@@ -43,14 +44,18 @@ class Section:
     def text(self, run: Run) -> list[str]:
         """Return the lines that the terminal says of a finished run."""
         say = getattr(self.content, "text", None)
-        data = None if say is None else self._read(run)
-        return [] if say is None or data is None else list(say(data))
+        data = self._read(run) if say or self.lines else None
+        if data is None:
+            return []
+        return list(say(data)) if say else [f"{name} {one}" for key, name in self.lines.items() for one in data[key]]
 
     def _read(self, run: Run) -> Any:
         return getattr(self.content, "read", self.content)(run)
 
 
-def register_section(name: str, *, about: str, order: float = 500) -> Callable[[Kind], Kind]:
+def register_section(
+    name: str, *, about: str, order: float = 500, lines: Mapping[str, str] | None = None
+) -> Callable[[Kind], Kind]:
     """Register a section of the pages of runs, which `finetune`, `prune` and `report` write.
 
     What it decorates is a class that is made without arguments, and has
@@ -67,6 +72,7 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
         about: one line on its content.
         order: its place on the page: prunekit's own sections are at 5 (what to do now), and at multiples of 10 from 10
             (the result) to 170 (locked channels); environment and recipe come last.
+        lines: of prunekit's own sections, see `Section`.
 
     Returns:
         A decorator that returns the class as it is.
@@ -89,7 +95,7 @@ def register_section(name: str, *, about: str, order: float = 500) -> Callable[[
 
     def register(kind: Kind) -> Kind:
         content = kind() if isinstance(kind, type) else kind
-        SECTIONS.add(name, Section(name, content, about, order), kind)
+        SECTIONS.add(name, Section(name, content, about, order, lines or {}), kind)
         return kind
 
     return register

@@ -150,7 +150,7 @@ def _cells(axes: Any, errors: NDArray[np.float64], size: float) -> None:
         color = _legible(heat(norm(max(errors[row, column], LOWEST))))
         text = _percent(errors[row, column])
         axes.text(column, row, text, ha="center", va="center", fontsize=size - 1, color=color)
-    shares = [f"{eighths / 8:.0%}".replace("%", " %") for eighths in EIGHTHS[:-1]]
+    shares = [share(eighths / 8, 0) for eighths in EIGHTHS[:-1]]
     axes.set_xticks(range(len(EIGHTHS)), labels=[*shares, "one"], fontsize=size)
     axes.set(ylim=(errors.shape[0] - 0.5, -0.5), xlabel="channels kept", yticks=[])
     axes.grid(visible=False)

@@ -29,6 +29,7 @@ from prunekit.tasks.task import Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
+from prunekit.utils.display import share
 from prunekit.utils.inputs import call, inputs_as_example, sample_count
 
 ModuleCall = tuple[str, int]
@@ -140,7 +141,7 @@ class Distillation(Callback):
 
     def progress_metrics(self) -> Mapping[str, Any]:
         """Return the teacher's share of the time."""
-        return {"teacher": f"{self.cost.step_share:.0%}"} if self._steps_s else {}
+        return {"teacher": share(self.cost.step_share, 0)} if self._steps_s else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the times so far."""

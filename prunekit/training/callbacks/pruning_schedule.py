@@ -16,6 +16,7 @@ from prunekit.planning.schedules import Timeline, timeline
 from prunekit.settings.pruning import ScheduleSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, TrainingRun
+from prunekit.utils.display import share
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
@@ -103,7 +104,7 @@ class PruningSchedule(Callback):
 
     def progress_metrics(self) -> Mapping[str, Any]:
         """Return the share of zeros among the weights."""
-        return {"sparsity": f"{sparsity(self.model, self.plan).weights:.1%}"}
+        return {"sparsity": share(sparsity(self.model, self.plan).weights)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, and the state of the masks."""

@@ -178,7 +178,7 @@ PLANTED = [
     Planted("exploding_gradient", "conv3", exploding, "times on its way back through conv3"),
     Planted("vanishing_gradient", "layers.", nothing, "modules up to here learn hardly anything", Sigmoids),
     Planted("dead_relu", "", dead, "16 of 16 channels behind conv3 are 0 for all 128 inputs"),
-    Planted("saturated_sigmoid", "sigmoid", saturated, "100.0%"),
+    Planted("saturated_sigmoid", "sigmoid", saturated, "100.0 %"),
     Planted("constant_channels", "fc1", constant, "12 of 24 channels never change"),
     Planted("batchnorm_mode", "bn2", norm_in_eval, "bn2 in eval mode"),
     Planted("batchnorm_mode", "bn2", nothing, "bn2 in eval mode", KeepsNormEval),
