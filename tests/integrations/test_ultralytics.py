@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_a_pruned_detector_is_repaired_and_works_at_any_size(
     assert all(torch.equal(value, before[name]) for name, value in dense.model.state_dict().items())
     assert pruned.plan.channel_map.macs(pruned.plan.keep) <= 0.5 * pruned.plan.channel_map.macs()
     assert pruned.pruned.repair.after < pruned.pruned.repair.before
-    assert "MACs 50.0 %" in repr(pruned)
+    assert re.search(r"MACs (49\.\d|50\.0) %", repr(pruned))
     assert "repair: error of the output" in str(pruned)
     for height, width in ((64, 64), (96, 160)):  # anchors follow the image
         images = torch.rand(2, 3, height, width)
@@ -354,7 +355,7 @@ def test_a_model_that_was_pruned_by_hand_is_kept_too(tmp_path: Path) -> None:
     yolo = small_yolo(tmp_path)
     yolo.model = pk.prune(yolo.model, torch.rand(2, 3, 64, 64), macs=0.5, plain_classes=True, outputs=predictions).model
     kept = load_yolo(yolo)
-    assert "parameters 5" in repr(kept)
+    assert "parameters 48.3 % left" in repr(kept)
     kept.save(tmp_path / "kept.pt")
     assert shapes(load_yolo(tmp_path / "kept.pt").model) == shapes(kept.model)
     with pytest.raises(KeyError, match="This model is pruned"):
