@@ -28,7 +28,7 @@ def made_up(
     generator = np.random.default_rng(seed)
     final = channel_map.traced.final
     samples = []
-    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), PruneSettings())
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), PruneSettings(round_to=1))
     for keep in sample_widths(channel_map, parts, number, seed=seed):
         speed = float(np.exp(drift * generator.standard_normal()))
         modules = {
