@@ -29,7 +29,7 @@ EXPECTED = {
     },
     "own_loop": {
         "loop": r"top-1: \d\d\.\d%",
-        "pruner": r"<caption>pruning steps so far</caption>.*<td>44<td>\d+<td>\d+<td>(39|40)\.\d%",
+        "pruner": r"<caption>pruning steps so far</caption>.*<td>44<td>\d+<td>\d+<td>(39|40)\.\d %",
         "finish": r"masked and compact model agree",
         "on": r"top-1: \d\d\.\d%",
         "plan": r"criterion taylor.*<td>block1\.conv1\.0",
