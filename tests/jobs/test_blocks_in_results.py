@@ -177,7 +177,7 @@ def test_a_speedup_that_widths_cannot_give_is_had_by_blocks(monkeypatch: pytest.
     time_by_macs(monkeypatch)
     model = randomized(nn.Sequential(nn.Linear(8, 8), *net())).eval()
     asked: dict[str, Any] = {"speedup": 4.0, "min_channels": 8, "target": pk.Target(block=1)}
-    with pytest.raises(PlanError, match=r"speedup 4x: .* 1\.89x .*\(it contradicts depth=False, without which 1[67]"):
+    with pytest.raises(PlanError, match=r"1\.89× .*\(it contradicts depth=False, without which 1[67]"):
         pk.prune(model, INPUT, **asked, depth=False)
     result = pk.prune(model, INPUT, **asked)
     assert result.plan.gone
