@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from efforts import DRAWN
 from markupsafe import Markup
 from synthetic_run import write_run
 
 import prunekit as pk
 from prunekit.cli import cli
 from prunekit.errors import ArtifactError, UsageError
+from prunekit.measure.measurement_effort import current_effort, effort_of
 from prunekit.report.pages.run_page import lines, write_report
 from prunekit.report.run_data import Run, read_run
-from prunekit.report.sections.section import SECTIONS, ordered
+from prunekit.report.sections.section import SECTIONS, Section, ordered
 
 OWN = '''
 from markupsafe import Markup
@@ -141,3 +143,16 @@ def test_bad_options_are_refused(run: Path) -> None:
     found = CliRunner().invoke(cli, ["report", str(run), "--section", "mine.py:Enrgy"])
     assert found.exit_code == 2
     assert "--section: mine.py: there is no function or class 'Enrgy' here; did you mean 'Energy'" in found.output
+
+
+def test_lines_of_the_terminal_are_read_without_figures() -> None:
+    """Drawing takes longer than all else, and nobody would see it."""
+    drawn: list[bool] = []
+
+    def read(run: Run) -> dict[str, Any]:
+        drawn.append(current_effort().figures)
+        return {"said": ["1.5 J"]}
+
+    with effort_of(DRAWN):
+        assert Section("energy", read, lines={"said": "Energy:"}).text(Run(Path())) == ["Energy: 1.5 J"]
+    assert drawn == [False]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from markupsafe import Markup, escape
 
 from prunekit import known_names
 from prunekit.errors import UsageError
+from prunekit.measure.measurement_effort import current_effort, effort_of
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run
 from prunekit.utils.registry import Registry
@@ -44,10 +45,13 @@ class Section:
     def text(self, run: Run) -> list[str]:
         """Return the lines that the terminal says of a finished run."""
         say = getattr(self.content, "text", None)
-        data = self._read(run) if say or self.lines else None
-        if data is None:
+        if say:
+            return [] if (data := self._read(run)) is None else list(say(data))
+        if not self.lines:
             return []
-        return list(say(data)) if say else [f"{name} {one}" for key, name in self.lines.items() for one in data[key]]
+        with effort_of(replace(current_effort(), figures=False)):  # drawing takes longer than all else
+            data = self._read(run)
+        return [] if data is None else [f"{name} {one}" for key, name in self.lines.items() for one in data[key]]
 
     def _read(self, run: Run) -> Any:
         return getattr(self.content, "read", self.content)(run)
