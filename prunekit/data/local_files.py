@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from prunekit.data.datasets import check_labels, numbered_classes
+from prunekit.data.roots import EXTENSIONS
 from prunekit.errors import DataError, cut_short, nearest
 from prunekit.reading.array_files import read_arrays
 from prunekit.reading.text_files import shown
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
 ARCHIVE = "a NumPy archive (.npz) without objects"
 ONE_PART = ("images", "labels")

@@ -9,6 +9,8 @@ from prunekit.errors import UsageError
 if TYPE_CHECKING:
     from prunekit.settings.inputs import DataSettings
 
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""Ends of the names of image files."""
 _TRAIN = ({"train": True}, {"train": False})
 _SPLIT = ({"split": "train"}, {"split": "test"})
 _VAL = ({"split": "train"}, {"split": "val"})

@@ -17,8 +17,7 @@ from PIL import Image, ImageOps
 from prunekit.data.annotated_images import ImageFiles, Objects, checked_boxes, require_boxes
 from prunekit.data.coco import masks_of
 from prunekit.data.datasets import CorruptImages
-from prunekit.data.local_files import EXTENSIONS
-from prunekit.data.roots import GET_YOLO
+from prunekit.data.roots import EXTENSIONS, GET_YOLO
 from prunekit.errors import DataError, cut_short
 from prunekit.models.preprocessing import in_rgb
 from prunekit.reading.text_files import read_text, shown

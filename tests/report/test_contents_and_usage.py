@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from synthetic_run import metrics, write_run
 from prunekit.cli import cli
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import FEWEST, outlined
-from prunekit.report.run_data import read_run
-from prunekit.report.sections.model_tables import usage
+from prunekit.report.run_data import Run, read_run
+from prunekit.report.sections.model_tables import FOLDERS, usage
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +168,20 @@ def test_all_that_is_shown_works_as_it_is_pasted(
         assert done.exit_code == 0, (text, done.output)
     assert (run / "model.onnx").is_file()
     assert (run / "standalone" / "model.py").is_file()
+
+
+def test_an_image_is_looked_for_in_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe may name any place, such as a whole disk."""
+    looked: list[int] = []
+
+    def everywhere(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
+        for number in itertools.count():
+            looked.append(number)
+            yield f"{root}/{number}", [], ["notes.txt"]
+
+    monkeypatch.setattr("prunekit.report.sections.model_tables.os.walk", everywhere)
+    (tmp_path / "model").mkdir()
+    found = usage(Run(tmp_path, recipe="data: {source: imagefolder, root: /}\n"))
+    assert found is not None
+    assert found["image"] is None
+    assert len(looked) == FOLDERS

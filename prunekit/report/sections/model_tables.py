@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from prunekit.data.roots import EXTENSIONS
 from prunekit.measure.latency import row_text
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
@@ -118,7 +120,8 @@ def locks(run: Run) -> dict[str, Any]:
     return {"locks": records(run.locks)}
 
 
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+FOLDERS = 1000
+"""Folders that are looked through for an image: the place is what a recipe says, which may be anybody's."""
 
 
 @register_section("usage", about="what to do with the model now, as commands", order=5)
@@ -176,5 +179,6 @@ def _image(run: Run) -> str | None:
     data = recipe_of(run).get("data") or {}
     if data.get("source") not in ("imagefolder", "coco", "yolo"):
         return None
-    files = (Path(place, name) for place, _, names in os.walk(str(data.get("root"))) for name in sorted(names))
-    return next((str(file) for file in files if file.suffix.lower() in IMAGES), None)
+    folders = islice(os.walk(str(data.get("root"))), FOLDERS)
+    files = (os.path.join(place, name) for place, _, names in folders for name in sorted(names))
+    return next((file for file in files if file.lower().endswith(EXTENSIONS)), None)
