@@ -14,7 +14,7 @@ import click
 from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 from prunekit.jobs.run.early_checks import require_job
-from prunekit.utils.availability import has_device
+from prunekit.utils.availability import DEVICES, UNKNOWN_DEVICE, has_device
 
 if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
@@ -41,11 +41,12 @@ json_option = click.option(
 
 
 def checked_device(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return devices, with commas between, if each is one by its name, and this machine has any of its kind."""
+    """Return devices, with commas between, if each is of a known kind, and this machine has any of that kind."""
     for name in [] if value is None else value.split(","):
-        if re.fullmatch(r"auto|cpu|(cuda|mps)(:\d+)?", name.strip()) is None:
-            raise UsageError(f"--device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}")
-        if not has_device(name.strip().partition(":")[0]):
+        kind = name.strip().partition(":")[0]
+        if kind not in DEVICES:
+            raise UsageError(f"--device: {UNKNOWN_DEVICE}, got {name!r}")
+        if not has_device(kind):
             raise UsageError(f"device {name!r} was asked for, but this machine has none; use --device cpu")
     return value
 

@@ -8,6 +8,7 @@ from typing import Any
 from prunekit.errors import NotMeasuredError, UsageError
 from prunekit.jobs.run.baseline_cache import cached_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
+from prunekit.jobs.run.early_checks import left_out
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import require_deployable
@@ -20,7 +21,6 @@ from prunekit.pruning.plan_search import PlanSearch
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import PruneSettings, facts_of
-from prunekit.utils.availability import left_out_note
 from prunekit.utils.progress import Log, stage
 
 MEASURES = (
@@ -62,8 +62,8 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     time = known or (BY_MACS if timely else None)
     if time is not None and not measure:
         log(f"dry run: nothing is measured: {time}")
-    if left_out := left_out_note(tensorboard=job.watch is not None and job.watch.tensorboard):
-        log(f"dry run: {left_out}")
+    if lacking := left_out(job):
+        log(f"dry run: {lacking}")
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if job.sparsify is not None:
         log("dry run: scores are those before `sparsify`, which is training")

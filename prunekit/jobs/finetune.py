@@ -34,6 +34,7 @@ from prunekit.hooks.model_copy import copied
 from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.run.baseline_cache import save_weights, train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
+from prunekit.jobs.run.early_checks import left_out
 from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.resume import IDENTITY, StageClock, cache_plan, cached_plan, find_run, identity_of, run_recipe
@@ -79,7 +80,6 @@ from prunekit.repair.repair_report import RepairReport
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.selection import needs_plan
-from prunekit.utils.availability import left_out_note
 from prunekit.utils.context import threads
 from prunekit.utils.display import Displayed, Table, listed, plural, shares_left
 from prunekit.utils.files import StrPath, write_csv, write_json
@@ -133,8 +133,8 @@ def finetune(
             write_json(run.resume / IDENTITY, identity)
             for line in prepared.splits.notes:
                 run.log(f"data: {line}")
-            if left_out := left_out_note(tensorboard=job.watch is not None and job.watch.tensorboard):
-                run.log(left_out)
+            if lacking := left_out(job):
+                run.log(lacking)
             work = FinetuneRun(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
             metrics = carry_out(work.stages, work)["metrics"]
             folder = from_main(lambda: run.path)
@@ -523,7 +523,7 @@ class RunResult(Displayed):
         return f"{self.folder}: {', '.join(figures)}"
 
     def _parts(self) -> Iterable[str | Table]:
-        from prunekit.report.pages.run_page import lines  # pandas and matplotlib take most of a second to import
+        from prunekit.report.pages.run_page import lines  # pandas takes most of a second to import
 
         yield comparison(self.metrics)
         yield "\n".join(lines(self.metrics, self.folder))

@@ -15,6 +15,7 @@ from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings
 from prunekit.settings.weight_pattern import pattern_problems
+from prunekit.utils.availability import UNKNOWN_DEVICE
 
 Finding = tuple[KeyPath, str]
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -124,7 +125,7 @@ def _names(values: Mapping[str, Any]) -> Iterator[Finding]:
         expected = "a name for a folder (letters, digits, '.', '_' and '-', a letter or digit first)"
         yield ("name",), f"expected {expected}, got {show(name)}"
     if isinstance(device, str) and not DEVICE.fullmatch(device):
-        yield ("device",), f"expected auto, cpu, cuda, cuda:n or mps, got {show(device)}"
+        yield ("device",), f"{UNKNOWN_DEVICE}, got {show(device)}"
 
 
 def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from prunekit.measure.latency import row_text
 from prunekit.utils import display as numbers
-from prunekit.utils.availability import missing_packages
+from prunekit.utils.availability import REPORT, missing_packages
 from prunekit.utils.files import write_text
 
 SCRIPTS = ("contents.js", "copy.js", "sort.js", "scroll.js")
@@ -44,8 +44,9 @@ MISSING = Markup('<p class="soft">This run has no {}.</p>')
 """Text of a section for a file that a run did not write."""
 UNDRAWN = Markup(
     '<p class="soft">Matplotlib, which draws the figures, is not installed: '
-    '<code>pip install "prunekit[report]"</code>, then write this page again.</p>'
+    f"<code>{REPORT}</code>, then write this page again.</p>"
 )
+"""Text of a page without figures."""
 FEWEST = 5
 """Sections from which on a page has a list of contents."""
 SECTION = re.compile(r"<section(?P<attributes>[^>]*)>(?P<space>\s*)<h2[^>]*>(?P<title>.*?)</h2>", re.DOTALL)

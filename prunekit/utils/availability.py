@@ -18,6 +18,11 @@ COMPILERS = {"darwin": "clang++", "win32": "cl"}
 """C++ compilers that torch takes where `$CXX` names none; on other platforms g++."""
 CPUINFO = Path("/proc/cpuinfo")
 """Linux's description of the processors."""
+DEVICES = ("auto", "cpu", "cuda", "mps")
+"""Kinds of devices that a user can name."""
+UNKNOWN_DEVICE = "expected auto, cpu, cuda, cuda:n or mps"
+REPORT = 'pip install "prunekit[report]"'
+"""The command that installs what draws figures and writes TensorBoard's events."""
 INT8 = {
     "avx_vnni": "VNNI",
     "avx512_vnni": "VNNI",
@@ -48,16 +53,7 @@ def package_folders(package: str) -> list[Path]:
 def require_figures() -> None:
     """Raise, before any work, if the package that draws pictures is not installed."""
     if missing_packages(["matplotlib"]):
-        raise UsageError('pictures need matplotlib: pip install "prunekit[report]"')
-
-
-def left_out_note(*, tensorboard: bool) -> str:
-    """Return what a run leaves out because packages are not installed; empty if it leaves out nothing."""
-    parts = {"matplotlib": "figures", "tensorboard": "TensorBoard's events"}
-    wanted = list(parts)[: 2 if tensorboard else 1]
-    missing = [package for package in wanted if missing_packages([package])]
-    what, names = (" and ".join(words) for words in ([parts[package] for package in missing], missing))
-    return f'without {what}, which need {names}: pip install "prunekit[report]"' if missing else ""
+        raise UsageError(f"pictures need matplotlib: {REPORT}")
 
 
 def has_device(kind: str) -> bool:

@@ -21,6 +21,7 @@ from prunekit.distributed.launcher import local_rank
 from prunekit.distributed.process_group import size
 from prunekit.errors import ModelError, UsageError
 from prunekit.modes.public_call import ModuleState
+from prunekit.utils.availability import UNKNOWN_DEVICE
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -330,7 +331,7 @@ def resolve_device(name: str) -> torch.device:
         )
     if size() > 1 and name == "cuda":
         name = f"cuda:{local_rank()}"
-    unknown = f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}"
+    unknown = f"device: {UNKNOWN_DEVICE}, got {name!r}"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -240,11 +240,12 @@ def _show_maps(
     from prunekit.jobs.analyses.pictures import class_maps
     from prunekit.utils.context import resolve_device
 
+    where = resolve_device(device or "auto")
     with console.running():
         pair = find_model_pair(arguments, given, console, of_classes=click.get_current_context().info_name or "this")
         folder = pictures_folder(pair, output, "maps")
         values, shown = pair.input(image, index)
-        found = class_maps(pair, values, find, layer=layer, target=target, device=resolve_device(device or "auto"))
+        found = class_maps(pair, values, find, layer=layer, target=target, device=where)
         title = _maps_title(found)
         scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
         # Names differ by method, layer, image and class.

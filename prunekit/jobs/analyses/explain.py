@@ -248,8 +248,9 @@ class Explanation(Displayed):
         ]
 
     def _headline(self) -> str:
-        found = f"{verdict(self.figures())}; {plural(len(self.causes), 'cause')}"
-        return f"{self._where}: {unsettled(self.figures()) or found}"
+        figures = self.figures()
+        found = f"{verdict(figures)}; {plural(len(self.causes), 'cause')}"
+        return f"{self._where}: {unsettled(figures) or found}"
 
     @property
     def _where(self) -> str:

@@ -15,7 +15,7 @@ from prunekit.errors import ArtifactError, DataError, ModelError, ResumeError, U
 from prunekit.known_names import FORMATS, RUNTIMES, is_export_name
 from prunekit.models.names import missing_file, require_bare_name, zoo_of
 from prunekit.reading.text_files import read_json
-from prunekit.utils.availability import unusable
+from prunekit.utils.availability import REPORT, missing_packages, unusable
 from prunekit.utils.user_code import is_reference, require_object
 
 if TYPE_CHECKING:
@@ -46,6 +46,16 @@ def require_packages(job: JobSettings, *, dry: bool) -> None:
     target = [job.prune.target.runtime] if job.prune.budget.measured and not dry else []
     require_usable("runtime", RUNTIMES, dict.fromkeys([*target, *job.latency.runtimes]))
     require_usable("export", FORMATS, () if dry else job.export)
+
+
+def left_out(job: JobSettings) -> str:
+    """Return what a run leaves out because packages are not installed; empty if it leaves out nothing."""
+    parts = {"matplotlib": "figures"}
+    if job.watch is not None and job.watch.tensorboard:
+        parts["tensorboard"] = "TensorBoard's events"
+    lacking = {package: part for package, part in parts.items() if missing_packages([package])}
+    what, packages = " and ".join(lacking.values()), " and ".join(lacking)
+    return f"without {what}, which need {packages}: {REPORT}" if lacking else ""
 
 
 def require_own(job: JobSettings, model: str | None, data: str | None) -> None:
@@ -98,6 +108,7 @@ def require_target(name: str, zoo: str | None = None) -> None:
             require_bare_name(name, zoo)
     elif path.is_dir():
         require_model_folder(path)
+        read_json(path / MANIFEST)  # raises where it is damaged
     elif not path.exists():
         if is_export_name(name):
             raise ArtifactError(f"{name}: expected an exported file, and there is none")
@@ -123,16 +134,11 @@ def is_pruned(folder: Path) -> bool:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant.
-
-    Raises:
-        ArtifactError: its manifest is damaged.
-    """
+    """Raise a `ModelError` unless a folder is a model folder; names the one inside it that may be meant."""
     if not (folder / MANIFEST).is_file():
         inside = folder / "model"
         meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
         raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
-    read_json(folder / MANIFEST)
 
 
 def require_run(folder: Path) -> None:

@@ -101,7 +101,7 @@ def alive(status: Mapping[str, Any]) -> bool:
 
 def write_report(folder: Path) -> Path:
     """Write the page of a run that has finished."""
-    from prunekit.report.pages import run_page as page  # matplotlib takes most of a second to import
+    from prunekit.report.pages import run_page as page  # pandas takes most of a second to import
 
     return page.write_report(folder, state="finished")
 
