@@ -58,8 +58,7 @@ class _ProgressReport:
     def say(self, text: str) -> None:
         """Show the stage in a line of its own."""
         if not self.shown:
-            self._said.stage = text
-            self._said.latest = lambda: text
+            self._said.stage, self._said.counted = text, None
             return
         shown = f"{self.title}: {shorten(text, WIDTH, placeholder='...')}"
         if self._line is None:
@@ -75,7 +74,7 @@ class _ProgressReport:
             return f"{what} {done}{left}"
 
         if made:
-            self._said.latest = (lambda: self._said.stage) if done == total else said
+            self._said.counted = None if done == total else said
 
     def close(self) -> None:
         """Remove all bars and end the thread, also after an error or an interrupt."""
@@ -90,7 +89,7 @@ class Lines:
     def __init__(self, title: str) -> None:
         self.title, self.start, self.ended = title, perf_counter(), Event()
         self.stage = "running"
-        self.latest: Callable[[], str] = lambda: self.stage
+        self.counted: Callable[[], str] | None = None  # says how far the loop is that runs in the stage
 
     def write_all(self) -> None:
         """Write lines until the call has ended."""
@@ -99,7 +98,9 @@ class Lines:
 
     def write(self) -> None:
         """Write a line."""
-        sys.stderr.write(f"{self.title} [{perf_counter() - self.start:.0f} s]: {self.latest()}\n")
+        counted = self.counted
+        text = self.stage if counted is None else counted()
+        sys.stderr.write(f"{self.title} [{perf_counter() - self.start:.0f} s]: {text}\n")
         sys.stderr.flush()
 
 
