@@ -1,4 +1,4 @@
-"""What rounding widths costs in accuracy, and what it saves in time: `round_to` of 1, None and 8.
+"""Accuracy that rounding widths costs, and time that it saves: `round_to` of 1, None and 8.
 
 Accuracy: ResNets of CIFAR-10 with trained weights, pruned and repaired by `prune(model, calibration=images, macs=...)`
 from training images without labels; nothing is trained, and the test images are seen by `top1` (percent) alone.
@@ -45,14 +45,14 @@ from prunekit.settings.inputs import ModelSettings
 
 ROUNDINGS = (1, None, 8)
 SHARE = 0.5
-"""Of the MACs, where times are measured."""
+"""Share of the MACs at which times are measured."""
 KEYS = ("model", "macs", "round_to", "seed")
 MEANS = ("model", "macs", "round_to", "top1", "worst", "macs_left", "params_left", "multiples_of_8", "seeds")
 TIMES = ("model", "round_to", "macs_left", "params_left", "multiples_of_8", "ms", "least_ms", "over_1")
 
 
 def facts(model: nn.Module, plan: prunekit.Plan) -> dict[str, float]:
-    """What is left of a model, and how many of its widths are multiples of 8."""
+    """Return the shares that are left of a model, and how many of its widths are multiples of 8."""
     totals = plan.totals()
     widths = [module.out_channels for module in model.modules() if isinstance(module, nn.Conv2d)]
     macs, params = (totals[name][1] / totals[name][0] for name in ("MACs", "parameters"))

@@ -120,9 +120,9 @@ def drawn() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_registrations_go() -> Iterator[None]:
-    """What a test registers is gone after it: other tests know the names that come with the package.
+    """Remove after a test the names that it registered: other tests know those that come with the package.
 
-    What a module of the package registers stays, also if the test is the first that imports the module.
+    A name that a module of the package registers stays, also if the test is the first that imports the module.
     """
     from prunekit import known_names
     from prunekit.utils.registry import Registry

@@ -126,7 +126,7 @@ class DataSettings(Checked):
     source: Literal[
         "digits", "imagefolder", "npz", "torchvision", "huggingface", "shapes", "coco", "yolo", "text", "own"
     ] = "digits"  # fmt: skip
-    """Where the data is from. Images: `digits` (in the package), `imagefolder` (a folder for each class), `npz`,
+    """Source of the data. Images: `digits` (in the package), `imagefolder` (a folder for each class), `npz`,
     `torchvision`, `huggingface`. Images with boxes: `shapes` (drawn circles, squares and triangles), `coco`, `yolo`
     (ultralytics' format). Texts, for `causal_lm`, `masked_lm` and `embedding`: `text`, or `huggingface` with a column
     of texts. `own`: what `--data file.py:factory` returns."""
@@ -185,7 +185,7 @@ class DataSettings(Checked):
     split_seed: Count = 0
     """Seed of the split into training, validation and test."""
     origin: str | None = None
-    """Where to get the data; shown if it is missing."""
+    """Place to get the data; shown if it is missing."""
 
     @property
     def reading(self) -> Workers:
@@ -209,7 +209,7 @@ class ModelSettings(Checked):
     name: str
     """Name of the model in its zoo. hf: also a folder. own: the factory, `file.py:factory`."""
     zoo: Literal["torchvision", "cifar", "timm", "hf", "ultralytics", "own"] = "torchvision"
-    """Where the model is from. `torchvision`: classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8`
+    """Source of the model. `torchvision`: classifiers and detectors. `cifar`: ResNets for 32x32 images, `resnet8`
     to `resnet110`. `timm`: any model (extra `timm`). `hf`: a model type of transformers, such as `vit` or `llama`, in
     its default configuration, or a folder from `save_pretrained`, with weights as float32 (extra `hf`); it downloads
     nothing and runs no code of a folder. `ultralytics`: a detector such as `yolo11n` or `rtdetr-l` (extra
@@ -221,7 +221,7 @@ class ModelSettings(Checked):
     """Weights of torchvision, such as `IMAGENET1K_V1`, or a state dict: `.safetensors`, or `.pt`, `.pth`, `.th`, read
     with `weights_only=True`; ultralytics: also its own `.pt`. null: random, to be trained by `baseline`."""
     origin: str | None = None
-    """Where to get the weights; shown if their file is missing."""
+    """Place to get the weights; shown if their file is missing."""
     head: Head | None = None
     """For hf: the model's head, by the name of a task; null: the recipe's `task`, else image classification."""
 

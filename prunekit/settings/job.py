@@ -48,7 +48,7 @@ class JobSettings(Checked):
     model: ModelSettings
     """Model to prune, and its weights."""
     task: Annotated[str, Registered(TASKS)] = "image_classification"
-    """What the data is for: loss, scores, and how a batch is split. `image_classification` (top-1); `detection` (mAP).
+    """Purpose of the data: loss, scores, and how a batch is split. `image_classification` (top-1); `detection` (mAP).
     Texts, `data.source: text`: `causal_lm` and `masked_lm` (perplexity), `embedding` (cosine to the dense model, no
     labels). Your own data: `segmentation` (mean IoU; 255 in a mask is ignored), `text_classification` (token ids;
     top-1), `token_classification`, `seq2seq`, and your own task."""

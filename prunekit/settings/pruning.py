@@ -388,7 +388,7 @@ class PruneSettings(Checked):
     """
 
     budget: BudgetSettings = field(default_factory=default_budget)
-    """What may be left; a plan meets all given budgets. A `pattern` needs none: without a budget all channels stay."""
+    """Limits on what may be left; a plan meets all given ones. A `pattern` needs none: without, all channels stay."""
     criterion: CriterionName = "l2"
     """Importance score of a channel; `prunekit list criteria` explains each."""
     scope: Scope = "uniform"

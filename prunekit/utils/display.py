@@ -87,7 +87,7 @@ def share(value: Any, places: int = 1) -> str:
 
 
 RESOURCES = {"macs": "MACs", "params": "parameters", "size_mb": "size", "memory_mb": "memory", "latency_ms": "latency"}
-"""What people read for the names of budgets; others are words already, or a user's own."""
+"""Words that people read for the names of budgets; other names are words already, or a user's own."""
 
 
 def resource(name: str) -> str:

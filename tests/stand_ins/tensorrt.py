@@ -1,4 +1,4 @@
-"""What building and running engines uses of TensorRT, with its names.
+"""Parts of TensorRT that building and running engines uses, with its names.
 
 An engine that is built is the flags that it was built with, as text. An engine that is run is an ONNX file, which ONNX
 Runtime computes at the addresses of tensors in the memory of the process.

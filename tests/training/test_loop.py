@@ -253,7 +253,7 @@ def test_no_bar_is_shown_where_none_is_wanted_in_a_call_that_shows_others(capsys
 def test_a_resumed_run_says_how_far_it_is_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 12 batches the first 4 were made before; by this clock each takes six seconds."""
+    """The first 4 of 12 batches were made before; by this clock each takes six seconds."""
     model, calls, now = net(), itertools.count(), itertools.count(0, 6)
     paused = train(model, until=lambda: next(calls) == 5).paused
     seconds = [0.0]
