@@ -340,6 +340,16 @@ ASKED = {"target": "target", "overall": "overall budget"}
 """Shares of zeros that masks may be asked for, by their keys in the metrics."""
 
 
+def unbeaten(metrics: Mapping[str, Any], only: str | None = None) -> Iterator[str]:
+    """Yield a line for each training run, or for one, in which no epoch was better than its start."""
+    name, label = scores(metrics)[0]
+    for run, found in (metrics.get("trainings") or {}).items():
+        start = found.get("start")
+        if only in (None, run) and found.get("best_epoch") == 0 and numbers.is_number(start):
+            reached = numbers.in_unit(start, unit(metrics, name))
+            yield f"{numbers.training_name(run)}: no epoch beat the start ({label} {reached}), which is delivered"
+
+
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time of the teacher in each training run, a line each."""
     for run, cost in (metrics.get("teacher") or {}).items():

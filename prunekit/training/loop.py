@@ -33,6 +33,7 @@ from prunekit.training.callbacks.callback import (
     EpochRow,
     History,
     PausedRun,
+    StartRow,
     TrainingRun,
 )
 from prunekit.training.callbacks.selection import require_callbacks, task_loss
@@ -101,9 +102,11 @@ def fit(
 ) -> History:
     """Train a model in place, for the task of its data, and leave it with the weights of its best validation score.
 
-    `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. A last
-    batch that is not full is left out, and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception
-    take part in the loss. Zero epochs leave the model as it is.
+    `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. The
+    state before the first step is a candidate too, which an epoch has to beat: `History.best_epoch` is 0 where none
+    did. Under a pruning schedule it is one only if its plan is final, and never if its loss is NaN or Inf. A last batch
+    that is not full is left out, and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take
+    part in the loss. Zero epochs leave the model as it is.
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
@@ -184,12 +187,12 @@ def fit(
         else:
             compilation = Compilation(0, 0.0, SEVERAL) if settings.compile else None
         if not complete:
-            return History(position.rows, 0, clamps.rows(), compilation, state.pause())
+            return History(position.rows, 0, clamps.rows(), compilation, state.pause(), position.start)
         require_same_weights(model, f"after {label}")
         if sharding:
             give_back_buffers(model, given.to(device))
         best.restore()
-    return History(position.rows, best.epoch, clamps.rows(), compilation)
+    return History(position.rows, best.epoch, clamps.rows(), compilation, start=position.start)
 
 
 def _warn(message: str) -> None:
@@ -226,6 +229,8 @@ class TrainingLoop:
         at, best = self.state.position, self.state.best
         if not self.settings.epochs:
             best.keep()
+        elif at.epoch == 1 and not at.step and at.start is None:
+            self._offer_start(at)
         self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
@@ -240,6 +245,16 @@ class TrainingLoop:
         if not over:
             self.state.write_result()
 
+    def _offer_start(self, at: Position) -> None:
+        """Make the state before the first step a candidate for the best, if its loss is finite."""
+        share_buffers(self.state.model)
+        if not self.state.callbacks.eligible_for_best(0):
+            return
+        loss, score = self.validate(None)
+        if math.isfinite(score) and (loss is None or math.isfinite(loss)):
+            self.state.best.offer(0, score)
+            at.start = StartRow(loss, score)
+
     def _epoch(self, at: Position, until: Callable[[], bool]) -> EpochRow:
         start = time.perf_counter() - at.seconds
         self.bar.epoch(at.epoch, self.settings.epochs)
@@ -249,7 +264,7 @@ class TrainingLoop:
         with self.state.callbacks.around_validation():
             share_buffers(self.state.model)  # those of averaged weights
             validation_loss, reached = self.validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else None)
+            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best(at.epoch) else None)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -390,8 +405,11 @@ class TrainingLoop:
         """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
         return self.task.reached(at.sums.settle().counts) if self.task.scores_of_loss_outputs else None
 
-    def validate(self, when: str) -> tuple[float | None, float]:
-        """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score."""
+    def validate(self, when: str | None) -> tuple[float | None, float]:
+        """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score.
+
+        A loss that is not finite is an error, which says `when` it was; where that is None, it is returned.
+        """
         sums, measured = EpochSums(), Measurement(self.task, together=True)
         with training_mode(self.state.model, False), torch.no_grad():
             for batch, counts in in_step(self.state.model, self.validation):
@@ -401,8 +419,8 @@ class TrainingLoop:
                 if not self.task.loss_in_train_mode:
                     example = self.task.example_for_loss(self.state.model, given, targets)
                     for_loss = output if self.task.loss_inputs is None else call(self.state.model, example)
-                    saying = f"the validation loss is {{}} in {when}"
-                    value = self._finite(self.task.loss(for_loss, targets), example, saying)
+                    loss, saying = self.task.loss(for_loss, targets), f"the validation loss is {{}} in {when}"
+                    value = loss.item() if when is None else self._finite(loss, example, saying)
                 if counts:
                     sums.add(value, None, len(targets), self.task.weighed(targets))
                     measured.add(self.task.scored(self.state.model, given, output), targets)

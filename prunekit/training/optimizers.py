@@ -116,9 +116,10 @@ def transfer_run(run: PausedRun, plan: Plan) -> PausedRun:
         "buffers": _cut_all(training["buffers"], kept, lost=plan.lost),
         "optimizer": {**optimizer, "state": moments, "param_groups": groups},
     }
-    best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept, lost=plan.lost)}
+    offered = {part: _cut_all(state["best"][part], kept, lost=plan.lost) for part in ("weights", "buffers")}
     kinds = tuple(kind for kind in run.callbacks if kind is not PruningSchedule)
     parameters = type(run.parameters)(run.parameters[index] for index in left)
+    best = {**state["best"], **offered}
     return PausedRun({**state, "callbacks": callbacks, "training": carried, "best": best}, parameters, kinds)
 
 

@@ -31,8 +31,8 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import DeviceSum, added
-from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun
-from prunekit.training.checkpoints import BestWeights, Checkpoints
+from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun, StartRow
+from prunekit.training.checkpoints import BestWeights, Checkpoints, set_buffers, unsaved_buffers
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.optimizers import GradientClamps
 from prunekit.training.parallel import share_state
@@ -103,11 +103,12 @@ class Position:
     seconds: float = 0.0  # time that the epoch took so far
     sums: EpochSums = field(default_factory=EpochSums)  # sums of the epoch so far
     rows: tuple[EpochRow, ...] = ()  # figures of the epochs before
+    start: StartRow | None = None  # those of the weights before the first step, if they were offered as the best
 
     def next_epoch(self, row: EpochRow, steps: int) -> None:
         """Move on to the next epoch."""
         rows, epoch = (*self.rows, row), self.epoch + 1
-        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, rows=rows)))
+        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, rows=rows, start=self.start)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data."""
@@ -117,7 +118,8 @@ class Position:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position of a state."""
         rows = tuple(EpochRow(**row) for row in state["rows"])
-        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows)
+        start = None if state["start"] is None else StartRow(**state["start"])
+        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows, start=start)
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch}"
@@ -240,7 +242,7 @@ class RunState:
             model, optimizer = map_tensors((model, optimizer), _on_main)
         return {
             "model": model,
-            "buffers": _unsaved_buffers(self.model),
+            "buffers": unsaved_buffers(self.model),
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -251,7 +253,7 @@ class RunState:
         as_record(Position, state.get("position"), f"{where}: position")
         require_parts(state, ("best", "processes", "training", "callbacks"), where)
         best, processes, training = state["best"], state["processes"], state["training"]
-        require_parts(best, ("epoch", "score", "weights"), f"{where}: best")
+        require_parts(best, ("epoch", "score", "weights", "buffers"), f"{where}: best")
         if not isinstance(processes, list) or len(processes) != size():
             raise ArtifactError(f"{where}: expected the states of {size()} processes; the file is damaged")
         for number, own in enumerate(processes):
@@ -265,7 +267,7 @@ class RunState:
             return
         require_parts(training, ("model", "buffers", "optimizer", "schedule", "scaler"), f"{where}: training")
         require_same_kind(training["model"], model.items(), f"{where}: model")
-        require_parts(training["buffers"], tuple(_unsaved_buffers(self.model)), f"{where}: buffers")
+        require_parts(training["buffers"], tuple(unsaved_buffers(self.model)), f"{where}: buffers")
         self._check_optimizer(training["optimizer"], f"{where}: optimizer")
 
     def _check_optimizer(self, state: Any, where: str) -> None:
@@ -298,10 +300,7 @@ class RunState:
             self.model.load_state_dict(
                 {name: shard_like(v, there.get(name, v)) for name, v in training["model"].items()}
             )
-            for name, tensor in training["buffers"].items():
-                owner, _, own_name = name.rpartition(".")
-                buffers = self.model.get_submodule(owner)._buffers
-                buffers[own_name] = tensor.to(next(self.model.parameters()).device)
+            set_buffers(self.model, training["buffers"])
             self.optimizer.load_state_dict(_spread_moments(training["optimizer"], self.optimizer))
             self.schedule.load_state_dict(training["schedule"])
             if self.scaler is not None:
@@ -334,12 +333,6 @@ def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
         for index, values in state["state"].items()
     }
     return {**state, "state": moments}
-
-
-def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are not in the state dict; a forward pass may have changed them."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def identity_of(

@@ -27,8 +27,10 @@ from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
+from prunekit.report.headline import unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
+from prunekit.tasks.task import described_task
 from prunekit.training.callbacks.callback import (
     Callback,
     ClampRow,
@@ -170,9 +172,9 @@ class Trainings:
         if self.paused is not None:
             return model.cpu()
         self._note(name, history.rows, history.clamps, history.compilation)
-        chosen = next((row for row in history.rows if row.epoch == history.best_epoch), None)
-        reached = None if chosen is None else chosen.validation_score
-        self._chosen[name] = {"epochs": len(history.rows), "best_epoch": history.best_epoch, "validation": reached}
+        self._chosen[name] = history.chosen()
+        for line in unbeaten({**self.summary(), "task": described_task(self._prepared.splits.task)}, name):
+            self._log(line)
         for flow in flows:
             self._flow += [{"run": name, **asdict(row)} for row in flow.records()]
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))

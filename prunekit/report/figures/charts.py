@@ -192,8 +192,16 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
         return svg(figure, "Channel groups and the modules that make or read their channels")
 
 
-def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
-    """Return loss and validation score by epoch, with a color for each training run."""
+def curves(
+    history: pd.DataFrame,
+    labels: Mapping[str, str] = LABELS,
+    unit: str = "%",
+    trainings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Markup:
+    """Return loss and validation score by epoch, with a color for each training run, whose start is at epoch 0.
+
+    Starts are in `trainings`, which is that of `metrics.json`.
+    """
     from matplotlib.ticker import MaxNLocator
 
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
@@ -202,6 +210,12 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
     column, score = found[0], found[0].removeprefix("validation_")
     label = labels.get(score, score.replace("_", " "))
     names = list(history["run"].drop_duplicates())
+    starts = [
+        {"run": name, "epoch": 0, "validation_loss": found.get("start_loss"), column: found["start"]}
+        for name, found in (trainings or {}).items()
+        if name in names and found.get("start") is not None
+    ]
+    history = pd.concat([pd.DataFrame(starts), history]) if starts else history
     with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
         for name in names:
             rows = history[history["run"] == name]

@@ -19,11 +19,31 @@ class History:
     """Result of a training run."""
 
     rows: tuple[EpochRow, ...]  # one for each epoch, in order
-    best_epoch: int  # the epoch whose weights the model was left with; 0 if there was none
+    best_epoch: int  # the epoch whose weights the model was left with; 0: those that it came with
     clamps: tuple[ClampRow, ...] = ()  # how often gradient clamps were needed
     compilation: Compilation | None = None  # what came of compiling; None if it was not asked for
     # the state of a run that was left before its end, see `transfer_run`; None if it came to its end
     paused: PausedRun | None = None
+    start: StartRow | None = None  # the weights before the first step, if they were a candidate for the best
+
+    def chosen(self) -> dict[str, Any]:
+        """Return what `metrics.json` holds: which weights were delivered, and their score and the start's."""
+        best = self.start if not self.best_epoch else self.rows[self.best_epoch - 1]
+        return {
+            "epochs": len(self.rows),
+            "best_epoch": self.best_epoch,
+            "validation": None if best is None else best.validation_score,
+            "start": None if self.start is None else self.start.validation_score,
+            "start_loss": None if self.start is None else self.start.validation_loss,
+        }
+
+
+@dataclass(frozen=True)
+class StartRow:
+    """The figures of the weights before the first step, like those of an epoch."""
+
+    validation_loss: float | None  # None if the task has no loss in eval mode
+    validation_score: float  # the task's main score, in its unit
 
 
 @dataclass(frozen=True)
@@ -150,10 +170,10 @@ class Callback:
     def after_epoch(self, row: EpochRow) -> None:
         """Act after an epoch and its validation."""
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether the weights that are validated now may be kept as the best; called during validation.
 
-        Where no epoch is eligible, the last epoch's weights are kept.
+        Epoch 0 is the state before the first step. Where nothing is eligible, the last epoch's weights are kept.
         """
         return True
 
@@ -221,9 +241,9 @@ class CallbackList:
                 loss = loss + added
         return loss
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether every callback agrees that the weights may be kept as the best."""
-        return all(callback.eligible_for_best() for callback in self.callbacks)
+        return all(callback.eligible_for_best(epoch) for callback in self.callbacks)
 
     def progress_metrics(self) -> dict[str, Any]:
         """Return the figures of all callbacks for the progress bar."""

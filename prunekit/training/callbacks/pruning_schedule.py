@@ -98,7 +98,7 @@ class PruningSchedule(Callback):
         steps = self.timeline.steps
         self.masks.reach(math.ceil(self._step / steps) * steps)
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether the plan is the final one."""
         return self.masks.is_final
 

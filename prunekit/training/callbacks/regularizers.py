@@ -94,7 +94,7 @@ class SparsityRegularizer(Callback):
         """Note the step, on which the penalty depends."""
         self._step = step
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether the penalty has its final strength."""
         return self._penalty is not None and self._penalty.final(self._step)
 
