@@ -52,18 +52,18 @@ class Checkpoints:
     ) -> None:
         self.folder, self.settings, self.facts = Path(folder), settings or CheckpointSettings(), dict(facts or {})
         self.last: Path | None = None  # the last checkpoint that was written or resumed from
-        self.step = 0  # of the last checkpoint; 0 if there is none
+        self.step = 0  # steps up to the last checkpoint, trials of learning rates included; 0 if there is none
         self._log = log
         self._begun, self._pause = time.monotonic(), 0.0
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after this number of steps of the run."""
+        """Return whether a checkpoint is due after this number of steps, trials of learning rates included."""
         steps, seconds = self.settings.every_steps, self.settings.every_seconds
         if steps is not None and step - self.step >= steps:
             return True
         return seconds is not None and time.monotonic() - self._begun >= max(seconds, self._pause)
 
-    def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, step: int) -> None:
+    def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, work: int) -> None:
         """Write a checkpoint, and remove those that are too old; warn if it cannot be written."""
         begun, path = time.monotonic(), self.folder / f"epoch-{epoch:04d}-batch-{batch:06d}"
         try:
@@ -77,7 +77,7 @@ class Checkpoints:
         else:
             self.last = path
             self._keep(self.settings.keep)
-        self._begun, self.step = time.monotonic(), step
+        self._begun, self.step = time.monotonic(), work
         self._pause = (self._begun - begun) / SHARE
 
     def _keep(self, count: int) -> None:
@@ -111,7 +111,9 @@ class Checkpoints:
                 with suppress(OSError):
                     path.rename(path.with_name(f"damaged-{path.name}"))
                 continue
-            self.last, self.step, self._begun = path, state["position"]["step"], time.monotonic()
+            at = state["position"]
+            self.last, self._begun = path, time.monotonic()
+            self.step = at["step"] + sum(row["steps"] for row in at.get("rates", ()))
             self._keep(self.settings.keep)  # a run may have been killed between writing one and removing another
             return state
         return None

@@ -31,7 +31,7 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import DeviceSum, added
-from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun, StartRow
+from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun, RateRow, StartRow
 from prunekit.training.checkpoints import BestWeights, Checkpoints, set_buffers, unsaved_buffers
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.optimizers import GradientClamps
@@ -104,11 +104,18 @@ class Position:
     sums: EpochSums = field(default_factory=EpochSums)  # sums of the epoch so far
     rows: tuple[EpochRow, ...] = ()  # figures of the epochs before
     start: StartRow | None = None  # those of the weights before the first step, if they were offered as the best
+    rates: tuple[RateRow, ...] = ()  # trials of learning rates before the first step
+
+    @property
+    def work(self) -> int:
+        """Steps of the whole run and of the trials before it."""
+        return self.step + sum(row.steps for row in self.rates)
 
     def next_epoch(self, row: EpochRow, steps: int) -> None:
         """Move on to the next epoch."""
         rows, epoch = (*self.rows, row), self.epoch + 1
-        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, rows=rows, start=self.start)))
+        kept = {"rows": rows, "start": self.start, "rates": self.rates}
+        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, **kept)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data."""
@@ -119,7 +126,8 @@ class Position:
         """Move to the position of a state."""
         rows = tuple(EpochRow(**row) for row in state["rows"])
         start = None if state["start"] is None else StartRow(**state["start"])
-        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows, start=start)
+        rates = tuple(RateRow(**row) for row in state["rates"])
+        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows, start=start, rates=rates)
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch}"
@@ -185,7 +193,7 @@ class RunState:
 
     def write_if_due(self) -> None:
         """Write a checkpoint when it is time."""
-        if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.step)):
+        if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.work)):
             if (tensor := self.non_finite_tensor()) is not None:
                 last = self.checkpoints.last or "none yet"
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
@@ -193,7 +201,7 @@ class RunState:
 
     def write_paused(self) -> None:
         """Write a checkpoint where the run is paused, unless it was resumed there."""
-        if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.step):
+        if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.work):
             self._write(self.checkpoints, over=False)
 
     def pause(self) -> PausedRun:
@@ -213,7 +221,7 @@ class RunState:
         takes_part = is_main() or is_sharded(self.model)  # all processes put shards together
         training = None if over or not takes_part else self._training()
         if is_main():
-            checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, step=at.step)
+            checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, work=at.work)
         checkpoints.last = gather_values(checkpoints.last)[0]
 
     def _state(self, processes: Sequence[Mapping[str, Any]], training: Mapping[str, Any] | None) -> dict[str, Any]:

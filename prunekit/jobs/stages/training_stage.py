@@ -27,7 +27,7 @@ from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
-from prunekit.report.headline import unbeaten
+from prunekit.report.headline import searched, unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import described_task
@@ -104,6 +104,7 @@ class Trainings:
         self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
+        self._rates: list[dict[str, Any]] = []
         self.paused: PausedRun | None = None
         self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
         if baseline.reused:
@@ -175,8 +176,12 @@ class Trainings:
             return model.cpu()
         self._note(name, history.rows, history.clamps, history.compilation)
         self._chosen[name] = history.chosen()
-        for line in unbeaten({**self.summary(), "task": described_task(self._prepared.splits.task)}, name):
+        said = {"trainings": {name: self._chosen[name]}, "task": described_task(self._prepared.splits.task)}
+        for line in (*searched(said), *unbeaten(said)):
             self._log(line)
+        self._rates += [{"run": name, **asdict(row)} for row in history.rates]
+        if self._rates:
+            write_csv(self._run.path / "rates.csv", self._rates)
         for flow in flows:
             self._flow += [{"run": name, **asdict(row)} for row in flow.records()]
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))

@@ -238,6 +238,36 @@ def curves(
         return stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
 
 
+def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
+    """Return the held-out loss of each learning rate that was tried, with that of the start, in a panel for each run.
+
+    Trials whose loss was not finite are crosses at the top. None without trials, or where pages have no figures.
+    """
+    tried = {name: found for name, found in trainings.items() if found.get("rates")}
+    if not tried or not are_drawn():
+        return None
+    with canvas(2, math.ceil(len(tried) / 2), 2.6 * math.ceil(len(tried) / 2), "rates", used=len(tried)) as (
+        figure,
+        panels,
+    ):
+        for axes, (name, found) in zip(panels, tried.items(), strict=False):
+            start, *rows = found["rates"]
+            finite = [(row["rate"], row["held_out_loss"]) for row in rows if row["held_out_loss"] is not None]
+            failed = [row["rate"] for row in rows if row["held_out_loss"] is None]
+            color = _color(name, list(tried))
+            axes.plot(*zip(*finite, strict=True), "o-", color=color, markersize=4) if finite else None
+            axes.plot(failed, [0.94] * len(failed), "x", color=INK, transform=axes.get_xaxis_transform())
+            for rate, loss in finite:
+                if rate == found["lr"]:
+                    axes.plot(rate, loss, "o", color=color, markersize=10, fillstyle="none", label=f"taken: {rate:g}")
+            if start["held_out_loss"] is not None:
+                axes.axhline(start["held_out_loss"], color=GRAY, linestyle="--", linewidth=1.1, label="start")
+            axes.set(title=f"Learning rates tried: {name}", xlabel="largest rate", ylabel="held-out loss", xscale="log")
+            _plain_log(axes.xaxis)
+            axes.legend(loc="upper left")
+        return stacked(figure, "Held-out loss of each learning rate that was tried", len(tried))
+
+
 def latencies(samples: pd.DataFrame) -> Markup:
     """Return every timed run as a dot, with median and the range from p10 to p90, in a panel for each setting."""
     keys = ["device", "runtime", "batch", "threads", "dtype"]

@@ -25,6 +25,8 @@ class History:
     # the state of a run that was left before its end, see `transfer_run`; None if it came to its end
     paused: PausedRun | None = None
     start: StartRow | None = None  # the weights before the first step, if they were a candidate for the best
+    lr: float | None = None  # the largest learning rate that `lr: auto` took; None if the settings say a number
+    rates: tuple[RateRow, ...] = ()  # the rates that it tried, after the start itself; none if steps were too few
 
     def chosen(self) -> dict[str, Any]:
         """Return what `metrics.json` holds: which weights were delivered, and their score and the start's."""
@@ -35,6 +37,7 @@ class History:
             "validation": None if best is None else best.validation_score,
             "start": None if self.start is None else self.start.validation_score,
             "start_loss": None if self.start is None else self.start.validation_loss,
+            **({} if self.lr is None else {"lr": self.lr, "rates": [asdict(row) for row in self.rates]}),
         }
 
 
@@ -44,6 +47,20 @@ class StartRow:
 
     validation_loss: float | None  # None if the task has no loss in eval mode
     validation_score: float  # the task's main score, in its unit
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """One trial of a learning rate, or the state before all of them, whose rate is 0."""
+
+    rate: float  # the largest of the trial
+    steps: int  # steps of the trial
+    held_out_loss: float | None  # the loss that is trained, mean over held-out samples; None if it is not finite
+
+    def below(self, start: RateRow) -> bool:
+        """Return whether the loss is finite, and lower than before."""
+        before = start.held_out_loss
+        return self.held_out_loss is not None and (before is None or self.held_out_loss < before)
 
 
 @dataclass(frozen=True)
@@ -177,6 +194,13 @@ class Callback:
         """
         return True
 
+    def around_trial(self) -> AbstractContextManager[Any]:
+        """Return the context of a trial of a learning rate, after which the callback is as it was before.
+
+        Inside, the optimizer makes steps of which `before_step` and `after_step` are not told.
+        """
+        return nullcontext()
+
     def progress_metrics(self) -> Mapping[str, Any]:
         """Return figures for the progress bar; called once an epoch."""
         return {}
@@ -228,6 +252,14 @@ class CallbackList:
         with ExitStack() as entered:
             for callback in self.callbacks:
                 entered.enter_context(callback.around_validation())
+            yield
+
+    @contextmanager
+    def around_trial(self) -> Iterator[None]:
+        """Enter the context of a trial of every callback."""
+        with ExitStack() as entered:
+            for callback in self.callbacks:
+                entered.enter_context(callback.around_trial())
             yield
 
     def learning_rate_restarts(self, run: TrainingRun) -> tuple[int, ...]:
