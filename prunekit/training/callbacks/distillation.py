@@ -48,7 +48,7 @@ class TeacherCost:
 def suited(settings: DistillSettings, task: Task) -> DistillSettings:
     """Return settings in which what was null is a number that suits the task."""
     matching = task.labeled_images
-    suits = {"temperature": 1.0 if matching else 2.0, "labels": float(not matching), "mixup": float(matching)}
+    suits = {"temperature": 1.0 if matching else 2.0, "labels": float(not matching), "blend": matching}
     missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
     return replace(settings, **missing)
 
