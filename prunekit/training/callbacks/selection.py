@@ -75,5 +75,6 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
     if (settings.mixup or settings.cutmix) and not task.labeled_images:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
     if settings.distill is not None and task.logits is None:
-        raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
+        why = "learns the dense model's outputs already" if task.from_dense else "has none (`logits`)"
+        raise UsageError(f"distill compares class scores, and task {task.name!r} {why}; leave it out")
     return training_loss(task, settings.label_smoothing)
