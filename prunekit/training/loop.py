@@ -26,6 +26,7 @@ from prunekit.hooks.wrappers import require_unfrozen
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
+from prunekit.training.adapters import require_adapted
 from prunekit.training.callbacks.callback import (
     Callback,
     CallbackList,
@@ -128,6 +129,7 @@ def fit(
         require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
+    require_adapted(model, settings)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)
