@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from prunekit.channels.tracing.execution import channel_axis
+from prunekit.deploy.deployment_transform import for_inference
 from prunekit.distributed.process_group import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing
@@ -45,13 +46,22 @@ class TeacherCost:
     step_share: float  # share of the time of the training steps, without reading of images, 0..1
 
 
+def suited(settings: DistillSettings, task: Task) -> DistillSettings:
+    """Return settings in which what was null is a number that suits the task."""
+    matching = task.labeled_images
+    suits = {"temperature": 1.0 if matching else 2.0, "labels": float(not matching), "mixup": float(matching)}
+    missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
+    return replace(settings, **missing)
+
+
 class Distillation(Callback):
     """Adds `weight` times `soft_targets`, and if the settings name modules, `features.weight` times `feature_error`.
 
-    The teacher runs in eval mode without gradients on the student's images, with the same augmentation and precision.
-    It is not changed. Features are compared call by call, and only in the channels that the current plan keeps,
-    because pruned channels of a masked student are zero and nothing is to be learnt there. `task`, itself or its name,
-    says where class scores are in what the models return.
+    The teacher runs in eval mode without gradients on what the student is given, the same blends of images in the same
+    precision. It is not changed: what runs is a copy in the form that is fastest, unless features are compared. These
+    are compared call by call, and only in the channels that the current plan keeps, because pruned channels of a masked
+    student are zero and nothing is to be learnt there. `task`, itself or its name, says where class scores are in what
+    the models return.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
@@ -66,8 +76,9 @@ class Distillation(Callback):
         *,
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
-        self._teacher, self._settings, self._plan = teacher, settings, plan
         task = get_task(task)
+        self._teacher, self._settings, self._plan = teacher, suited(settings, task), plan
+        self._fastest: nn.Module | None = None
         self._logits, self._ignored = task.logits or logits, task.ignored
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
         self._stopwatch = Stopwatch(torch.device("cpu"))
@@ -92,6 +103,7 @@ class Distillation(Callback):
                 yield
         finally:
             teacher.to(before)
+            self._fastest = None
 
     @contextmanager
     def _features(self, student: nn.Module) -> Iterator[None]:
@@ -113,9 +125,10 @@ class Distillation(Callback):
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
-            wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
+            wanted = self._logits(self._answer(inputs))
         settings, given = self._settings, self._logits(output)
         counted = counted_rows(inputs, targets, len(given), self._ignored)
+        assert settings.temperature is not None
         loss = settings.weight * soft_targets(given, wanted, settings.temperature, counted)
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
@@ -132,6 +145,14 @@ class Distillation(Callback):
             error = feature_error([one for one, _ in pairs], [one for _, one in pairs], sample_count(inputs))
             loss = loss + settings.features.weight * error
         return loss
+
+    def _answer(self, inputs: Any) -> Any:
+        """Return the teacher's output."""
+        example = inputs_as_example(self._teacher, inputs)
+        if self._fastest is None:
+            alone = self._outputs is None
+            self._fastest = for_inference(self._teacher, example) if alone else self._teacher
+        return call(self._fastest, example)
 
     def after_step(self, step: int, made: bool) -> None:
         """Add up the time of the step."""
