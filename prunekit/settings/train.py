@@ -99,9 +99,9 @@ class DistillSettings(Checked):
     """Loss on features of the teacher."""
     labels: Annotated[float, Ge(0)] | None = None
     """Weight of the task's own loss, on labels. null: 0 for images with a label each, else 1."""
-    mixup: Annotated[float, Ge(0)] | None = None
-    """Blends pairs of images before teacher and student see them, in shares from Beta(mixup, mixup). null: 1 for images
-    with a label each, unless the training has mixup or CutMix of its own; else 0."""
+    blend: bool | None = None
+    """Blends pairs of images before teacher and student see them: each batch by mixup or by CutMix. null: true for
+    images with a label each, unless the training has mixup or CutMix of its own."""
 
 
 @dataclass(frozen=True)

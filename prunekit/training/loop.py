@@ -139,8 +139,8 @@ def fit(
     laid = runs_channels_last(model, splits, device, settings.precision)
     full = len(splits.train) >= batch
     distill = settings.distill if isinstance(settings.distill, DistillSettings) else None
-    mixup = (distill and distill.mixup) or settings.mixup
-    mixing = Mixing(len(splits.classes), mixup, settings.cutmix) if mixup or settings.cutmix else None
+    mixup, cutmix = (1.0, 1.0) if distill is not None and distill.blend else (settings.mixup, settings.cutmix)
+    mixing = Mixing(len(splits.classes), mixup, cutmix) if mixup or cutmix else None
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
     train, validation = shares(
         reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),

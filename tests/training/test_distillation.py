@@ -354,11 +354,13 @@ def test_images_are_learned_without_their_labels(labels: float | None, equal: bo
 def test_what_is_not_said_suits_the_task() -> None:
     auto = TrainSettings()
     images = with_teacher(auto, get_task("image_classification")).distill
-    assert images == DistillSettings(temperature=1.0, labels=0.0, mixup=1.0)
+    assert images == DistillSettings(temperature=1.0, labels=0.0, blend=True)
     own = with_teacher(replace(auto, mixup=0.2), get_task("image_classification")).distill
     assert isinstance(own, DistillSettings)
-    assert own.mixup == 0  # the training blends them itself
-    assert with_teacher(auto, get_task("causal_lm")).distill == DistillSettings(temperature=2.0, labels=1.0, mixup=0.0)
+    assert own.blend is False  # the training blends them itself
+    assert with_teacher(auto, get_task("causal_lm")).distill == DistillSettings(
+        temperature=2.0, labels=1.0, blend=False
+    )
     assert with_teacher(auto, get_task("embedding")).distill is None
     assert with_teacher(replace(auto, distill=None), get_task("causal_lm")).distill is None
     assert on_labels(auto).distill is None

@@ -49,7 +49,7 @@ class TeacherCost:
 def suited(settings: DistillSettings, task: Task) -> DistillSettings:
     """Return settings in which what was null is a number that suits the task."""
     matching = task.labeled_images
-    suits = {"temperature": 1.0 if matching else 2.0, "labels": float(not matching), "mixup": float(matching)}
+    suits = {"temperature": 1.0 if matching else 2.0, "labels": float(not matching), "blend": matching}
     missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
     return replace(settings, **missing)
 
@@ -213,7 +213,11 @@ class _DivergenceOfMany(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, counted: Tensor | None, temperature: float) -> Tensor:
         """Return the sum, and keep its gradient, which is softmax(student) - softmax(teacher), over T."""
-        ctx.gradient, total, size = torch.zeros_like(student), 0, max(AT_ONCE // student.shape[1], 1)
+        ctx.gradient, total, size = (
+            torch.zeros_like(student),
+            student.new_zeros(()),
+            max(AT_ONCE // student.shape[1], 1),
+        )
         for start in range(0, len(student), size):
             rows = slice(start, start + size)
             part, chosen = student[rows].detach().requires_grad_(True), None if counted is None else counted[rows]
@@ -224,7 +228,7 @@ class _DivergenceOfMany(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient for the student's logits."""
         gradient, ctx.gradient = ctx.gradient, None

@@ -76,9 +76,14 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
     """Return the loss of training."""
     if (settings.mixup or settings.cutmix) and not task.labeled_images:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
-    if isinstance(settings.distill, DistillSettings) and not can_teach(task):
-        why = "learns the dense model's outputs already" if task.from_dense else "has none (`logits`)"
-        raise UsageError(f"distill compares class scores, and task {task.name!r} {why}; leave it out")
+    if isinstance(settings.distill, DistillSettings):
+        if not can_teach(task):
+            why = "learns the dense model's outputs already" if task.from_dense else "has none (`logits`)"
+            raise UsageError(f"distill compares class scores, and task {task.name!r} {why}; leave it out")
+        if settings.distill.blend and not task.labeled_images:
+            raise UsageError(f"distill.blend blends images, and the task is {task.name!r}; leave it out")
+        if settings.distill.blend and (settings.mixup or settings.cutmix):
+            raise UsageError("distill.blend and mixup or cutmix: expected one of them, because both blend images")
     return training_loss(task, settings.label_smoothing)
 
 
@@ -99,6 +104,6 @@ def with_teacher(settings: TrainSettings, task: Task) -> TrainSettings:
         distill = DistillSettings() if can_teach(task) else None
     if distill is None:
         return replace(settings, distill=None)
-    if distill.mixup is None and (settings.mixup or settings.cutmix):
-        distill = replace(distill, mixup=0.0)
+    if distill.blend is None and (settings.mixup or settings.cutmix):
+        distill = replace(distill, blend=False)
     return replace(settings, distill=suited(distill, task))
