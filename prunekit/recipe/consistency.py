@@ -13,7 +13,7 @@ from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.train import TrainSettings, adapter_contradictions
 from prunekit.settings.weight_pattern import pattern_problems
 from prunekit.utils.availability import UNKNOWN_DEVICE
 
@@ -244,6 +244,9 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         if name == "baseline" and section.get("distill") not in (None, "auto"):
             text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
             yield (name, "distill"), f"{text}; set finetune.distill"
+        elif isinstance(section.get("distill"), Mapping) and values.get("task") == "embedding":
+            text = "expected nothing, because task is 'embedding', which learns the dense model's outputs already"
+            yield (name, "distill"), f"{text}, got {show(section['distill'])}"
         regularize = section.get("regularize")
         if name != "sparsify" and isinstance(regularize, Mapping) and regularize.get("method") == "growing":
             text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"
@@ -302,6 +305,7 @@ CHECKS = (
     _head,
     _baseline,
     _training,
+    adapter_contradictions,
     _sharding,
     _data,
     _images,

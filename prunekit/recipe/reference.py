@@ -112,6 +112,7 @@ EXAMPLES: dict[str, Any] = {
     "TrainSettings.mixup": 0.2,
     "TrainSettings.cutmix": 1.0,
     "TrainSettings.accumulate": 4,
+    "AdapterSettings.modules": ["*.mlp.*"],
     "FeatureSettings.modules": ["layer*"],
     "RegularizerSettings.strength": 0.001,
     "AverageSettings.start": 0.5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -150,6 +151,29 @@ class AverageSettings(Checked):
 
 
 @dataclass(frozen=True)
+class AdapterSettings(Checked):
+    """Small matrices beside the layers of the compact model, which alone are trained, and merged into them at the end.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.TrainSettings(optimizer="adamw", lr=2e-4, adapter=pk.AdapterSettings(rank=8)).adapter.alpha
+        32.0
+    """
+
+    method: Literal["lora"] = "lora"
+    """Kind: `lora`, products of two matrices of low rank (Hu et al. 2022)."""
+    rank: Annotated[int, Ge(1)] = 16
+    """Rank of each product."""
+    alpha: Annotated[float, Gt(0)] = 32.0
+    """Factor of each product, times the rank."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout of what adapters read."""
+    modules: Annotated[tuple[str, ...], MinLen(1)] | None = None
+    """Globs over paths of layers; null: all Linear layers and convolutions within blocks, but none with shared
+    weights."""
+
+
+@dataclass(frozen=True)
 class TrainSettings(Checked):
     """One training run: `baseline`, `sparsify` and `finetune` all have this form.
 
@@ -209,6 +233,13 @@ class TrainSettings(Checked):
     """Penalty that makes whole channels small."""
     average: AverageSettings | None = None
     """Average of weights, evaluated and kept in their place."""
+    adapter: Literal["lora"] | AdapterSettings | None = None
+    """Trains adapters alone, beside the layers of the compact model (only in `finetune`; needs peft)."""
+
+    @property
+    def adapters(self) -> AdapterSettings | None:
+        """The settings of the adapter, with those that the word `lora` stands for."""
+        return AdapterSettings() if self.adapter == "lora" else self.adapter
 
 
 @dataclass(frozen=True)
@@ -249,3 +280,31 @@ class WatchSettings(Checked):
     """Writes images of first filters and of every layer's sparsity."""
     every: Annotated[int, Ge(1)] = 1
     """Epochs between histograms or images; scalars are written in each."""
+
+
+def adapter_contradictions(job: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of a `JobSettings`, as plain values, that do not go with adapters, with what was expected."""
+    sections = {
+        name: found if isinstance(found := job.get(name), Mapping) else {}
+        for name in ("baseline", "sparsify", "finetune", "prune")
+    }
+    for name in ("baseline", "sparsify"):
+        if sections[name].get("adapter") is not None:
+            text = "expected null, because all weights of the dense model are trained, got an adapter"
+            yield (name, "adapter"), f"{text}; set finetune.adapter"
+    finetune, prune, because = sections["finetune"], sections["prune"], "because finetune.adapter is given"
+    if finetune.get("adapter") is None:
+        return
+    if finetune.get("regularize") is not None:
+        yield ("finetune", "regularize"), f"expected null, {because}: the weights that it shrinks are not trained"
+    if finetune.get("sharding") == "full":
+        yield ("finetune", "sharding"), f"expected 'replicas', {because}, got 'full'"
+    clamp = finetune.get("clamp_weight_grad")
+    if isinstance(clamp, Mapping) and clamp.get("modules") is not None:
+        text = f"expected null, {because}: only gradients of adapters are clamped"
+        yield ("finetune", "clamp_weight_grad", "modules"), text
+    if prune.get("schedule") is not None:
+        text = f"expected null, {because}: adapters are trained on the compact model, whose widths are final"
+        yield ("prune", "schedule"), text
+    if prune.get("pattern") is not None:
+        yield ("prune", "pattern"), f"expected null, {because}: merged adapters would fill its zeros"

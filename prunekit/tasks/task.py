@@ -118,6 +118,7 @@ class Task:
         logits: output -> class scores (N, classes), one row for each thing that is classified, which distillation
             compares; None: the task has none, and cannot be distilled.
         smoothed: label smoothing, 0..1 -> the loss with it; None: the task has none.
+        ignored: label of what does not count, among those of `logits`.
         samples: what its samples are called in messages.
         collate: samples of a data set -> a batch, as a DataLoader's `collate_fn`.
         metric: makes a `Metric`, a fresh one for each measurement; None: the scores come from `counts`.
@@ -148,6 +149,7 @@ class Task:
     unpack: Callable[[Any], tuple[Any, Any]] = pair
     logits: Callable[[Any], Tensor] | None = None
     smoothed: Callable[[float], Loss] | None = None
+    ignored: int = -100
     samples: str = "samples"
     collate: Callable[[list[Any]], Any] = default_collate
     metric: Callable[[], Metric] | None = None

@@ -27,6 +27,7 @@ from prunekit.measure.memory_format import images_channels_last
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
+from prunekit.training.adapters import require_adapted
 from prunekit.training.callbacks.callback import (
     Callback,
     CallbackList,
@@ -131,6 +132,7 @@ def fit(
         settings = with_teacher(settings, splits.task)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
+    require_adapted(model, settings)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)

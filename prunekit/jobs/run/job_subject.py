@@ -51,7 +51,7 @@ from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.train import DistillSettings, TrainSettings
+from prunekit.settings.train import DistillSettings, TrainSettings, adapter_contradictions
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.selection import needs_plan, task_loss
@@ -175,6 +175,8 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
         chosen_paths(model, job.activations)
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in adapter_contradictions(asdict(job))]:
+        raise UsageError("; ".join(problems))
     for name, settings in training_sections(job).items():
         _check_training(name, settings, model, splits.task)
     build = build_of(job, splits)

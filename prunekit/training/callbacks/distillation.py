@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from prunekit.channels.tracing.execution import channel_axis
@@ -75,9 +76,10 @@ class Distillation(Callback):
         *,
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
-        self._teacher, self._settings, self._plan = teacher, suited(settings, get_task(task)), plan
+        task = get_task(task)
+        self._teacher, self._settings, self._plan = teacher, suited(settings, task), plan
         self._fastest: nn.Module | None = None
-        self._logits = get_task(task).logits or logits
+        self._logits, self._ignored = task.logits or logits, task.ignored
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
         self._stopwatch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
@@ -125,11 +127,9 @@ class Distillation(Callback):
         with self._stopwatch.timing(), torch.no_grad():
             wanted = self._logits(self._answer(inputs))
         settings, given = self._settings, self._logits(output)
-        counted = counted_rows(inputs, targets, len(given))
-        if counted is not None:
-            given, wanted = given[counted], wanted[counted]
+        counted = counted_rows(inputs, targets, len(given), self._ignored)
         assert settings.temperature is not None
-        loss = settings.weight * soft_targets(given, wanted, settings.temperature)
+        loss = settings.weight * soft_targets(given, wanted, settings.temperature, counted)
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
             if student.keys() != taught.keys() or not student:
@@ -181,14 +181,58 @@ def _real_positions(inputs: Any, *features: Tensor) -> tuple[Tensor, ...]:
     return features if counted is None else tuple(one.flatten(0, 1)[counted] for one in features)
 
 
-def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+AT_ONCE = 2**21
+"""Class scores of each model that `soft_targets` computes with at a time, where there are more: 8 MiB in float32."""
+
+
+def soft_targets(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
     """Return T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
 
     The factor T^2 keeps gradients as large as those of the cross entropy at any temperature T above 0. Both logits are
-    (B, classes); half precision is computed in float32. Of no rows it is 0.
+    (B, classes); half precision is computed in float32. Only rows that are `counted`, (B,) bool, take part; None: all.
+    Of no rows it is 0. Where there are many, as tokens with a large vocabulary, some of them are computed at a time.
     """
+    many = student.numel() > AT_ONCE
+    total = (_DivergenceOfMany.apply if many else _divergence)(student, teacher, counted, temperature)
+    count = max(len(student), 1) if counted is None else counted.sum().clamp_min(1)
+    divergence: Tensor = total / count * temperature**2
+    return divergence
+
+
+def _divergence(student: Tensor, teacher: Tensor, counted: Tensor | None, temperature: float) -> Tensor:
+    """Return the sum of the KL divergences of rows that count."""
+    if counted is not None:
+        student, teacher = student[counted], teacher[counted]
     given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
-    return F.kl_div(given, wanted, reduction="sum", log_target=True) / max(len(given), 1) * temperature**2
+    return F.kl_div(given, wanted, reduction="sum", log_target=True)
+
+
+class _DivergenceOfMany(torch.autograd.Function):
+    """The same of many rows, some at a time: of all of them only the gradient is kept, in place of six such tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, counted: Tensor | None, temperature: float) -> Tensor:
+        """Return the sum, and keep its gradient, which is softmax(student) - softmax(teacher), over T."""
+        ctx.gradient, total, size = (
+            torch.zeros_like(student),
+            student.new_zeros(()),
+            max(AT_ONCE // student.shape[1], 1),
+        )
+        for start in range(0, len(student), size):
+            rows = slice(start, start + size)
+            part, chosen = student[rows].detach().requires_grad_(True), None if counted is None else counted[rows]
+            with torch.enable_grad():
+                found = _divergence(part, teacher[rows], chosen, temperature)
+            ctx.gradient[rows], total = *torch.autograd.grad(found, part), total + found.detach()
+            del part, found
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient for the student's logits."""
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(weight.to(gradient.dtype)), None, None, None
 
 
 def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:

@@ -78,7 +78,8 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
     if isinstance(settings.distill, DistillSettings):
         if not can_teach(task):
-            raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
+            why = "learns the dense model's outputs already" if task.from_dense else "has none (`logits`)"
+            raise UsageError(f"distill compares class scores, and task {task.name!r} {why}; leave it out")
         if settings.distill.blend and not task.labeled_images:
             raise UsageError(f"distill.blend blends images, and the task is {task.name!r}; leave it out")
         if settings.distill.blend and (settings.mixup or settings.cutmix):
