@@ -88,7 +88,7 @@ class DistillSettings(Checked):
     weight: Annotated[float, Ge(0)] = 1.0
     """Weight of the loss on logits, beside the cross entropy's 1."""
     temperature: Annotated[float, Gt(0)] = 4.0
-    """Divisor of logits before they are compared; higher counts small ones more."""
+    """Divisor of logits before they are compared; higher counts small ones more. Of heads of detectors it is 1."""
     features: FeatureSettings | None = None
     """Loss on features of the teacher."""
 

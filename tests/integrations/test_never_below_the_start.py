@@ -125,6 +125,27 @@ def test_an_epoch_that_is_better_is_delivered(small: Any, data: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_with_the_dense_model_as_teacher_too(small: Any, data: Path, tmp_path: Path, said: list[str]) -> None:
+    """ultralytics' own `distill_model` compares features of the dense model with those of fewer channels."""
+    small_yolo(tmp_path).save(tmp_path / "dense.pt")
+    kinds, losses = set[str](), list[dict[str, Any]]()
+    for fitness, kept in (((0.5, 0.2, 0.3), True), ((0.5, 0.2, 0.6), False)):
+        yolo = load_yolo(copy.copy(small))
+        start = start_of(yolo)
+        yolo.add_callback("on_train_batch_end", lambda trainer: kinds.add(type(trainer.model).__name__))
+        yolo.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss_items))
+        trainer, teacher = judging(DetectionTrainer, *fitness), str(tmp_path / "dense.pt")
+        yolo.train(trainer=trainer, distill_model=teacher, epochs=2, **settings(tmp_path, data))
+        assert same(yolo.model.state_dict(), start) == kept
+        assert {name: value.shape for name, value in start.items()} == {
+            name: value.shape for name, value in yolo.model.state_dict().items()
+        }
+    assert kinds == {"DistillationModel"}
+    assert all(float(items["dis_loss"]) > 0 for items in losses)
+    assert len(notes(said)) == 1
+
+
+@pytest.mark.slow
 def test_a_resumed_training_still_delivers_the_start(small: Any, data: Path, tmp_path: Path, said: list[str]) -> None:
     def stop(trainer: Any) -> None:
         if trainer.epoch == 0:

@@ -25,7 +25,7 @@ from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
@@ -50,11 +50,13 @@ class Distillation(Callback):
     The teacher runs in eval mode without gradients on the student's images, with the same augmentation and precision.
     It is not changed. Features are compared call by call, and only in the channels that the current plan keeps,
     because pruned channels of a masked student are zero and nothing is to be learnt there. `task`, itself or its name,
-    says where class scores are in what the models return.
+    says where class scores are in what the models return. In place of `soft_targets` a task may compare `heads`, as
+    that of detectors does, at temperature 1: see `prunekit.tasks.detection_heads.head_error`.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
-        ModelError: in a step, when a module returns no tensor, or one without a gradient.
+        ModelError: on enter, when heads of student and teacher differ in more than channels; in a step, when a module
+            returns no tensor, or one without a gradient.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Distillation(Callback):
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
         self._teacher, self._settings, self._plan = teacher, settings, plan
-        self._logits = get_task(task).logits or logits
+        self._task = get_task(task)
+        self._logits = self._task.logits or logits
+        self._heads: HeadComparison | None = None
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
         self._stopwatch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
@@ -84,12 +88,23 @@ class Distillation(Callback):
         teacher, before = self._teacher, next(self._teacher.parameters()).device
         self._stopwatch = Stopwatch(run.device)
         start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin, again=True))
+        mode = training_mode(teacher, False) if self._task.heads is None else self._task.mode_for_loss(teacher)
         try:
             teacher.to(run.device)
-            with training_mode(teacher, False), start, self._features(run.model):
+            with mode, start, self._features(run.model), self._compared(run.model):
                 yield
         finally:
             teacher.to(before)
+
+    @contextmanager
+    def _compared(self, student: nn.Module) -> Iterator[None]:
+        """Compare heads, if the task has them."""
+        if self._task.heads is None:
+            yield
+            return
+        with self._task.heads(student, self._teacher) as self._heads:
+            yield
+        self._heads = None
 
     @contextmanager
     def _features(self, student: nn.Module) -> Iterator[None]:
@@ -111,12 +126,19 @@ class Distillation(Callback):
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
-            wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
-        settings, given = self._settings, self._logits(output)
-        counted = counted_rows(inputs, targets, len(given))
-        if counted is not None:
-            given, wanted = given[counted], wanted[counted]
-        loss = settings.weight * soft_targets(given, wanted, settings.temperature)
+            if self._heads is None:
+                wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
+            else:
+                taught = self._heads.teach()
+        settings = self._settings
+        if self._heads is None:
+            given = self._logits(output)
+            counted = counted_rows(inputs, targets, len(given))
+            if counted is not None:
+                given, wanted = given[counted], wanted[counted]
+            loss = settings.weight * soft_targets(given, wanted, settings.temperature)
+        else:
+            loss = settings.weight * self._heads.error(taught)
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
             if student.keys() != taught.keys() or not student:

@@ -74,6 +74,8 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
     """Return the loss of training."""
     if (settings.mixup or settings.cutmix) and not task.labeled_images:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
-    if settings.distill is not None and task.logits is None:
-        raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
+    if settings.distill is not None and task.logits is None and task.heads is None:
+        raise UsageError(
+            f"distill compares class scores, and task {task.name!r} has none (`logits`) and no `heads`; leave it out"
+        )
     return training_loss(task, settings.label_smoothing)
