@@ -79,7 +79,7 @@ from prunekit.pruning.schedule_planner import require_same_plan, share_plan
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
-from prunekit.training.callbacks.selection import needs_plan
+from prunekit.training.callbacks.selection import needs_plan, on_labels
 from prunekit.utils.context import threads
 from prunekit.utils.display import Displayed, Table, listed, plural, shares_left
 from prunekit.utils.files import StrPath, write_csv, write_json
@@ -198,8 +198,8 @@ class FinetuneRun:
 
     def sparsify(self, model: nn.Module, plan: Plan | None = None) -> nn.Module:
         """Return the dense model after the job's `sparsify`, which runs before there is a plan, or with it."""
-        settings = self.job.sparsify
-        assert settings is not None
+        assert self.job.sparsify is not None
+        settings = on_labels(self.job.sparsify)
         chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self._stage("sparsify"):

@@ -241,7 +241,7 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
             given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
             yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
-        if name == "baseline" and section.get("distill") is not None:
+        if name == "baseline" and section.get("distill") not in (None, "auto"):
             text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
             yield (name, "distill"), f"{text}; set finetune.distill"
         regularize = section.get("regularize")

@@ -72,12 +72,16 @@ class FeatureSettings(Checked):
     modules: Annotated[tuple[str, ...], MinLen(1)]
     """Globs over paths of modules whose outputs are compared."""
     weight: Annotated[float, Gt(0)] = 1.0
-    """Weight of the feature loss, beside the cross entropy's 1."""
+    """Weight of the feature loss."""
 
 
 @dataclass(frozen=True)
 class DistillSettings(Checked):
     """Knowledge distillation from the dense model: see `prunekit.training.callbacks.distillation.Distillation`.
+
+    What is null suits the task. Images with a label each are learnt by matching functions (Beyer et al. 2022,
+    "Knowledge distillation: a good teacher is patient and consistent"): teacher and student see the same blends of two
+    images, and the student learns the teacher's answers alone. Elsewhere it learns from labels too.
 
     Example:
         >>> import prunekit as pk
@@ -86,11 +90,17 @@ class DistillSettings(Checked):
     """
 
     weight: Annotated[float, Ge(0)] = 1.0
-    """Weight of the loss on logits, beside the cross entropy's 1."""
-    temperature: Annotated[float, Gt(0)] = 4.0
-    """Divisor of logits before they are compared; higher counts small ones more. Of heads of detectors it is 1."""
+    """Weight of the loss on what the teacher answers."""
+    temperature: Annotated[float, Gt(0)] | None = None
+    """Divisor of logits before they are compared; higher counts small ones more. null: 1 for images with a label each
+    and for heads of detectors, else 2."""
     features: FeatureSettings | None = None
     """Loss on features of the teacher."""
+    labels: Annotated[float, Ge(0)] | None = None
+    """Weight of the task's own loss, on labels. null: 0 for images with a label each, else 1."""
+    mixup: Annotated[float, Ge(0)] | None = None
+    """Blends pairs of images before teacher and student see them, in shares from Beta(mixup, mixup). null: 1 for images
+    with a label each, unless the training has mixup or CutMix of its own; else 0."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +202,9 @@ class TrainSettings(Checked):
     """Clamp of the gradients of activations while they flow back."""
     clamp_weight_grad: ClampSettings | None = None
     """Clamp of the gradients of weights before each step."""
-    distill: DistillSettings | None = None
-    """Knowledge distillation from the dense model."""
+    distill: DistillSettings | Literal["auto"] | None = "auto"
+    """Knowledge distillation from the dense model. `auto`: in `finetune`, where the task has what a teacher can tell;
+    null: labels alone."""
     regularize: RegularizerSettings | None = None
     """Penalty that makes whole channels small."""
     average: AverageSettings | None = None

@@ -17,7 +17,7 @@ from torchvision.ops import MultiScaleRoIAlign
 
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
@@ -25,6 +25,7 @@ from prunekit.tasks.detection import DETECTION
 from prunekit.tasks.detection_heads import Said, head_error
 from prunekit.training.callbacks.callback import TrainingRun
 from prunekit.training.callbacks.distillation import Distillation
+from prunekit.training.callbacks.selection import task_loss, with_teacher
 from prunekit.training.loop import fit
 
 pytest.importorskip("pycocotools")
@@ -210,6 +211,21 @@ def test_a_detector_trains_with_it(make: Callable[[], nn.Module]) -> None:
     assert len(history.rows) == 2
     assert any(not torch.equal(value, before[name]) for name, value in student.state_dict().items())
     assert part.cost.seconds > 0
+
+
+def test_what_no_teacher_can_show_is_said_or_left_out() -> None:
+    class RTDETRDecoder(nn.Module):
+        nc = 3
+
+    queries: Any = yolo()
+    queries.model[-1] = RTDETRDecoder()
+    auto = TrainSettings(epochs=1, distill="auto")
+    found = with_teacher(auto, DETECTION, fcos()).distill
+    assert isinstance(found, DistillSettings)
+    assert (found.temperature, found.labels, found.mixup) == (1, 1, 0)
+    assert with_teacher(auto, DETECTION, queries).distill is None
+    with pytest.raises(UsageError, match=r"distill\.temperature: expected none, because .* compares heads"):
+        task_loss(DETECTION, TrainSettings(epochs=1, distill=DistillSettings(temperature=2.0)))
 
 
 def test_teachers_that_do_not_fit_are_named_before_training() -> None:

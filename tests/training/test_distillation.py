@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from training_models import CPU, net, splits
 
 import prunekit
+from prunekit.deploy.deployment_transform import for_inference
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
+from prunekit.tasks.task import get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import ContextCallback, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation, feature_error, soft_targets
+from prunekit.training.callbacks.selection import on_labels, with_teacher
 from prunekit.training.loop import fit
 from prunekit.utils.context import training_mode
 
@@ -230,3 +234,78 @@ def test_a_label_that_does_not_count_is_not_distilled() -> None:
     assert torch.equal(soft_targets(scores[counted], others[counted], 1.0), soft_targets(scores[::2], others[::2], 1.0))
     assert soft_targets(scores[:0], others[:0], 1.0) == 0
     assert counted_rows(torch.zeros(4, 3), torch.zeros(4, 5), 4) is None
+
+
+class Recording(nn.Module):
+    """Keeps what it is given while it learns, or while it teaches."""
+
+    def __init__(self, inner: nn.Module, *, learns: bool) -> None:
+        super().__init__()
+        self.inner, self.learns = inner, learns
+        self.seen: list[Tensor] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.is_grad_enabled() == self.training == self.learns:
+            self.seen.append(images.clone())
+        return self.inner(images)  # type: ignore[no-any-return]
+
+
+def test_the_teacher_sees_the_blends_that_the_student_sees() -> None:
+    student, teacher = Recording(net(1), learns=True), Recording(net(2), learns=False)
+    settings = TrainSettings(epochs=1, lr=0.01, distill=DistillSettings())
+    fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[Distillation(teacher, DistillSettings())])
+    taught = teacher.seen[-len(student.seen) :]  # before these it ran on the first batch, to be made faster
+    assert len(student.seen) > 1
+    assert all(map(torch.equal, student.seen, taught))
+    plain = {image.numpy().tobytes() for image, _ in splits().train}
+    assert not any(image.contiguous().numpy().tobytes() in plain for image in student.seen[0])  # all are blended
+
+
+@pytest.mark.parametrize(("labels", "equal"), [(None, True), (0.5, False)])
+def test_images_are_learned_without_their_labels(labels: float | None, equal: bool) -> None:
+    """Other labels of the training images change nothing, unless they are given a weight."""
+    made = []
+    for wrong in (False, True):
+        data, student = splits(), net(1)
+        if wrong:
+            data = replace(data, train=replace(data.train, labels=data.train.labels.roll(1)))
+        distill = DistillSettings(labels=labels)
+        settings = TrainSettings(epochs=1, lr=0.05, distill=distill)
+        fit(student, data, settings, device=CPU, seed=1, batch=16, callbacks=[Distillation(net(2), distill)])
+        made.append(student.state_dict())
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items()) == equal
+
+
+def test_what_is_not_said_suits_the_task() -> None:
+    auto = TrainSettings()
+    images = with_teacher(auto, get_task("image_classification")).distill
+    assert images == DistillSettings(temperature=1.0, labels=0.0, mixup=1.0)
+    own = with_teacher(replace(auto, mixup=0.2), get_task("image_classification")).distill
+    assert isinstance(own, DistillSettings)
+    assert own.mixup == 0  # the training blends them itself
+    assert with_teacher(auto, get_task("causal_lm")).distill == DistillSettings(temperature=2.0, labels=1.0, mixup=0.0)
+    assert with_teacher(auto, get_task("embedding")).distill is None
+    assert with_teacher(replace(auto, distill=None), get_task("causal_lm")).distill is None
+    assert on_labels(auto).distill is None
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_fast_teacher_answers_as_the_teacher(view: bool) -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), nn.Linear(144, 2)
+
+        def forward(self, images: Tensor) -> Tensor:
+            found = self.body(images)
+            found = found.view(len(images), -1) if view else found.flatten(1)
+            return self.head(found)  # type: ignore[no-any-return]
+
+    teacher = Viewing().eval()
+    teacher.body[1].running_mean.normal_()
+    images = torch.randn(5, 3, 8, 8)
+    fast = for_inference(teacher, (images,))
+    assert (fast is teacher) == view  # channels that lie last cannot be viewed like that
+    torch.testing.assert_close(fast(images), teacher(images))
+    assert isinstance(teacher.body[1], nn.BatchNorm2d)
+    assert teacher.body[0].weight.is_contiguous()

@@ -51,7 +51,7 @@ from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.selection import needs_plan, task_loss
@@ -210,7 +210,7 @@ def _require_targets(job: JobSettings, task: Task) -> None:
 def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:
     check_clamps(model, settings)
     task_loss(task, settings)
-    if settings.distill is not None:
+    if isinstance(settings.distill, DistillSettings):
         if name == "baseline":
             raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
         feature_paths(model, settings.distill)

@@ -43,7 +43,7 @@ from prunekit.training.callbacks.callback import (
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
-from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
@@ -120,8 +120,9 @@ class Trainings:
         """Return the dense model after the training of the pruned one, with the same settings but no regularizer."""
         model = copied(dense)
         if self._job.sparsify is not None:
-            model = self.train("control_before", model, settings=replace(self._job.sparsify, regularize=None))
-        settings = replace(self._job.finetune, regularize=None)
+            before = replace(self._job.sparsify, regularize=None, distill=None)
+            model = self.train("control_before", model, settings=before)
+        settings = replace(self._job.finetune, regularize=None, distill=None)  # of a teacher it could learn nothing
         return self.train("control", model, *self.rewinding(), settings=settings)
 
     def rewinding(self) -> list[Callback]:
@@ -143,6 +144,7 @@ class Trainings:
         begin: PausedRun | None = None,
     ) -> nn.Module:
         """Train a model in place; it is on the CPU afterwards."""
+        settings = with_teacher(settings, self._prepared.splits.task, model)
         inputs = CallbackInputs(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = build_callbacks(settings, inputs)
         plan = cut or (masks() if removed is None else removed)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.channels.tracing.execution import channel_axis
+from prunekit.deploy.deployment_transform import for_inference
 from prunekit.distributed.process_group import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing
@@ -44,14 +45,27 @@ class TeacherCost:
     step_share: float  # share of the time of the training steps, without reading of images, 0..1
 
 
+def suited(settings: DistillSettings, task: Task) -> DistillSettings:
+    """Return settings in which what was null is a number that suits the task."""
+    matching = task.labeled_images
+    suits = {
+        "temperature": 1.0 if matching or task.heads else 2.0,
+        "labels": float(not matching),
+        "mixup": float(matching),
+    }
+    missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
+    return replace(settings, **missing)
+
+
 class Distillation(Callback):
     """Adds `weight` times `soft_targets`, and if the settings name modules, `features.weight` times `feature_error`.
 
-    The teacher runs in eval mode without gradients on the student's images, with the same augmentation and precision.
-    It is not changed. Features are compared call by call, and only in the channels that the current plan keeps,
-    because pruned channels of a masked student are zero and nothing is to be learnt there. `task`, itself or its name,
-    says where class scores are in what the models return. In place of `soft_targets` a task may compare `heads`, as
-    that of detectors does, at temperature 1: see `prunekit.tasks.detection_heads.head_error`.
+    The teacher runs in eval mode without gradients on what the student is given, the same blends of images in the same
+    precision. It is not changed: what runs is a copy in the form that is fastest, unless features are compared. These
+    are compared call by call, and only in the channels that the current plan keeps, because pruned channels of a masked
+    student are zero and nothing is to be learnt there. `task`, itself or its name, says where class scores are in what
+    the models return. In place of `soft_targets` a task may compare `heads`, as that of detectors does: see
+    `prunekit.tasks.detection_heads.head_error`.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
@@ -67,8 +81,9 @@ class Distillation(Callback):
         *,
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
-        self._teacher, self._settings, self._plan = teacher, settings, plan
         self._task = get_task(task)
+        self._teacher, self._settings, self._plan = teacher, suited(settings, self._task), plan
+        self._fastest: nn.Module | None = None
         self._logits = self._task.logits or logits
         self._heads: HeadComparison | None = None
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
@@ -95,6 +110,7 @@ class Distillation(Callback):
                 yield
         finally:
             teacher.to(before)
+            self._fastest = None
 
     @contextmanager
     def _compared(self, student: nn.Module) -> Iterator[None]:
@@ -126,19 +142,17 @@ class Distillation(Callback):
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
-            if self._heads is None:
-                wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
-            else:
-                taught = self._heads.teach()
+            wanted = self._logits(self._answer(inputs)) if self._heads is None else self._heads.teach()
         settings = self._settings
         if self._heads is None:
             given = self._logits(output)
             counted = counted_rows(inputs, targets, len(given))
             if counted is not None:
                 given, wanted = given[counted], wanted[counted]
+            assert settings.temperature is not None
             loss = settings.weight * soft_targets(given, wanted, settings.temperature)
         else:
-            loss = settings.weight * self._heads.error(taught)
+            loss = settings.weight * self._heads.error(wanted)
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
             if student.keys() != taught.keys() or not student:
@@ -154,6 +168,14 @@ class Distillation(Callback):
             error = feature_error([one for one, _ in pairs], [one for _, one in pairs], sample_count(inputs))
             loss = loss + settings.features.weight * error
         return loss
+
+    def _answer(self, inputs: Any) -> Any:
+        """Return the teacher's output."""
+        example = inputs_as_example(self._teacher, inputs)
+        if self._fastest is None:
+            alone = self._outputs is None
+            self._fastest = for_inference(self._teacher, example) if alone else self._teacher
+        return call(self._fastest, example)
 
     def after_step(self, step: int, made: bool) -> None:
         """Add up the time of the step."""
