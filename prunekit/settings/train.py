@@ -93,8 +93,8 @@ class DistillSettings(Checked):
     weight: Annotated[float, Ge(0)] = 1.0
     """Weight of the loss on what the teacher answers."""
     temperature: Annotated[float, Gt(0)] | None = None
-    """Divisor of logits before they are compared; higher counts small ones more. null: 1 for images with a label each,
-    else 2."""
+    """Divisor of logits before they are compared; higher counts small ones more. null: 1 for images with a label each
+    and for heads of detectors, else 2."""
     features: FeatureSettings | None = None
     """Loss on features of the teacher."""
     labels: Annotated[float, Ge(0)] | None = None

@@ -42,6 +42,25 @@ class Metric(Protocol):
         """Return what the task's scores are read from, of all batches so far."""
 
 
+class HeadComparison(Protocol):
+    """A comparison of a student with its teacher, by what parts of them compute in a training step.
+
+    It is a context: inside, it notes what the student computes in passes with gradients.
+    """
+
+    def __enter__(self) -> Any:
+        """Begin to note."""
+
+    def __exit__(self, *error: Any) -> Any:
+        """Stop, and leave both models as they were."""
+
+    def teach(self) -> Any:
+        """Return what the teacher computes in place of the student in its last pass; called without gradients."""
+
+    def error(self, taught: Any, /) -> Tensor:
+        """Return one number, the distance of the student from what was `taught`: with gradients, and 0 at best."""
+
+
 @dataclass(frozen=True)
 class Score:
     """A figure of merit, from counts of all samples or from a metric, so that it is exact for batches of any sizes.
@@ -116,7 +135,10 @@ class Task:
             mapping by the names of the arguments of `forward`; targets have a length, that of the batch. It may raise
             any error about a batch of another form; the message is completed with a description of the batch.
         logits: output -> class scores (N, classes), one row for each thing that is classified, which distillation
-            compares; None: the task has none, and cannot be distilled.
+            compares; None: the task has none, and cannot be distilled, unless it has `heads`.
+        heads: student and teacher -> a `HeadComparison`, which distillation uses in place of `logits`, for models that
+            return their losses in training. The teacher is then in the mode of `mode_for_loss`. It raises before the
+            training where the two don't fit. None: the task has none.
         smoothed: label smoothing, 0..1 -> the loss with it; None: the task has none.
         ignored: label of what does not count, among those of `logits`.
         samples: what its samples are called in messages.
@@ -148,6 +170,7 @@ class Task:
     scores: tuple[Score, ...]
     unpack: Callable[[Any], tuple[Any, Any]] = pair
     logits: Callable[[Any], Tensor] | None = None
+    heads: Callable[[nn.Module, nn.Module], HeadComparison] | None = None
     smoothed: Callable[[float], Loss] | None = None
     ignored: int = -100
     samples: str = "samples"

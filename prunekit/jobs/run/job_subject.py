@@ -216,6 +216,8 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
         if name == "baseline":
             raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
         feature_paths(model, settings.distill)
+        if task.heads is not None:
+            task.heads(model, model)  # raises where no teacher's can be compared with them
     if needs_plan(settings) and name != "sparsify":
         raise UsageError(
             f"{name}.regularize.method: 'growing' shrinks channels before a plan removes them; use it in `sparsify`"

@@ -27,7 +27,7 @@ from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
@@ -49,7 +49,8 @@ class TeacherCost:
 def suited(settings: DistillSettings, task: Task) -> DistillSettings:
     """Return settings in which what was null is a number that suits the task."""
     matching = task.labeled_images
-    suits = {"temperature": 1.0 if matching else 2.0, "labels": float(not matching), "blend": matching}
+    temperature = 1.0 if matching or task.heads else 2.0
+    suits = {"temperature": temperature, "labels": float(not matching), "blend": matching}
     missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
     return replace(settings, **missing)
 
@@ -61,11 +62,13 @@ class Distillation(Callback):
     precision. It is not changed: what runs is a copy in the form that is fastest, unless features are compared. These
     are compared call by call, and only in the channels that the current plan keeps, because pruned channels of a masked
     student are zero and nothing is to be learnt there. `task`, itself or its name, says where class scores are in what
-    the models return.
+    the models return. In place of `soft_targets` a task may compare `heads`, as that of detectors does: see
+    `prunekit.tasks.detection_heads.head_error`.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
-        ModelError: in a step, when a module returns no tensor, or one without a gradient.
+        ModelError: on enter, when heads of student and teacher differ in more than channels; in a step, when a module
+            returns no tensor, or one without a gradient.
     """
 
     def __init__(
@@ -76,10 +79,11 @@ class Distillation(Callback):
         *,
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
-        task = get_task(task)
-        self._teacher, self._settings, self._plan = teacher, suited(settings, task), plan
+        self._task = get_task(task)
+        self._teacher, self._settings, self._plan = teacher, suited(settings, self._task), plan
         self._fastest: nn.Module | None = None
-        self._logits, self._ignored = task.logits or logits, task.ignored
+        self._logits = self._task.logits or logits
+        self._heads: HeadComparison | None = None
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
         self._stopwatch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
@@ -97,13 +101,24 @@ class Distillation(Callback):
         teacher, before = self._teacher, next(self._teacher.parameters()).device
         self._stopwatch = Stopwatch(run.device)
         start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin, again=True))
+        mode = training_mode(teacher, False) if self._task.heads is None else self._task.mode_for_loss(teacher)
         try:
             teacher.to(run.device)
-            with training_mode(teacher, False), start, self._features(run.model):
+            with mode, start, self._features(run.model), self._compared(run.model):
                 yield
         finally:
             teacher.to(before)
             self._fastest = None
+
+    @contextmanager
+    def _compared(self, student: nn.Module) -> Iterator[None]:
+        """Compare heads, if the task has them."""
+        if self._task.heads is None:
+            yield
+            return
+        with self._task.heads(student, self._teacher) as self._heads:
+            yield
+        self._heads = None
 
     @contextmanager
     def _features(self, student: nn.Module) -> Iterator[None]:
@@ -125,11 +140,15 @@ class Distillation(Callback):
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
-            wanted = self._logits(self._answer(inputs))
-        settings, given = self._settings, self._logits(output)
-        counted = counted_rows(inputs, targets, len(given), self._ignored)
-        assert settings.temperature is not None
-        loss = settings.weight * soft_targets(given, wanted, settings.temperature, counted)
+            wanted = self._logits(self._answer(inputs)) if self._heads is None else self._heads.teach()
+        settings = self._settings
+        if self._heads is None:
+            given = self._logits(output)
+            counted = counted_rows(inputs, targets, len(given), self._task.ignored)
+            assert settings.temperature is not None
+            loss = settings.weight * soft_targets(given, wanted, settings.temperature, counted)
+        else:
+            loss = settings.weight * self._heads.error(wanted)
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
             if student.keys() != taught.keys() or not student:
