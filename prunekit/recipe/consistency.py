@@ -12,6 +12,7 @@ from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
+from prunekit.settings.job import unlabeled_contradictions
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
 from prunekit.settings.train import TrainSettings, adapter_contradictions
 from prunekit.settings.weight_pattern import pattern_problems
@@ -216,7 +217,10 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     name = model.get("name")
     if model.get("zoo") == "hf" and isinstance(name, str) and ModelSettings(name, "hf").folder is not None:
         return  # a folder of transformers has its weights
-    if model.get("weights") is None and values.get("baseline") is None:
+    bare = model.get("weights") is None and values.get("baseline") is None
+    if bare and (_section(values, "data") or {}).get("labels") is False:
+        yield ("model", "weights"), "expected trained weights, because data.labels is false, got nothing"
+    elif bare:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
 
@@ -299,6 +303,7 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
 CHECKS = (
     _names,
     _task,
+    unlabeled_contradictions,
     _budget,
     _pattern,
     _activations,

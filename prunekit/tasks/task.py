@@ -77,6 +77,7 @@ class Score:
         interval_by: what reports call the method of the interval.
         lower_is_better: whether less is better, as for a perplexity: best epochs, losses by int8, comparisons and
             fronts of reports go by it.
+        note: a sentence on what it means, for logs and reports; empty if its label says it.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Score:
     unit: str = "%"
     interval_by: str = "Wilson"
     lower_is_better: bool = False
+    note: str = ""
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -157,7 +159,8 @@ class Task:
             over batches weigh it; None: of its samples.
         binding: task and dense model -> the task, completed by what only that model knows, such as its outputs, which
             are the targets; None: it is complete. See `bound`.
-        from_dense: whether targets are the dense model's own outputs, so that its loss has no gradient there.
+        from_dense: whether targets are the dense model's own outputs or answers, so that the gradient of the loss there
+            is zero or says nothing.
         texts: what the data source `text` makes of texts: `windows` of tokens, `masked` windows with labels, or `lines`
             of a text each; None: nothing.
         labeled_images: whether samples are images with the label of one class each. Only these are resized, augmented
@@ -264,6 +267,7 @@ def described_task(task: Task) -> dict[str, Any]:
     scores = [
         {"name": score.name, "label": score.label, "unit": score.unit}
         | ({"lower_is_better": True} if score.lower_is_better else {})
+        | ({"note": score.note} if score.note else {})
         for score in task.scores
     ]
     by = None if task.main.interval is None else task.main.interval_by
