@@ -27,6 +27,7 @@ from prunekit.measure.memory_format import images_channels_last
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
+from prunekit.training.adapters import require_adapted
 from prunekit.training.callbacks.callback import (
     Callback,
     CallbackList,
@@ -135,14 +136,15 @@ def fit(
         settings = with_teacher(settings, splits.task)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
+    require_adapted(model, settings)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)
     laid = runs_channels_last(model, splits, device, settings.precision)
     full = len(splits.train) >= batch
     distill = settings.distill if isinstance(settings.distill, DistillSettings) else None
-    mixup = (distill and distill.mixup) or settings.mixup
-    mixing = Mixing(len(splits.classes), mixup, settings.cutmix) if mixup or settings.cutmix else None
+    mixup, cutmix = (1.0, 1.0) if distill is not None and distill.blend else (settings.mixup, settings.cutmix)
+    mixing = Mixing(len(splits.classes), mixup, cutmix) if mixup or cutmix else None
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
     train, validation = shares(
         reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),

@@ -11,7 +11,7 @@ from torch import nn
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
-from prunekit.errors import UsageError
+from prunekit.errors import ModelError, UsageError
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Task, training_loss
@@ -76,14 +76,33 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
     """Return the loss of training."""
     if (settings.mixup or settings.cutmix) and not task.labeled_images:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
-    if isinstance(settings.distill, DistillSettings) and not can_teach(task):
-        raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
+    if isinstance(distill := settings.distill, DistillSettings):
+        if not can_teach(task):
+            why = (
+                "learns the dense model's outputs already" if task.from_dense else "has none (`logits`) and no `heads`"
+            )
+            raise UsageError(f"distill compares class scores, and task {task.name!r} {why}; leave it out")
+        if task.heads and distill.temperature not in (None, 1):
+            raise UsageError(
+                f"distill.temperature: expected none, because task {task.name!r} compares heads as they are, got "
+                f"{distill.temperature:g}; leave it out"
+            )
+        if distill.blend and not task.labeled_images:
+            raise UsageError(f"distill.blend blends images, and the task is {task.name!r}; leave it out")
+        if distill.blend and (settings.mixup or settings.cutmix):
+            raise UsageError("distill.blend and mixup or cutmix: expected one of them, because both blend images")
     return training_loss(task, settings.label_smoothing)
 
 
-def can_teach(task: Task) -> bool:
-    """Return whether there is something that a dense model can tell a student of the task."""
-    return task.logits is not None
+def can_teach(task: Task, model: nn.Module | None = None) -> bool:
+    """Return whether there is something that a dense model, such as this one, can tell a student of the task."""
+    if task.heads is None or model is None:
+        return task.logits is not None or task.heads is not None
+    try:
+        task.heads(model, model)
+    except ModelError:
+        return False
+    return True
 
 
 def on_labels(settings: TrainSettings) -> TrainSettings:
@@ -91,13 +110,13 @@ def on_labels(settings: TrainSettings) -> TrainSettings:
     return replace(settings, distill=None) if settings.distill == "auto" else settings
 
 
-def with_teacher(settings: TrainSettings, task: Task) -> TrainSettings:
+def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = None) -> TrainSettings:
     """Return the settings of a training beside the dense model: what `distill: auto` means for its task."""
     distill = settings.distill
     if distill == "auto":
-        distill = DistillSettings() if can_teach(task) else None
+        distill = DistillSettings() if can_teach(task, model) else None
     if distill is None:
         return replace(settings, distill=None)
-    if distill.mixup is None and (settings.mixup or settings.cutmix):
-        distill = replace(distill, mixup=0.0)
+    if distill.blend is None and (settings.mixup or settings.cutmix):
+        distill = replace(distill, blend=False)
     return replace(settings, distill=suited(distill, task))
