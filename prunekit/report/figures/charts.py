@@ -192,8 +192,16 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
         return svg(figure, "Channel groups and the modules that make or read their channels")
 
 
-def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
-    """Return loss and validation score by epoch, with a color for each training run."""
+def curves(
+    history: pd.DataFrame,
+    labels: Mapping[str, str] = LABELS,
+    unit: str = "%",
+    trainings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Markup:
+    """Return loss and validation score by epoch, with a color for each training run, whose start is at epoch 0.
+
+    Starts are in `trainings`, which is that of `metrics.json`.
+    """
     from matplotlib.ticker import MaxNLocator
 
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
@@ -202,6 +210,12 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
     column, score = found[0], found[0].removeprefix("validation_")
     label = labels.get(score, score.replace("_", " "))
     names = list(history["run"].drop_duplicates())
+    starts = [
+        {"run": name, "epoch": 0, "validation_loss": found.get("start_loss"), column: found["start"]}
+        for name, found in (trainings or {}).items()
+        if name in names and found.get("start") is not None
+    ]
+    history = pd.concat([pd.DataFrame(starts), history]) if starts else history
     with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
         for name in names:
             rows = history[history["run"] == name]
@@ -222,6 +236,36 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         reached.legend(loc="lower right")
         return stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
+
+
+def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
+    """Return the held-out loss of each learning rate that was tried, with that of the start, in a panel for each run.
+
+    Trials whose loss was not finite are crosses at the top. None without trials, or where pages have no figures.
+    """
+    tried = {name: found for name, found in trainings.items() if found.get("rates")}
+    if not tried or not are_drawn():
+        return None
+    with canvas(2, math.ceil(len(tried) / 2), 2.6 * math.ceil(len(tried) / 2), "rates", used=len(tried)) as (
+        figure,
+        panels,
+    ):
+        for axes, (name, found) in zip(panels, tried.items(), strict=False):
+            start, *rows = found["rates"]
+            finite = [(row["rate"], row["held_out_loss"]) for row in rows if row["held_out_loss"] is not None]
+            failed = [row["rate"] for row in rows if row["held_out_loss"] is None]
+            color = _color(name, list(tried))
+            axes.plot(*zip(*finite, strict=True), "o-", color=color, markersize=4) if finite else None
+            axes.plot(failed, [0.94] * len(failed), "x", color=INK, transform=axes.get_xaxis_transform())
+            for rate, loss in finite:
+                if rate == found["lr"]:
+                    axes.plot(rate, loss, "o", color=color, markersize=10, fillstyle="none", label=f"taken: {rate:g}")
+            if start["held_out_loss"] is not None:
+                axes.axhline(start["held_out_loss"], color=GRAY, linestyle="--", linewidth=1.1, label="start")
+            axes.set(title=f"Learning rates tried: {name}", xlabel="largest rate", ylabel="held-out loss", xscale="log")
+            _plain_log(axes.xaxis)
+            axes.legend(loc="upper left")
+        return stacked(figure, "Held-out loss of each learning rate that was tried", len(tried))
 
 
 def latencies(samples: pd.DataFrame) -> Markup:

@@ -179,6 +179,15 @@ class Distillation(Callback):
             self._steps_s += time.perf_counter() - self._start
             self._start = None
 
+    @contextmanager
+    def around_trial(self) -> Iterator[None]:
+        """Leave the time of a trial out."""
+        stopwatch, self._stopwatch = self._stopwatch, Stopwatch(next(self._teacher.parameters()).device)
+        try:
+            yield
+        finally:
+            self._stopwatch, self._start = stopwatch, None
+
     def progress_metrics(self) -> Mapping[str, Any]:
         """Return the teacher's share of the time."""
         return {"teacher": share(self.cost.step_share, 0)} if self._steps_s else {}
