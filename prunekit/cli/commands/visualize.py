@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prunekit.inspection.visualize.class_maps import CamMethod, ClassMap, SaliencyMethod
-    from prunekit.inspection.visualize.feature_maps import View
     from prunekit.inspection.visualize.image_files import Panel
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
     from prunekit.jobs.run.command_subject import Own
@@ -59,7 +58,6 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @image_options
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
 @groups_option
-@click.option("--view", type=click.Choice(["maps", "tokens", "bars"]), help="[default: what fits each layer]")
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
@@ -71,7 +69,6 @@ def features_command(
     index: int,
     layers: tuple[str, ...],
     groups: tuple[str, ...],
-    view: View | None,
     most: int,
     one_scale: bool,
     output: Path | None,
@@ -93,7 +90,7 @@ def features_command(
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
         chosen, grid = pair.layers(layers, groups), GridSettings(most or None, one_scale)
-        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, view, grid))
+        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, grid))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))

@@ -17,7 +17,7 @@ from prunekit.inspection.capture.layer_hooks import Layers, channels_of, select_
 from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
-from prunekit.inspection.visualize.feature_maps import View, feature_maps
+from prunekit.inspection.visualize.feature_maps import feature_maps
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
@@ -37,16 +37,11 @@ INPUT = "input.png"
 
 
 def write_features(
-    pair: ModelPair,
-    image: tuple[Tensor, str],
-    folder: Path,
-    layers: Layers | None,
-    view: View | None,
-    grid: GridSettings,
+    pair: ModelPair, image: tuple[Tensor, str], folder: Path, layers: Layers | None, grid: GridSettings
 ) -> dict[str, Any]:
     """Draw what layers of a pair (None: its children) make of an image, a PNG file for each layer."""
     values, name = image
-    found = feature_maps(pair.models, values, layers, kept=pair.kept, view=view)
+    found = feature_maps(pair.models, values, layers, kept=pair.kept)
     rows = []
     for features in found:
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
