@@ -1,8 +1,8 @@
-"""Image files as inputs of models, values as colors, and panels of images as one picture."""
+"""Inputs of models as images, values as colors, and panels of images as one picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -11,23 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.errors import DataError, UsageError, reraise_shortage
-from prunekit.models.preprocessing import decoding_error, in_rgb
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.utils.files import StrPath, atomic_file
 
 Pixels = NDArray[np.uint8]
 """(H, W, 3) red, green and blue."""
-Transform = Callable[[Image.Image], Tensor]
-"""A function of an image in RGB that returns a model's input, (C, H, W)."""
 COLORS = "viridis"
 """Equal steps in value look equal, also in gray and to the color-blind (Smith & van der Walt 2015)."""
-MARGIN = 8 / 7
-"""Factor by which images are resized beyond the size that is cut out, as in torchvision's presets (256 and 224)."""
 HEAT = "inferno"
 """Dark to bright in even steps, with a bright end that few photographs contain."""
 SIDE = 336
@@ -46,66 +40,16 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """The preprocessing from an image to a model's input, and back.
-
-    Args:
-        shape: shape (C, H, W) of the input, with C 1 or 3.
-        mean, std: mean and standard deviation of pixels in 0..1 for each channel; for C 1 their average is used.
-
-    Raises:
-        UsageError: the input is no image.
-    """
-
-    shape: tuple[int, ...]
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-
-    def __post_init__(self) -> None:
-        if len(self.shape) != 3 or self.shape[0] not in (1, 3):
-            got = " x ".join(map(str, self.shape))
-            raise UsageError(f"--image: expected a model that takes images of 1 or 3 channels, but it takes {got}")
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        """Return an image as input, (C, H, W) float32; one that is not H x W is resized, and its center cut out."""
-        channels, height, width = self.shape
-        image = image.convert("L" if channels == 1 else "RGB")
-        if image.size != (width, height):
-            shorter = max(height / image.height, width / image.width) * min(image.size)
-            image = center_crop(resize(image, [round(shorter * MARGIN)]), [height, width])
-        mean, std = self._normalization()
-        pixels: Tensor = pil_to_tensor(image)
-        return (pixels.float() / 255 - mean) / std
-
-    def to_image(self, values: Tensor) -> Pixels:
-        """Return an input (C, H, W) as an image."""
-        mean, std = self._normalization()
-        pixels = (values.detach().cpu().float() * std + mean).clamp(0, 1).expand(3, -1, -1)
-        return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
-
-    def _normalization(self) -> tuple[Tensor, Tensor]:
-        both = torch.tensor([self.mean, self.std])[:, :, None, None]  # (2, 3, 1, 1)
-        mean, std = both.mean(1, keepdim=True) if self.shape[0] == 1 else both
-        return mean, std
+def as_picture(values: Tensor, feed: Preprocessing) -> Pixels:
+    """Return an input (C, H, W) as the image that a preprocessing has made it of."""
+    mean, std = (torch.tensor(part)[:, None, None] for part in (feed.mean, feed.std))
+    return _in_8_bits(values.detach().cpu().float() * std + mean)
 
 
-def read_image(path: StrPath, transform: Transform) -> Tensor:
-    """Read an image file, rotated by its EXIF data, as a model's input, (C, H, W)."""
-    path = Path(path)
-    try:
-        with Image.open(path) as file:
-            image = in_rgb(ImageOps.exif_transpose(file))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: expected an image file, and there is none") from error
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-        reraise_shortage(error)
-        if isinstance(decoding_error(error), UnidentifiedImageError):
-            reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
-            raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
-        reason = "it is a folder" if path.is_dir() else str(getattr(error, "strerror", None) or error)
-        raise DataError(f"{path}: expected an image that can be read, but {reason}") from error
-    return transform(image)
+def _in_8_bits(values: Tensor) -> Pixels:
+    """Return values of 0..1, (1, H, W) or (3, H, W), as pixels."""
+    pixels = values.clamp(0, 1).expand(3, -1, -1)
+    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
 
 
 def stretched(values: Tensor) -> Pixels:
@@ -113,8 +57,7 @@ def stretched(values: Tensor) -> Pixels:
     shown = values.detach().cpu().float().nan_to_num()
     shown = shown if len(shown) == 3 else shown.mean(0, keepdim=True)
     low, high = shown.min(), shown.max()
-    pixels = ((shown - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1)
-    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+    return _in_8_bits((shown - low) / (high - low).clamp_min(1e-12))
 
 
 def write_png(path: StrPath, pixels: Pixels) -> Path:
