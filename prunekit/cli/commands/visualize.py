@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prunekit.inspection.visualize.class_maps import CamMethod, ClassMap, SaliencyMethod
-    from prunekit.inspection.visualize.image_files import Panel
+    from prunekit.inspection.visualize.image_files import Pixels
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
     from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import ModelPair
@@ -233,7 +233,8 @@ def _show_maps(
     device: str | None,
     output: Path | None,
 ) -> None:
-    from prunekit.inspection.visualize.image_files import write_picture
+    from prunekit.inspection.visualize.image_files import write_png
+    from prunekit.inspection.visualize.image_grids import page
     from prunekit.jobs.analyses.pictures import class_maps
     from prunekit.utils.context import resolve_device
 
@@ -244,12 +245,12 @@ def _show_maps(
         values, shown = pair.input(image, index)
         found = class_maps(pair, values, find, layer=layer, target=target, device=where)
         title = _maps_title(found)
-        scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
+        most = "largest value" if found.first.layer else "99.5th percentile"
         # Names differ by method, layer, image and class.
         parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
         name = re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-")
-        panels = list(_map_panels(pair, values, shown, found))
-        path = write_picture(folder / f"{name}.png", panels, title, scale)
+        heading = title, f"dark to bright: from 0 to each map's {most}"
+        path = write_png(folder / f"{name}.png", page(list(_map_panels(pair, values, shown, found)), heading))
     payload = {"model": pair.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
     save(payload, folder, path.with_suffix(".json").name, console)
     rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
@@ -272,17 +273,16 @@ def _maps_title(found: ClassMaps) -> str:
     )
 
 
-def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
-    from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
+def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> Iterator[tuple[str, Pixels]]:
+    from prunekit.inspection.visualize.image_files import enlarged, heated, overlaid
 
     pixels = pair.picture(values[0])
-    panels = [Panel(shown, enlarged(pixels))]
+    yield shown, enlarged(pixels)
     for side, one in found.maps.items():
         drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
         predicted, wanted = int(one.predicted[0]), int(one.classes[0])
-        note = f"class {wanted}: {100 * float(one.probabilities[0]):.1f} %"
-        panels.append(Panel(side, drawn, note if predicted == wanted else f"{note}; it predicts class {predicted}"))
-    return panels
+        note = "" if predicted == wanted else f"; it predicts class {predicted}"
+        yield f"{side}, class {wanted}: {100 * float(one.probabilities[0]):.1f} %{note}", drawn
 
 
 @visualize_group.command(

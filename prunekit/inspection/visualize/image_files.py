@@ -1,11 +1,9 @@
-"""Inputs of models as images, values as colors, and panels of images as one picture."""
+"""Inputs of models as images, values as colors, and PNG files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -26,18 +24,8 @@ HEAT = "inferno"
 """Dark to bright in even steps, with a bright end that few photographs contain."""
 SIDE = 336
 """Approximate pixels of a panel's longer side."""
-PANEL = 2.1
-"""Width of a panel in inches, which its letters are measured by."""
 OPACITY = 0.75
 """Opacity of the largest value of a map over its image."""
-INK, FAINT = "#1f2937", "#6b7280"
-STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.titlesize": 10.5,
-    "text.parse_math": False,
-}
 
 
 def as_picture(values: Tensor, feed: Preprocessing) -> Pixels:
@@ -66,51 +54,6 @@ def write_png(path: StrPath, pixels: Pixels) -> Path:
     with atomic_file(path) as temporary:
         Image.fromarray(pixels).save(temporary, format="PNG", optimize=True)
     return path
-
-
-def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -> Path:
-    """Write panels side by side as a PNG file, atomically; three of them can be read on a phone."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-
-    height, width = panels[0].pixels.shape[:2]
-    wide = PANEL * len(panels) + 0.2
-    heading = fill(title, round(72 * wide / 6.3))
-    below = [fill(panel.note, round(72 * PANEL / 5.6)) for panel in panels]
-    lines = heading.count("\n") + max(note.count("\n") for note in below)
-    tall = PANEL * height / width + 1.5 + 0.18 * lines
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(wide, tall), dpi=SIDE / PANEL, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        axes = np.atleast_1d(figure.subplots(1, len(panels)))
-        for place, panel, note in zip(axes, panels, below, strict=True):
-            place.imshow(panel.pixels, interpolation="antialiased")
-            place.set_title(panel.title, loc="left")
-            place.set_xlabel(note, loc="left", color=FAINT)
-            place.set(xticks=[], yticks=[])
-            place.spines[:].set_visible(False)
-        figure.suptitle(heading, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
-        bar = figure.colorbar(
-            ScalarMappable(Normalize(0, 1), HEAT), ax=list(axes), location="bottom", shrink=0.6, aspect=40, pad=0.04
-        )
-        bar.set_ticks([0, 0.5, 1])
-        bar.set_label(scale, color=FAINT)
-        bar.outline.set_visible(False)
-        with atomic_file(path) as temporary:
-            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
-    return path
-
-
-@dataclass(frozen=True, eq=False)
-class Panel:
-    """One image (H, W, 3) of a picture, with a line above it and one below."""
-
-    title: str
-    pixels: Pixels
-    note: str = ""
 
 
 def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
