@@ -143,7 +143,7 @@ def test_bad_input_is_one_message(here: Path, arguments: tuple[str, ...], messag
     ("arguments", "meant"),
     [
         (("inspect", "run"), "which holds a prunekit.json; did you mean run/model?"),
-        (("visualize", "gradients", "run"), "it cannot be read: Is a directory; did you mean run/recipe.yaml?"),
+        (("sensitivity", "run"), "it cannot be read: Is a directory; did you mean run/recipe.yaml?"),
     ],
 )
 def test_the_folder_of_a_run_in_the_place_of_a_part_of_it(here: Path, arguments: tuple[str, ...], meant: str) -> None:

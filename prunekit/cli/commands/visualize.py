@@ -4,14 +4,12 @@
 - `filters`: what the first layer detects.
 - `cam` and `saliency`: where models see a class in an image.
 - `histograms`: distributions of weights and activations, dead and redundant channels.
-- `gradients`: how large the gradients of each layer are while a model trains.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +25,18 @@ from prunekit.cli.models import (
     pictures_folder,
     report_of,
 )
-from prunekit.cli.options import allow_code_option, data_option, own_model_option, recipe_command, task_option
-from prunekit.cli.output import Console, check_folder, plain, save
+from prunekit.cli.options import allow_code_option, data_option, own_model_option, task_option
+from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
-from prunekit.utils.display import share, table
+from prunekit.utils.display import table
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor, nn
 
     from prunekit.inspection.visualize.class_maps import CamMethod, ClassMap, SaliencyMethod
     from prunekit.inspection.visualize.image_files import Pixels
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
-    from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import ModelPair
-    from prunekit.settings.job import JobSettings
 
 
 @click.group()
@@ -366,64 +361,3 @@ def _channel_list(channels: list[int]) -> str:
     if not channels:
         return ""
     return f"{len(channels)}: {', '.join(map(str, channels[:6]))}" + (", ..." if len(channels) > 6 else "")
-
-
-@visualize_group.command("gradients", short_help="Show the gradients of each layer while a model trains.")
-@click.option("--epochs", type=click.IntRange(min=1), help="How long.  [default: as the recipe trains]")
-@click.option(
-    "--records", default=100, show_default=True, type=click.IntRange(min=1), help="How often gradients are recorded."
-)
-@recipe_command("the picture, and its figures as CSV and JSON.  [default: gradients]")
-def gradients_command(
-    console: Console, job: JobSettings, own: Own, epochs: int | None, records: int, output: Path | None
-) -> None:
-    """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
-
-    For every task. As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the
-    plain loss; the trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros
-    are counted apart.
-    """
-    folder = output or Path("gradients")
-    check_folder(folder)
-    import pandas as pd
-
-    from prunekit.jobs.analyses.pictures import gradient_flow
-    from prunekit.report.figures.charts import write_flow
-    from prunekit.utils.files import write_csv
-
-    with console.running():
-        found = gradient_flow(job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own)
-        rows = [asdict(row) for row in found]
-        frame = pd.DataFrame(rows)
-        write_csv(folder / "gradients.csv", rows)
-        title = f"{job.name}: gradients of {frame['layer'].nunique()} layers"
-        picture = write_flow(folder / "gradients.png", frame, title)
-    payload = {
-        "model": job.name,
-        "records": int(frame["step"].nunique()),
-        "layers": _summary(frame),
-        "csv": str(folder / "gradients.csv"),
-        "picture": str(picture),
-    }
-    save(payload, folder, "gradients.json", console)
-    console.result(payload, _gradients_text(payload))
-
-
-def _summary(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the first and the last record of each layer, in the order of the model."""
-    by_layer = rows.groupby("layer", sort=False)
-    lasts = by_layer.last()[["median", "p10", "p90", "zeros"]].rename(columns={"median": "last"})
-    lasts.insert(0, "first", by_layer["median"].first())
-    return [{"layer": layer, **record} for layer, record in lasts.to_dict("index").items()]
-
-
-def _gradients_text(payload: dict[str, Any]) -> str:
-    rows = [
-        (row["layer"], *(f"{row[key]:.2e}" for key in ("first", "last", "p10", "p90")), share(row["zeros"], 1))
-        for row in payload["layers"]
-    ]
-    headings = ("layer", "median first", "median last", "p10", "p90", "zeros")
-    return (
-        f"|gradient| by layer, {payload['records']} records; percentiles of the last\n{table(headings, rows)}\n"
-        f"Picture: {payload['picture']}\nTable: {payload['csv']}"
-    )

@@ -107,7 +107,7 @@ class ModelPair(Subject):
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
             raise UsageError(
                 f"{self.name}: expected a task whose inputs are images (C, H, W), got {splits.task.name!r} with "
-                f"{described(inputs)}; histograms and gradients are drawn for every task"
+                f"{described(inputs)}; histograms are drawn for every task"
             )
         return inputs, f"test image {index}"
 
@@ -133,7 +133,7 @@ def require_class_scores(job: JobSettings | None, purpose: str) -> None:
         raise UsageError(
             f"{job.name}: {purpose} shows where in an image a class is seen, and needs a task with class scores "
             f"(`logits`), such as image_classification and segmentation, got {task.name!r}; features and filters are "
-            "drawn for every task of images, histograms and gradients for every task"
+            "drawn for every task of images, histograms for every task"
         )
 
 
