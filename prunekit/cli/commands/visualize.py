@@ -140,13 +140,7 @@ def filters_command(
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
-CAMS = {
-    "grad_cam": "Grad-CAM",
-    "grad_cam_pp": "Grad-CAM++",
-    "layer_cam": "Layer-CAM",
-    "eigen_cam": "Eigen-CAM",
-    "cam": "CAM",
-}
+CAMS = {"grad_cam": "Grad-CAM", "grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM"}
 GRADIENTS = {"gradient": "Gradient", "smooth_grad": "SmoothGrad"}
 
 

@@ -57,12 +57,12 @@ def write_png(path: StrPath, pixels: Pixels) -> Path:
 
 
 def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
-    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it, negative ones nothing."""
+    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it."""
     import matplotlib
 
     image = enlarged(pixels).astype(np.float64)
     gray = image @ (0.299, 0.587, 0.114)
-    heat = _resized(values.clamp_min(0), image.shape[:2])
+    heat = _resized(values, image.shape[:2])
     heat = heat / max(float(heat.max()), 1e-300)
     colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
     opacity = OPACITY * np.sqrt(heat)[..., None]  # values in the middle are visible too
