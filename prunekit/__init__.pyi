@@ -111,6 +111,9 @@ from prunekit.settings.train import (
     ActivationSettings as ActivationSettings,
 )
 from prunekit.settings.train import (
+    AdapterSettings as AdapterSettings,
+)
+from prunekit.settings.train import (
     AverageSettings as AverageSettings,
 )
 from prunekit.settings.train import (

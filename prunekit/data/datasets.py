@@ -16,14 +16,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from prunekit.data.augmentation import Augmentation, Draw, augmentation, augmented, drawing
 from prunekit.errors import DataError, reraise_shortage
+from prunekit.models.interface import logits
 from prunekit.models.preprocessing import Preprocessing, decoding_reason, in_rgb
 from prunekit.settings.inputs import Augment
+from prunekit.utils.context import training_mode
+from prunekit.utils.inputs import call, inputs_as_example, running
 
 ERASING = 1
 """Number that separates draws for erasing from earlier draws for the same image."""
@@ -228,6 +232,70 @@ class Subset(Indexable):
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """Return a batch of the underlying data set."""
         return self.dataset.fetch(self.indices[indices], draw)
+
+
+class DenseAnswers:
+    """The answers of the dense model to images, which stand in for labels. The model stays as it is."""
+
+    def __init__(self, dense: nn.Module, device: torch.device) -> None:
+        self._dense, self._device = dense, device
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the class with the highest score for images (B, C, H, W): (B,) int64 on the CPU."""
+        return self.scores(images).argmax(1).cpu()
+
+    def scores(self, images: Tensor) -> Tensor:
+        """Return the scores of every class, (B, classes)."""
+        model, given = self._dense.to(self._device), images.to(self._device)
+        advice = "; data.image_size says how large images are"
+        with training_mode(model, False), torch.no_grad(), running(model, given, where=lambda: advice):
+            return logits(call(model, inputs_as_example(model, given)))
+
+
+@dataclass(frozen=True, eq=False)
+class AnsweredImages(Indexable):
+    """Images whose labels are the dense model's answers to them, without augmentation, each found once.
+
+    They are found when an image is first read, in the process that has the model: worker processes get them in shared
+    memory, see `Batches`.
+    """
+
+    images: ImageDataset  # whose labels are the numbers of its images
+    answer: DenseAnswers | None  # None in worker processes that got it pickled
+    answers: Tensor  # (N,) int64 by number, -1 as long as there is none
+
+    @classmethod
+    def of(cls, images: ImageDataset, answer: DenseAnswers) -> AnsweredImages:
+        """Return images that were not answered yet."""
+        return cls(images, answer, torch.full((int(images.labels.max()) + 1,), -1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "answer": None}
+
+    @property
+    def labels(self) -> Tensor:
+        """Every label, (N,) int64: -1 as long as there is none."""
+        return self.answers[self.images.labels]
+
+    @property
+    def corrupt(self) -> CorruptImages:
+        """The corrupt images of the underlying data set."""
+        return self.images.corrupt
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+        """Return a batch, images (B, C, H, W) and labels (B,) int64."""
+        images, numbers = self.images.fetch(indices, draw)
+        if self.answer is not None and get_worker_info() is None and bool((self.answers[numbers] < 0).any()):
+            self.add(*((images, numbers) if draw is None else self.images.fetch(indices)))
+        return images, self.answers[numbers]
+
+    def add(self, images: Tensor, numbers: Tensor) -> None:
+        """Find the answers to images without augmentation (B, C, H, W), which have these numbers (B,)."""
+        if self.answer is not None and len(numbers):
+            self.answers[numbers] = self.answer(images)
 
 
 def check_labels(labels: Tensor, classes: Sequence[str], where: str) -> None:

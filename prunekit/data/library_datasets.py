@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torchvision
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
@@ -31,6 +30,21 @@ from prunekit.settings.inputs import DataSettings
 LABELS = ("targets", "labels", "_labels")
 """Attributes of torchvision's data sets that may hold their labels."""
 SAMPLES = 16
+
+
+class NumberedImages:
+    """The images of a map-style data set whose labels are not read, each with its number in place of a label."""
+
+    def __init__(self, dataset: Any, where: str) -> None:
+        require_map_style(dataset, where)
+        self._dataset, self.targets = dataset, np.arange(len(dataset))
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        item = self._dataset[index]
+        return (item[0] if isinstance(item, tuple | list) and item else item), index
 
 
 def mapped(
@@ -168,21 +182,25 @@ HELD_OUT = ("test", "validation")
 
 
 class HuggingFaceRows:
-    """Rows of a Hugging Face data set as pairs of image and label, from the columns of these names."""
+    """Rows of a Hugging Face data set as pairs of image and label, from the columns of these names.
 
-    def __init__(self, rows: Any, image: str, label: str, classes: tuple[str, ...] | None) -> None:
+    Without a column of labels they are images alone.
+    """
+
+    def __init__(self, rows: Any, image: str, label: str | None, classes: tuple[str, ...] | None) -> None:
         self._rows, self._image, self._label = rows, image, label
         self.classes = classes
-        self.targets = np.asarray(rows.select_columns([label]).with_format("numpy")[:][label])
+        if label is not None:
+            self.targets = np.asarray(rows.select_columns([label]).with_format("numpy")[:][label])
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+    def __getitem__(self, index: int) -> Any:
         row = self._rows[index]
         if row[self._image] is None:
             raise ValueError(f"column {self._image!r} is empty")
-        return row[self._image], row[self._label]
+        return row[self._image] if self._label is None else (row[self._image], row[self._label])
 
 
 def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
@@ -193,7 +211,7 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
     """
     library, parts, where = _opened(settings)
     image, label = _columns(library, parts["train"].features, settings, where)
-    classes = getattr(parts["train"].features[label], "names", None)
+    classes = None if label is None else getattr(parts["train"].features[label], "names", None)
     rows = {name: HuggingFaceRows(part, image, label, classes and tuple(classes)) for name, part in parts.items()}
     if "test" not in rows and "validation" in rows:  # as for ImageNet, whose results are on the validation images
         rows["test"] = rows.pop("validation")
@@ -245,16 +263,18 @@ def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:
     return library, {name: parts[name] for name in ("train", *HELD_OUT) if name in parts}, where
 
 
-def _columns(library: Any, features: Mapping[str, Any], settings: DataSettings, where: str) -> tuple[str, str]:
-    """Return the columns of images and labels: those of the settings, or the only ones of their kind."""
+def _columns(library: Any, features: Mapping[str, Any], settings: DataSettings, where: str) -> tuple[str, str | None]:
+    """Return the columns of images and labels, None if these are not read: of the settings, or the only of a kind."""
     if settings.columns is not None:
         for name in settings.columns:
             if name not in features:
                 raise UsageError(f"data.columns: {where} has no column {name!r}; {nearest(name, list(features))}")
         image, label = settings.columns
-        return image, label
+        return image, label if settings.labels else None
     images = [name for name, kind in features.items() if isinstance(kind, library.Image)]
     labels = [name for name, kind in features.items() if isinstance(kind, library.ClassLabel)]
+    if len(images) == 1 and not settings.labels:
+        return images[0], None
     if len(images) != 1 or len(labels) != 1:
         raise UsageError(
             f"{where}: expected one column of images and one of class labels, got {images} and {labels}; name them as "

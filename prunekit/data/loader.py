@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from prunekit.data.augmentation import Mixing
-from prunekit.data.datasets import SampleDataset
+from prunekit.data.datasets import AnsweredImages, SampleDataset
 from prunekit.distributed.process_group import everyone
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.inputs import Workers
@@ -44,6 +44,7 @@ class BatchRequest:
     mixing: Mixing | None  # how they are mixed with each other
     # (0 or 1,) int64, for a share of a batch the image before it in the batch, cyclically, to mix with
     before: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    numbered: bool = False  # whether images come with their numbers in place of `AnsweredImages`' answers
 
     @property
     def seed(self) -> int:
@@ -53,6 +54,8 @@ class BatchRequest:
     def fetch(self, dataset: SampleDataset) -> Batch:
         """Return the batch, augmented and mixed; labels of mixed images are (B, classes) float32."""
         draw = self.draw[:2] if self.augment else None
+        if self.numbered and isinstance(dataset, AnsweredImages):
+            dataset = dataset.images
         images, labels = dataset.fetch(self.indices, draw)
         if self.mixing is None or not len(labels):
             return images, labels
@@ -154,11 +157,26 @@ class Batches:
             yield batch
 
     def _in_workers(self, pool: WorkerPool[BatchRequest], requests: Sequence[BatchRequest]) -> Iterator[Batch]:
+        if isinstance(self.dataset, AnsweredImages):
+            self._answer(self.dataset, pool, requests)
         for batch, corrupt in pool.read(requests):
             self.dataset.corrupt.merge(corrupt)
             if isinstance(batch, DataError):
                 raise batch
             yield batch[0], batch[1]
+
+    def _answer(
+        self, dataset: AnsweredImages, pool: WorkerPool[BatchRequest], requests: Sequence[BatchRequest]
+    ) -> None:
+        """Find the answers that are missing for batches, because workers have no model."""
+        dataset.answers.share_memory_()  # type: ignore[no-untyped-call]
+        missing, asked = dataset.labels < 0, list[BatchRequest]()
+        for request in requests:
+            wanted = torch.cat([request.before, request.indices])
+            if len(left := wanted[missing[wanted]]):
+                asked.append(BatchRequest(left, request.draw, augment=False, mixing=None, numbered=True))
+        for images, numbers in replace(self, dataset=dataset.images)._in_workers(pool, asked) if asked else ():
+            dataset.add(images, numbers)
 
 
 def batches(

@@ -24,17 +24,22 @@ from prunekit.reading.text_files import shown
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
 ARCHIVE = "a NumPy archive (.npz) without objects"
 ONE_PART = ("images", "labels")
+PARTS = ("train", "test", "val")
 LabeledFiles = tuple[tuple[Path, int], ...]
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class ClassParts(Generic[Part]):
-    """The name of each class, and the labeled images; test images by themselves if the files have them so."""
+    """The name of each class, and the labeled images; test and validation by themselves if the files have them so.
+
+    Without labels there are no classes, and the label of an image is its number in its part, from 0.
+    """
 
     classes: tuple[str, ...]
     rest: Part
     test: Part | None
+    validation: Part | None = None
 
 
 def scan_folder(root: Path) -> ClassParts[LabeledFiles]:
@@ -60,8 +65,25 @@ def scan_folder(root: Path) -> ClassParts[LabeledFiles]:
     return ClassParts(classes, _files(root / "train", classes), _files(tests[0], classes))
 
 
+def scan_unlabeled(root: Path) -> ClassParts[LabeledFiles]:
+    """Find all images below a folder, or those of its `train/` and `test/` or `val/` or both; the label is a number."""
+    named = {name: root / name for name in PARTS if (root / name).is_dir()}
+    parts = named if "train" in named and len(named) > 1 else {"train": root}
+    made = {name: tuple((file, at) for at, file in enumerate(image_files(part))) for name, part in parts.items()}
+    return ClassParts((), made["train"], made.get("test", made.get("val")), made.get("val") if "test" in made else None)
+
+
+def has_classes(root: Path) -> bool:
+    """Return whether a folder, or a part such as its `train/`, has two or more folders, which may be classes."""
+    return len(_folders(next((root / name for name in PARTS if (root / name).is_dir()), root))) > 1
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
 def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
-    found = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    found = _folders(folder)
     top = folder.resolve()
     entries = [entry for entry in found if not top.is_relative_to(entry.resolve())]  # a link to where it is is no class
     places: set[Path] = set()
@@ -76,7 +98,10 @@ def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
     names = tuple(entry.name for entry in entries)
     if len(names) < 2:
         expected = f"one folder of images for each of two or more classes{instead}"
-        raise DataError(f"{folder}: expected {expected}, found {list(names)}")
+        alone = any(path.suffix.lower() in EXTENSIONS for path in folder.iterdir())
+        found_too = " and images at the top" if alone else ""
+        advice = "if the images have no labels: data.labels=false"
+        raise DataError(f"{folder}: expected {expected}, found {list(names)}{found_too}; {advice}")
     return names
 
 
@@ -110,31 +135,41 @@ def image_files(folder: Path, root: Path | None = None) -> list[Path]:
 
 @dataclass(frozen=True)
 class LabeledArrays:
-    """Pixels (N, C, H, W) uint8 with C 1 or 3, labels (N,) int64, and the name of the labels' array."""
+    """Pixels (N, C, H, W) uint8 with C 1 or 3, labels (N,) int64, and the name of the labels' array.
+
+    Without labels, those of images are their numbers.
+    """
 
     pixels: Tensor
     labels: Tensor
     name: str
 
 
-def read_npz(path: Path) -> ClassParts[LabeledArrays]:
+def read_npz(path: Path, *, labeled: bool = True) -> ClassParts[LabeledArrays]:
     """Read the arrays `x_train, y_train, x_test, y_test`, or `images, labels`, and perhaps `classes` (names).
 
     Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,), and `classes` the name of each
-    from 0 on. Without `classes`, labels are numbered up to the largest training label.
+    from 0 on. Without `classes`, labels are numbered up to the largest training label. If they are not `labeled`, only
+    the images are read.
     """
     arrays = read_arrays(path, ARCHIVE, DataError)
     if "" in arrays:
         raise DataError(f"{shown(path)}: expected {ARCHIVE}, but it is one array (.npy)")
-    if all(name in arrays for name in TWO_PARTS):
-        rest, test = _pair(path, arrays, *TWO_PARTS[:2]), _pair(path, arrays, *TWO_PARTS[2:])
-    elif all(name in arrays for name in ONE_PART):
-        rest, test = _pair(path, arrays, *ONE_PART), None
+    step = 1 if labeled else 2  # the names of images are followed by those of their labels
+    two_parts, one_part = TWO_PARTS[::step], ONE_PART[::step]
+    if all(name in arrays for name in two_parts):
+        rest, test = (_pair(path, arrays, *names[: 3 - step]) for names in (TWO_PARTS[:2], TWO_PARTS[2:]))
+    elif all(name in arrays for name in one_part):
+        rest, test = _pair(path, arrays, *one_part), None
     else:
+        images = any(name in arrays for name in (TWO_PARTS[0], ONE_PART[0]))
         raise DataError(
-            f"{path}: expected arrays {', '.join(TWO_PARTS)}, or {', '.join(ONE_PART)}; "
+            f"{path}: expected arrays {', '.join(two_parts)}, or {', '.join(one_part)}; "
             f"found {cut_short(shown(', '.join(sorted(arrays)) or 'none'))}"
+            f"{'; if the images have no labels: data.labels=false' if images and labeled else ''}"
         )
+    if not labeled:
+        return ClassParts((), rest, test)
     if "classes" in arrays:
         classes = _class_names(arrays["classes"], f"{path}: classes")
     else:
@@ -162,8 +197,9 @@ def _class_names(given: np.ndarray[Any, Any], where: str) -> tuple[str, ...]:
     return names
 
 
-def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> LabeledArrays:
-    x, y = arrays[images], arrays[labels]
+def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str = "") -> LabeledArrays:
+    x = arrays[images]
+    y = arrays[labels] if labels else np.arange(len(x) if x.ndim else 0)
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
         raise DataError(
             f"{path}: {images}: expected uint8 of shape (N, H, W) or (N, H, W, C) with C 1 or 3, "

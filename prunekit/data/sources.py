@@ -24,13 +24,14 @@ from prunekit.data.augmentation import Draw
 from prunekit.data.datasets import CorruptImages, FolderImages, Indexable, TensorImages
 from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.library_datasets import open_rows, open_sets
-from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder
+from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder, scan_unlabeled
 from prunekit.data.roots import missing_data
 from prunekit.data.splits import (
     ImageSource,
     Splits,
     fingerprint,
     image_transform_of,
+    require_labels,
     require_shares,
     source_of_parts,
     splits_of,
@@ -169,6 +170,7 @@ def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -
     Texts, for tasks that take them, are split into blocks. `test_share` and `validation_share` are shares of all
     images. If the source has separate test images, only validation images are drawn, as a share of its training images.
     """
+    require_labels(settings, get_task(task))
     if settings.source == "own":
         raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
     if (missing := missing_data(settings)) is not None:
@@ -185,14 +187,15 @@ def _digits(settings: DataSettings) -> ImageSource:
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
     transform = image_transform_of(settings)
-    dataset = TensorImages(torch.from_numpy(pixels), torch.from_numpy(labels), transform, scale=16.0)
-    classes = tuple(str(digit) for digit in range(10))
+    given = torch.from_numpy(labels) if settings.labels else torch.arange(len(labels))
+    dataset = TensorImages(torch.from_numpy(pixels), given, transform, scale=16.0)
+    classes = tuple(str(digit) for digit in range(10)) if settings.labels else ()
     return ImageSource("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
 
 
 def _npz(settings: DataSettings) -> ImageSource:
     path = _root(settings)
-    archive = read_npz(path)
+    archive = read_npz(path, labeled=settings.labels)
 
     def dataset(arrays: LabeledArrays) -> TensorImages:
         return TensorImages(arrays.pixels, arrays.labels, image_transform_of(settings))
@@ -206,8 +209,9 @@ def _npz(settings: DataSettings) -> ImageSource:
 
 def _imagefolder(settings: DataSettings) -> ImageSource:
     root = _root(settings)
-    folder, transform = scan_folder(root), image_transform_of(settings)
-    stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()))}
+    folder = scan_folder(root) if settings.labels else scan_unlabeled(root)
+    transform = image_transform_of(settings)
+    stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()), *(folder.validation or ()))}
     corrupt = CorruptImages.allowing(settings.max_corrupt, len(stats))
     corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
 
@@ -215,12 +219,12 @@ def _imagefolder(settings: DataSettings) -> ImageSource:
         paths, labels = zip(*files, strict=True)
         return FolderImages(paths, torch.tensor(labels), transform, corrupt)
 
-    test = None if folder.test is None else dataset(folder.test)
+    test, validation = (None if part is None else dataset(part) for part in (folder.test, folder.validation))
     # Files are identified by name, size and time of change: reading all would take hours for a large data set.
     content = tuple(
         f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode() for path, stat in stats.items()
     )
-    return ImageSource(str(root), folder.classes, dataset(folder.rest), test, content)
+    return ImageSource(str(root), folder.classes, dataset(folder.rest), test, content, validation)
 
 
 def _root(settings: DataSettings) -> Path:

@@ -20,11 +20,11 @@ from prunekit.data.datasets import (
     SampleDataset,
     Subset,
 )
-from prunekit.data.library_datasets import classes_of, mapped, sample_bytes
+from prunekit.data.library_datasets import NumberedImages, classes_of, mapped, sample_bytes
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
-from prunekit.settings.inputs import DataSettings
-from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.settings.inputs import BOXED, DataSettings
+from prunekit.tasks.classification import IMAGE_AGREEMENT, IMAGE_CLASSIFICATION, NO_LABELS
 from prunekit.tasks.task import Task
 
 HALF = (0.5, 0.5, 0.5)
@@ -46,6 +46,11 @@ class Splits:
     vocabulary: int | None = None  # of texts, the number of tokens that their tokenizer has
 
     @property
+    def unmeasured(self) -> bool:
+        """True as long as nothing can be measured, because the targets are of a dense model that is not known yet."""
+        return self.task.from_dense and self.task.binding is not None
+
+    @property
     def corrupt(self) -> dict[str, str]:
         """Images that could not be read so far, by name with the reason."""
         return self.train.corrupt.found | self.validation.corrupt.found | self.test.corrupt.found
@@ -56,7 +61,7 @@ class ImageSource:
     """Images that are still to be split, and the parts that are already separate."""
 
     where: str  # name of the data in messages
-    classes: tuple[str, ...]  # name of each label
+    classes: tuple[str, ...]  # name of each label; of unlabeled images empty: their labels are their numbers in a part
     rest: ImageDataset  # images that are not in a separate part
     test: ImageDataset | None  # test images, if they are separate
     content: tuple[bytes, ...]  # bytes that identify the data
@@ -64,8 +69,8 @@ class ImageSource:
     shape: tuple[int, ...] | None = None  # (C, H, W) of inputs that do not have the settings' size
 
 
-def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
-    """Return the splits of a source."""
+def splits_of(source: ImageSource, settings: DataSettings, task: Task = IMAGE_CLASSIFICATION) -> Splits:
+    """Return the splits of a source for a task; without labels for `IMAGE_AGREEMENT`, still to be bound."""
     require_shares(settings)
     draw = partial(split_off, classes=source.classes, seed=settings.split_seed, where=source.where)
     rest, test, validation, validation_share = source.rest, source.test, source.validation, settings.validation_share
@@ -76,13 +81,24 @@ def splits_of(source: ImageSource, settings: DataSettings) -> Splits:
         rest, validation = draw(rest, validation_share)
     shape = source.shape or (3, settings.image_size, settings.image_size)
     how = f"{settings.source} {settings.image_size} {settings.mean} {settings.std} {settings.test_share} "
-    how += f"{settings.validation_share} {settings.split_seed}"
+    how += f"{settings.validation_share} {settings.split_seed}" + ("" if settings.labels else " unlabeled")
     known = fingerprint([how.encode(), *source.content])
     # Arrays are resized as a whole, files by their shorter side.
     feed = image_transform_of(settings).preprocessing if source.shape is None else None
     if feed is not None and settings.source in ("digits", "npz"):
         feed = replace(feed, shorter_side=None)
-    return Splits(rest, validation, test, source.classes, shape, known, preprocessing=feed)
+    notes = () if settings.labels else (NO_LABELS,)
+    task = task if settings.labels else IMAGE_AGREEMENT
+    return Splits(rest, validation, test, source.classes, shape, known, task, feed, notes)
+
+
+def require_labels(settings: DataSettings, task: Task) -> None:
+    """Raise if labels are not to be read, and the data or the task needs them."""
+    if not settings.labels and (task.name != IMAGE_CLASSIFICATION.name or settings.source in (*BOXED, "text")):
+        raise UsageError(
+            f"data.labels: expected true, because only images for task {IMAGE_CLASSIFICATION.name!r} can be without, "
+            f"got false with source {settings.source!r} and task {task.name!r}"
+        )
 
 
 def require_shares(settings: DataSettings) -> None:
@@ -96,17 +112,21 @@ def require_shares(settings: DataSettings) -> None:
 def split_off(
     dataset: ImageDataset, share: float, *, classes: Sequence[str], seed: int, where: str
 ) -> tuple[Subset, Subset]:
-    """Split a data set in two, each class in the same proportion; the order of the images stays."""
-    labels = dataset.labels.numpy()
+    """Split a data set in two, each class in the same proportion; the order of the images stays.
+
+    Without classes, any images are drawn.
+    """
+    labels = dataset.labels.numpy() if classes else np.zeros(len(dataset))
     generator = np.random.default_rng(seed)
     drawn = np.zeros(len(labels), dtype=bool)
-    for label, name in enumerate(classes):
+    for label, name in enumerate(classes or ("",)):
         members = np.flatnonzero(labels == label)
         if len(members) < 2:
             left = f"{len(members)} image{'s'[: len(members) != 1]} left"
+            whose, of = (f"class {name!r} has ", " of each class") if classes else ("", "")
             raise DataError(
-                f"{where}: class {name!r} has {left}, and a stratified split needs at least 2 of "
-                "each class (3 where validation and test are both drawn); add images or remove the class"
+                f"{where}: {whose}{left}, and a {'stratified ' if classes else ''}split needs at least 2{of} (3 where "
+                f"validation and test are both drawn); add images{' or remove the class' if classes else ''}"
             )
         count = min(max(round(len(members) * share), 1), len(members) - 1)
         drawn[generator.permutation(members)[:count]] = True
@@ -134,6 +154,8 @@ def source_of_parts(
 
     With a model's own preprocessing, pixels become inputs by that.
     """
+    if not settings.labels:
+        parts = {name: NumberedImages(part, f"{where} {name}") for name, part in parts.items()}
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
     corrupt = CorruptImages.allowing(settings.max_corrupt, images)
     transform = replace(_image_transform(settings), own=own)
@@ -142,7 +164,7 @@ def source_of_parts(
     if any(part.shape != train.shape for part in made.values()):
         forms = ", ".join(f"{name}: {part.shape or 'pixels'}" for name, part in made.items())
         raise DataError(f"{where}: expected images of one form in all parts, got {forms}")
-    classes = classes_of(parts["train"], list(made.values()))
+    classes = classes_of(parts["train"], list(made.values())) if settings.labels else ()
     bytes_of = tuple(sample_bytes(part) for part in made.values())
     return ImageSource(where, classes, train, test, (content, *bytes_of), validation, train.shape)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, MapStyle, SampleDataset, require_map_style
-from prunekit.data.splits import Splits, fingerprint, source_of_parts, splits_of
+from prunekit.data.splits import Splits, fingerprint, require_labels, source_of_parts, splits_of
 from prunekit.errors import DataError, UsageError, reraise_shortage
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
@@ -40,15 +40,16 @@ def load_own(
 ) -> Splits:
     """Run `file.py:factory`, or `python:module:factory`, and return its data, split: name only files you trust.
 
-    The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
-    or (train, test, validation), or a mapping with these names. Missing validation images are drawn from the training
-    images. See `MappedImages` for what an image may be. Samples of another task are what it can unpack once they are
-    collated, see `sample_splits`.
+    The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label), or of images alone if
+    labels are not read: a tuple (train, test) or (train, test, validation), or a mapping with these names. Missing
+    validation images are drawn from the training images. See `MappedImages` for what an image may be. Samples of
+    another task are what it can unpack once they are collated, see `sample_splits`.
 
     The fingerprint, by which earlier results are found again, is computed from the file, all labels and a few images;
     for `Splits` from the file and their own fingerprint. With a model's preprocessing, pixels become inputs by that
     instead of the settings' size, mean and deviation.
     """
+    require_labels(settings, task)
     made = run_factory(reference, DataError)
     code = source_bytes(reference)
     if isinstance(made, Splits):
@@ -75,7 +76,7 @@ def load_own(
     if not task.labeled_images:
         return sample_splits(parts, task, settings=settings, where=reference, content=code)
     source = source_of_parts(parts, settings, reference, code, preprocessing)
-    splits = replace(splits_of(source, settings), task=task)
+    splits = splits_of(source, settings, task)
     if preprocessing is None or source.shape is not None:
         return splits
     shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)

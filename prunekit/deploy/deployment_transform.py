@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.deploy.batchnorm_folding import FoldablePair, fold_copy, foldable_norms
-from prunekit.errors import UsageError, VerificationError
+from prunekit.errors import UsageError, VerificationError, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.measure.memory_format import difference_in_format
@@ -22,7 +22,7 @@ from prunekit.measure.verification import compare_outputs
 from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import DeploySettings
 from prunekit.utils.inputs import as_example
-from prunekit.utils.tensors import is_subnormal, with_channels_last
+from prunekit.utils.tensors import FORMATS, is_subnormal, with_channels_last
 
 
 @public_call
@@ -97,6 +97,19 @@ def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySet
         raise UsageError(problem)
     pairs = foldable_norms(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))
+
+
+def for_inference(model: nn.Module, example: tuple[Any, ...]) -> nn.Module:
+    """Return a copy with norms folded and channels last; the model itself if that does not compute the same."""
+    if not any(tensor.dim() in FORMATS for _, tensor in named_tensors(model)):
+        return model
+    try:
+        changed = transform_of(model, example, DeploySettings(fold_batchnorm=True))
+        copy = replace(changed, settings=replace(changed.settings, channels_last=True))(model)
+    except Exception as error:  # whatever code of the model's own makes of being watched or copied
+        reraise_shortage(error)
+        return model
+    return model if difference_in_format(model, example, copy, example) else copy
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import BudgetSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
-from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, on_labels, with_teacher
 from prunekit.training.loop import fit
 from prunekit.utils.context import resolve_device, threads
 from prunekit.utils.progress import Log
@@ -220,6 +220,11 @@ class Rehearsal:
         """Make two steps of each training in turn."""
         job, prepared = self._prepared.job, self._prepared
         for name, section in self._sections.items():
+            section = (
+                with_teacher(section, prepared.splits.task, prepared.model)
+                if name == "finetune"
+                else on_labels(section)
+            )
             settings = replace(section, epochs=1, accumulate=min(section.accumulate, 2), warmup=0.0)
             given, count = prepared.splits, batch * STEPS * settings.accumulate
             held_out = _some(given.validation, min(batch, len(given.validation)))  # at most one batch

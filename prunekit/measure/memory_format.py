@@ -26,7 +26,7 @@ def images_channels_last(inputs: Any) -> Any:
     return map_tensors(inputs, lambda one: one.contiguous(memory_format=last) if one.dim() == 4 else one)
 
 
-def in_fastest_format(model: nn.Module, samples: Any) -> Any:
+def in_fastest_format(model: nn.Module, samples: Any, *, training: bool = False) -> Any:
     """Return samples with the channels of images last in memory where the model computes the same, else as given.
 
     That halves the time of patches and of convolutions on the CPU. But code may `view` what only lies one after the
@@ -37,23 +37,26 @@ def in_fastest_format(model: nn.Module, samples: Any) -> Any:
     if not moved or not any(tensor.dim() == 4 for _, tensor in named_tensors(model)):
         return samples
     few, few_laid = (inputs_as_example(model, select_samples(one, slice(TRIED))) for one in (samples, laid))
-    return samples if difference_in_format(model, few, model, few_laid) else laid
+    modes = (False, True) if training else (False,)  # a model to train has to run in both
+    return samples if any(difference_in_format(model, few, model, few_laid, training=m) for m in modes) else laid
 
 
-def difference_in_format(model: nn.Module, example: tuple[Any, ...], other: nn.Module, laid: tuple[Any, ...]) -> str:
+def difference_in_format(
+    model: nn.Module, example: tuple[Any, ...], other: nn.Module, laid: tuple[Any, ...], *, training: bool = False
+) -> str:
     """Return in words how a model in another memory format differs in its own precision; empty if it does not."""
     try:
-        want = _output(model, example)
-        got = _output(other, laid)
+        want = _output(model, example, training)
+        got = _output(other, laid, training)
     except Exception as error:  # whatever the model's own code makes of strides
         return reason_of(error)
     difference, reason = largest_difference(want, got)
     return "" if difference <= rounding(gather(want)) else reason
 
 
-def _output(model: nn.Module, example: tuple[Any, ...]) -> Any:
-    """Return what a model computes in eval mode on a copy of the example; what it writes into buffers is lost."""
+def _output(model: nn.Module, example: tuple[Any, ...], training: bool) -> Any:
+    """Return what a model computes in either mode on a copy of the example; what it writes into buffers is lost."""
     buffers = {name for name, _ in model.named_buffers()}
     copy, inputs = substituted_copy(model, own=lambda name: name in buffers), map_tensors(example, Tensor.clone)
-    with same_draws(copy), training_mode(copy, False):
+    with same_draws(copy), training_mode(copy, training):
         return without_gradients(lambda: call(copy, inputs))

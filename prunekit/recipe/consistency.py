@@ -12,8 +12,9 @@ from prunekit.recipe.keys import show
 from prunekit.recipe.yaml_positions import KeyPath
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
+from prunekit.settings.job import unlabeled_contradictions
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.train import TrainSettings, adapter_contradictions
 from prunekit.settings.weight_pattern import pattern_problems
 from prunekit.utils.availability import UNKNOWN_DEVICE
 
@@ -216,7 +217,10 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     name = model.get("name")
     if model.get("zoo") == "hf" and isinstance(name, str) and ModelSettings(name, "hf").folder is not None:
         return  # a folder of transformers has its weights
-    if model.get("weights") is None and values.get("baseline") is None:
+    bare = model.get("weights") is None and values.get("baseline") is None
+    if bare and (_section(values, "data") or {}).get("labels") is False:
+        yield ("model", "weights"), "expected trained weights, because data.labels is false, got nothing"
+    elif bare:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
 
@@ -241,9 +245,12 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
             given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
             yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
-        if name == "baseline" and section.get("distill") is not None:
+        if name == "baseline" and section.get("distill") not in (None, "auto"):
             text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
             yield (name, "distill"), f"{text}; set finetune.distill"
+        elif isinstance(section.get("distill"), Mapping) and values.get("task") == "embedding":
+            text = "expected nothing, because task is 'embedding', which learns the dense model's outputs already"
+            yield (name, "distill"), f"{text}, got {show(section['distill'])}"
         regularize = section.get("regularize")
         if name != "sparsify" and isinstance(regularize, Mapping) and regularize.get("method") == "growing":
             text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"
@@ -296,12 +303,14 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
 CHECKS = (
     _names,
     _task,
+    unlabeled_contradictions,
     _budget,
     _pattern,
     _activations,
     _head,
     _baseline,
     _training,
+    adapter_contradictions,
     _sharding,
     _data,
     _images,

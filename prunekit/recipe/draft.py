@@ -17,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from prunekit.channels.trace import trace
-from prunekit.data.local_files import read_npz, scan_folder
+from prunekit.data.local_files import has_classes, read_npz, scan_folder, scan_unlabeled
 from prunekit.data.roots import SETS, missing_data
 from prunekit.data.texts import SUFFIXES
 from prunekit.errors import DataError, ModelError, UsageError, reraise_shortage
@@ -103,7 +103,13 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "mine"
     model = _model(path, request)
     data, notes = _data(path, request.data)
-    if request.own[0] is not None and request.weights is None:
+    labeled = data.get("labels", True)
+    if not labeled and request.own[0] is None and not has_weights(ModelSettings(**model)):
+        raise UsageError(
+            f"--weights: expected trained weights of {request.model}, because the images in {request.data} have no "
+            "labels to train on, got none; or put the images of each class into a folder"
+        )
+    if request.own[0] is not None and request.weights is None and labeled:
         notes.append(f"{request.model} is pruned as it is built; without its #, `baseline` below trains it")
     if "image_size" in data:
         sizes = (32,) if model.get("zoo") == "cifar" else (data["image_size"],)
@@ -121,7 +127,7 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
     else:
         values["prune"] = {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform"}
     values |= {
-        "finetune": {"epochs": 8, "lr": 0.02},
+        "finetune": {"epochs": 8, "lr": 0.02} | ({} if labeled else {"distill": {}}),
         "latency": {"batches": [1] if textual else [1, 16], "threads": [1]},
         "device": "auto",
         "output": "runs",
@@ -213,15 +219,18 @@ def _is_text(asked: str) -> bool:
 
 
 def _folder(folder: Path, root: str) -> tuple[dict[str, Any], list[str]]:
-    found = scan_folder(folder)
+    labeled = has_classes(folder)
+    found = scan_folder(folder) if labeled else scan_unlabeled(folder)
     some = [file for file, _ in found.rest[:: max(1, len(found.rest) // SIZED_IMAGES)]][:SIZED_IMAGES]
     sizes = [size for size in map(_size_of, some) if size is not None]
     if not sizes:
         raise DataError(f"{folder}: none of the {len(some)} images that were tried can be read, such as {some[0]}")
     width, height = (int(statistics.median(size[axis] for size in sizes)) for axis in (0, 1))
     side = _side(min(width, height))
-    seen = f"{folder}: {len(found.classes)} classes, {len(found.rest)} images, of about {width}x{height} pixels"
-    section: dict[str, Any] = {"source": "imagefolder", "root": root, "image_size": side, "batch": 32}
+    classes = f"{len(found.classes)} classes" if labeled else "no folders of classes, so that no labels are read"
+    seen = f"{folder}: {classes}, {len(found.rest)} images, of about {width}x{height} pixels"
+    section: dict[str, Any] = {"source": "imagefolder", "root": root} | ({} if labeled else {"labels": False})
+    section |= {"image_size": side, "batch": 32}
     section |= {
         "augment": "crop_flip" if side <= 64 else "resized_crop_flip",
         "workers": 0 if len(found.rest) < 5000 else 4,
@@ -265,7 +274,7 @@ def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     most = 5e-4 if rates else 0.05
     most = 5e-5 if textual and has_weights(prepared.job.model) else most
     epochs = min(90, max(3, 600 // steps))
-    made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": most / 2.5}}
+    made = values | {"finetune": values["finetune"] | {"epochs": max(2, epochs // 3), **rates, "lr": most / 2.5}}
     if "baseline" in values:
         made["baseline"] = {"epochs": epochs, **rates, "lr": most}
     if images < CalibrationSettings.images:
@@ -292,7 +301,8 @@ def _text(values: Mapping[str, Any], command: list[str], notes: Sequence[str]) -
     lines += [f"#   {shlex.join(command)} --dry-run   # shows the plan; trains nothing", f"#   {shlex.join(command)}"]
     for key, value in values.items():
         lines += ["", *_entry((key,), value)]
-        if key == "model" and value.get("zoo") == "own" and "weights" not in value and "baseline" not in values:
+        untrained = key == "model" and value.get("zoo") == "own" and "weights" not in value and "baseline" not in values
+        if untrained and values["data"].get("labels", True):
             rates = {"epochs": 2, "lr": 0.02} | (values.get("finetune") or {})
             trained = rates | {"epochs": 3 * rates["epochs"], "lr": 2.5 * rates["lr"]}
             lines += ["", *(f"# {line}" for line in _entry(("baseline",), trained))]  # to be uncommented

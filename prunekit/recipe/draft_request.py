@@ -13,8 +13,9 @@ from prunekit.models.names import ZOOS, bare_names
 from prunekit.utils.user_code import is_reference, require_object
 
 FORMS = (
-    "digits, a folder with one folder of images for each class, an .npz file, a data set of torchvision such as "
-    "CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, a file of text or a folder of such, or file.py:factory"
+    "digits, a folder with one folder of images for each class or of images without labels, an .npz file, a data set "
+    "of torchvision such as CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, a file of text or a folder of "
+    "such, or file.py:factory"
 )
 
 

@@ -243,9 +243,10 @@ def direction(metrics: Mapping[str, Any], name: str) -> str:
 
 
 def intervals(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence on the intervals of the main score; empty if it has none."""
-    by = metrics.get("task", {}).get("interval", "Wilson")
-    return f"In brackets: 95 % {by} intervals." if by else ""
+    """Return a sentence on the intervals of the main score, and one on what it means, as far as it has them."""
+    by, note = metrics.get("task", {}).get("interval", "Wilson"), _facts(metrics, scores(metrics)[0][0]).get("note")
+    said = (f"In brackets: 95 % {by} intervals." if by else "", f"{capital(str(note))}." if note else "")
+    return " ".join(filter(None, said))
 
 
 def capital(text: str) -> str:

@@ -154,6 +154,11 @@ class DataSettings(Checked):
     masks 15 %, by `split_seed`. `embedding` takes each nonempty line, up to this length."""
     columns: Columns | None = None
     """For huggingface: columns of images and labels; null: the only ones of their kind."""
+    labels: bool = True
+    """Reads the labels of images. `false`: the dense model's answers take their place, in `image_classification`, whose
+    score is then the agreement with the dense model. An imagefolder then needs no folders of classes (each image below
+    `root` is taken, in `train/`, `test/` and `val/` if they are there), and an npz no labels; own data sets may return
+    images alone."""
     download: bool = False
     """Allows fetching the named data set from the network."""
     image_size: PositiveInt = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +13,10 @@ from annotated_types import Ge
 from ruamel.yaml import YAML
 
 from prunekit.errors import UsageError
-from prunekit.known_names import TASKS, FormatName
+from prunekit.known_names import CRITERIA, TASKS, FormatName
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
 from prunekit.settings.deployment import DeploySettings, LatencySettings, QuantizeSettings
-from prunekit.settings.inputs import DataSettings, ModelSettings
+from prunekit.settings.inputs import BOXED, DataSettings, ModelSettings
 from prunekit.settings.pruning import PruneSettings
 from prunekit.settings.train import ActivationSettings, CheckpointSettings, TrainSettings, WatchSettings
 from prunekit.settings.validation import Checked
@@ -98,10 +98,51 @@ class JobSettings(Checked):
     """Folder of all runs."""
 
     @property
+    def controlled(self) -> bool:
+        """True if a dense control is trained: it learns from labels, as it has no teacher but itself."""
+        return self.control and self.data.labels
+
+    @property
     def known_data(self) -> DataSettings:
         """The settings of the data, with the tokenizer of the model's folder if they name none."""
         textual = self.data.source in ("text", "huggingface") and self.data.tokenizer is None
         return replace(self.data, tokenizer=self.model.folder) if textual else self.data
+
+
+def unlabeled_contradictions(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of a job, as plain values, that need labels where `data.labels` is false, with what was expected.
+
+    Mixup and CutMix do not: the dense model answers the mixed images.
+    """
+    data, task = values.get("data") or {}, values.get("task", "image_classification")
+    if data.get("labels", True) is not False:
+        return
+    because, source = "because data.labels is false", data.get("source", "digits")
+    if task != "image_classification" or source in (*BOXED, "text"):
+        which = f"data.source is {source!r}" if task == "image_classification" else f"task is {task!r}"
+        yield ("data", "labels"), f"expected true, because {which}, got false; it goes with images of one class each"
+    if values.get("baseline") is not None and (values.get("model") or {}).get("weights") is None:
+        text = f"expected null, {because}, and random weights have nothing to teach; give model.weights"
+        yield ("baseline",), text
+    criterion = (values.get("prune") or {}).get("criterion", PruneSettings.criterion)
+    declared = CRITERIA.declared.get(str(criterion))
+    if declared is not None and "gradients" in declared.facts["needs"] and "curvature" not in declared.facts["needs"]:
+        text = (
+            f"expected one without gradients of the loss, {because}: at the dense model's own answers they say nothing"
+        )
+        yield ("prune", "criterion"), f"{text}, got {criterion!r}; take elimination"
+    for name in ("sparsify", "finetune"):
+        section = values.get(name)
+        if section is None or not section.get("epochs", TrainSettings.epochs):
+            continue
+        distill = section.get("distill", TrainSettings.distill)
+        if distill is None:
+            text = f"expected a mapping such as {{}}, {because}, so that only the dense model can be learned from"
+            yield (name, "distill"), f"{text}, got null"
+        elif isinstance(distill, Mapping) and distill.get("labels"):
+            yield (name, "distill", "labels"), f"expected 0, {because}, got {distill['labels']}"
+        if section.get("label_smoothing"):
+            yield (name, "label_smoothing"), f"expected 0, {because}, got {section['label_smoothing']}"
 
 
 def dump(job: JobSettings, *, defaults: bool = True) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -72,12 +73,16 @@ class FeatureSettings(Checked):
     modules: Annotated[tuple[str, ...], MinLen(1)]
     """Globs over paths of modules whose outputs are compared."""
     weight: Annotated[float, Gt(0)] = 1.0
-    """Weight of the feature loss, beside the cross entropy's 1."""
+    """Weight of the feature loss."""
 
 
 @dataclass(frozen=True)
 class DistillSettings(Checked):
     """Knowledge distillation from the dense model: see `prunekit.training.callbacks.distillation.Distillation`.
+
+    What is null suits the task. Images with a label each are learnt by matching functions (Beyer et al. 2022,
+    "Knowledge distillation: a good teacher is patient and consistent"): teacher and student see the same blends of two
+    images, and the student learns the teacher's answers alone. Elsewhere it learns from labels too.
 
     Example:
         >>> import prunekit as pk
@@ -86,11 +91,17 @@ class DistillSettings(Checked):
     """
 
     weight: Annotated[float, Ge(0)] = 1.0
-    """Weight of the loss on logits, beside the cross entropy's 1."""
-    temperature: Annotated[float, Gt(0)] = 4.0
-    """Divisor of logits before they are compared; higher counts small ones more."""
+    """Weight of the loss on what the teacher answers."""
+    temperature: Annotated[float, Gt(0)] | None = None
+    """Divisor of logits before they are compared; higher counts small ones more. null: 1 for images with a label each
+    and for heads of detectors, else 2."""
     features: FeatureSettings | None = None
     """Loss on features of the teacher."""
+    labels: Annotated[float, Ge(0)] | None = None
+    """Weight of the task's own loss, on labels. null: 0 for images with a label each, else 1."""
+    blend: bool | None = None
+    """Blends pairs of images before teacher and student see them: each batch by mixup or by CutMix. null: true for
+    images with a label each, unless the training has mixup or CutMix of its own."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,29 @@ class AverageSettings(Checked):
     statistics: Literal["averaged", "recalibrated"] | None = None
     """BatchNorm's statistics: `averaged` like the weights, or `recalibrated` on training images at each evaluation;
     null: the former for `ema`, the latter for `swa`."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings(Checked):
+    """Small matrices beside the layers of the compact model, which alone are trained, and merged into them at the end.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.TrainSettings(optimizer="adamw", lr=2e-4, adapter=pk.AdapterSettings(rank=8)).adapter.alpha
+        32.0
+    """
+
+    method: Literal["lora"] = "lora"
+    """Kind: `lora`, products of two matrices of low rank (Hu et al. 2022)."""
+    rank: Annotated[int, Ge(1)] = 16
+    """Rank of each product."""
+    alpha: Annotated[float, Gt(0)] = 32.0
+    """Factor of each product, times the rank."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout of what adapters read."""
+    modules: Annotated[tuple[str, ...], MinLen(1)] | None = None
+    """Globs over paths of layers; null: all Linear layers and convolutions within blocks, but none with shared
+    weights."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +226,20 @@ class TrainSettings(Checked):
     """Clamp of the gradients of activations while they flow back."""
     clamp_weight_grad: ClampSettings | None = None
     """Clamp of the gradients of weights before each step."""
-    distill: DistillSettings | None = None
-    """Knowledge distillation from the dense model."""
+    distill: DistillSettings | Literal["auto"] | None = "auto"
+    """Knowledge distillation from the dense model. `auto`: in `finetune`, where the task has what a teacher can tell;
+    null: labels alone."""
     regularize: RegularizerSettings | None = None
     """Penalty that makes whole channels small."""
     average: AverageSettings | None = None
     """Average of weights, evaluated and kept in their place."""
+    adapter: Literal["lora"] | AdapterSettings | None = None
+    """Trains adapters alone, beside the layers of the compact model (only in `finetune`; needs peft)."""
+
+    @property
+    def adapters(self) -> AdapterSettings | None:
+        """The settings of the adapter, with those that the word `lora` stands for."""
+        return AdapterSettings() if self.adapter == "lora" else self.adapter
 
 
 @dataclass(frozen=True)
@@ -238,3 +280,31 @@ class WatchSettings(Checked):
     """Writes images of first filters and of every layer's sparsity."""
     every: Annotated[int, Ge(1)] = 1
     """Epochs between histograms or images; scalars are written in each."""
+
+
+def adapter_contradictions(job: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of a `JobSettings`, as plain values, that do not go with adapters, with what was expected."""
+    sections = {
+        name: found if isinstance(found := job.get(name), Mapping) else {}
+        for name in ("baseline", "sparsify", "finetune", "prune")
+    }
+    for name in ("baseline", "sparsify"):
+        if sections[name].get("adapter") is not None:
+            text = "expected null, because all weights of the dense model are trained, got an adapter"
+            yield (name, "adapter"), f"{text}; set finetune.adapter"
+    finetune, prune, because = sections["finetune"], sections["prune"], "because finetune.adapter is given"
+    if finetune.get("adapter") is None:
+        return
+    if finetune.get("regularize") is not None:
+        yield ("finetune", "regularize"), f"expected null, {because}: the weights that it shrinks are not trained"
+    if finetune.get("sharding") == "full":
+        yield ("finetune", "sharding"), f"expected 'replicas', {because}, got 'full'"
+    clamp = finetune.get("clamp_weight_grad")
+    if isinstance(clamp, Mapping) and clamp.get("modules") is not None:
+        text = f"expected null, {because}: only gradients of adapters are clamped"
+        yield ("finetune", "clamp_weight_grad", "modules"), text
+    if prune.get("schedule") is not None:
+        text = f"expected null, {because}: adapters are trained on the compact model, whose widths are final"
+        yield ("prune", "schedule"), text
+    if prune.get("pattern") is not None:
+        yield ("prune", "pattern"), f"expected null, {because}: merged adapters would fill its zeros"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.errors import DataError
+from prunekit.errors import DataError, UsageError
 from prunekit.models.interface import auxiliary, logits
 from prunekit.tasks.task import Score, Task, register_task, with_smoothing
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
@@ -100,6 +101,33 @@ IMAGE_CLASSIFICATION = register_task(
     )
 )
 """Images (B, C, H, W) with labels (B,); the cross entropy; top-1."""
+
+
+def _unbound(*_: Any) -> Any:
+    raise UsageError(
+        "data.labels is false, so that the targets are the answers of the dense model, which is not known here: give "
+        "the recipe that has it"
+    )
+
+
+def _bound(task: Task, _: nn.Module) -> Task:
+    return replace(task, loss=cross_entropy, counts=hits)
+
+
+NO_LABELS = (
+    "no labels are read: the dense model's answers take their place, and agreement is the share of images that get the "
+    "same answer as from the dense model"
+)
+AGREEMENT = Score("agreement", "agreement with the dense model", top1, _interval, most_frequent, note=NO_LABELS)
+IMAGE_AGREEMENT = replace(
+    IMAGE_CLASSIFICATION,
+    loss=_unbound,
+    counts=_unbound,
+    scores=(AGREEMENT,),
+    binding=_bound,
+    from_dense=True,
+)
+"""`IMAGE_CLASSIFICATION` of images without labels: once it is bound, labels are the answers of the dense model."""
 TEXT_CLASSIFICATION = register_task(
     "text_classification", data="token ids with a label each, by name", measures="cross entropy; top-1"
 )(

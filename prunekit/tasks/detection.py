@@ -14,6 +14,7 @@ from torchvision.ops import box_convert
 
 from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.tasks.detection_heads import DetectorHeads, compared_heads
 from prunekit.tasks.mean_precision import MeanAveragePrecision
 from prunekit.tasks.task import Score, Task, register_task
 from prunekit.utils.inputs import described
@@ -68,6 +69,17 @@ def class_count(model: nn.Module) -> int | None:
     head = getattr(getattr(inner, "head", None), "classification_head", None)
     count = getattr(head, "num_classes", getattr(head, "num_columns", None))
     return count - 1 if isinstance(count, int) else None
+
+
+def heads(student: nn.Module, teacher: nn.Module) -> DetectorHeads:
+    """Return the comparison of two detectors' heads; raise a `ModelError` where they are of different kinds."""
+    (one, kind), (other, kind_of_teacher) = _require_kind(student), _require_kind(teacher)
+    if (kind, class_count(student)) != (kind_of_teacher, class_count(teacher)):
+        raise ModelError(
+            f"distill: expected a teacher that is a detector of {kind} with {class_count(student)} classes, as the "
+            f"student is, got one of {kind_of_teacher} with {class_count(teacher)}"
+        )
+    return compared_heads(one, other, of_torchvision=kind == "torchvision")
 
 
 def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Targets]:
@@ -263,6 +275,7 @@ DETECTION = register_task(
         predictions=predictions,
         loss_in_train_mode=True,
         class_count=class_count,
+        heads=heads,
     )
 )
 """Images with boxes, for detectors of torchvision and ultralytics; their own loss; mean average precision."""

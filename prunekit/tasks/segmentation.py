@@ -116,6 +116,7 @@ SEGMENTATION = register_task(
         images,
         logits=_rows,
         smoothed=partial(with_smoothing, cross_entropy),
+        ignored=IGNORED,
         samples="images",
     )
 )

@@ -42,6 +42,25 @@ class Metric(Protocol):
         """Return what the task's scores are read from, of all batches so far."""
 
 
+class HeadComparison(Protocol):
+    """A comparison of a student with its teacher, by what parts of them compute in a training step.
+
+    It is a context: inside, it notes what the student computes in passes with gradients.
+    """
+
+    def __enter__(self) -> Any:
+        """Begin to note."""
+
+    def __exit__(self, *error: Any) -> Any:
+        """Stop, and leave both models as they were."""
+
+    def teach(self) -> Any:
+        """Return what the teacher computes in place of the student in its last pass; called without gradients."""
+
+    def error(self, taught: Any, /) -> Tensor:
+        """Return one number, the distance of the student from what was `taught`: with gradients, and 0 at best."""
+
+
 @dataclass(frozen=True)
 class Score:
     """A figure of merit, from counts of all samples or from a metric, so that it is exact for batches of any sizes.
@@ -58,6 +77,7 @@ class Score:
         interval_by: what reports call the method of the interval.
         lower_is_better: whether less is better, as for a perplexity: best epochs, losses by int8, comparisons and
             fronts of reports go by it.
+        note: a sentence on what it means, for logs and reports; empty if its label says it.
     """
 
     name: str
@@ -68,6 +88,7 @@ class Score:
     unit: str = "%"
     interval_by: str = "Wilson"
     lower_is_better: bool = False
+    note: str = ""
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -116,8 +137,12 @@ class Task:
             mapping by the names of the arguments of `forward`; targets have a length, that of the batch. It may raise
             any error about a batch of another form; the message is completed with a description of the batch.
         logits: output -> class scores (N, classes), one row for each thing that is classified, which distillation
-            compares; None: the task has none, and cannot be distilled.
+            compares; None: the task has none, and cannot be distilled, unless it has `heads`.
+        heads: student and teacher -> a `HeadComparison`, which distillation uses in place of `logits`, for models that
+            return their losses in training. The teacher is then in the mode of `mode_for_loss`. It raises before the
+            training where the two don't fit. None: the task has none.
         smoothed: label smoothing, 0..1 -> the loss with it; None: the task has none.
+        ignored: label of what does not count, among those of `logits`.
         samples: what its samples are called in messages.
         collate: samples of a data set -> a batch, as a DataLoader's `collate_fn`.
         metric: makes a `Metric`, a fresh one for each measurement; None: the scores come from `counts`.
@@ -134,7 +159,8 @@ class Task:
             over batches weigh it; None: of its samples.
         binding: task and dense model -> the task, completed by what only that model knows, such as its outputs, which
             are the targets; None: it is complete. See `bound`.
-        from_dense: whether targets are the dense model's own outputs, so that its loss has no gradient there.
+        from_dense: whether targets are the dense model's own outputs or answers, so that the gradient of the loss there
+            is zero or says nothing.
         texts: what the data source `text` makes of texts: `windows` of tokens, `masked` windows with labels, or `lines`
             of a text each; None: nothing.
         labeled_images: whether samples are images with the label of one class each. Only these are resized, augmented
@@ -147,7 +173,9 @@ class Task:
     scores: tuple[Score, ...]
     unpack: Callable[[Any], tuple[Any, Any]] = pair
     logits: Callable[[Any], Tensor] | None = None
+    heads: Callable[[nn.Module, nn.Module], HeadComparison] | None = None
     smoothed: Callable[[float], Loss] | None = None
+    ignored: int = -100
     samples: str = "samples"
     collate: Callable[[list[Any]], Any] = default_collate
     metric: Callable[[], Metric] | None = None
@@ -239,6 +267,7 @@ def described_task(task: Task) -> dict[str, Any]:
     scores = [
         {"name": score.name, "label": score.label, "unit": score.unit}
         | ({"lower_is_better": True} if score.lower_is_better else {})
+        | ({"note": score.note} if score.note else {})
         for score in task.scores
     ]
     by = None if task.main.interval is None else task.main.interval_by

@@ -55,13 +55,14 @@ def counted_tokens(batch: Mapping[str, Any]) -> Tensor | None:
     return mask != 0 if fits and mask is not None else None
 
 
-def counted_rows(inputs: Any, targets: Any, rows: int) -> Tensor | None:
+def counted_rows(inputs: Any, targets: Any, rows: int, ignored: int = IGNORED) -> Tensor | None:
     """Return which rows of class scores count, (rows,) bool, as the cross entropy does; None if all do.
 
-    Labels of -100 do not count; without a label for each row, nor do positions that the `attention_mask` leaves out.
+    Labels of -100, or what a task has in its place, do not count; without a label for each row, nor do positions that
+    the `attention_mask` leaves out.
     """
     if isinstance(targets, Tensor) and not targets.is_floating_point() and targets.numel() == rows:
-        counted = targets.flatten() != IGNORED
+        counted = targets.flatten() != ignored
     else:
         named = inputs[-1] if isinstance(inputs, tuple) and inputs else inputs
         mask = named.get(MASK) if isinstance(named, Mapping) else None

@@ -14,6 +14,8 @@ from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.errors import DataError, ModelError, reraise_shortage
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.known_names import FloatName
+from prunekit.measure.memory_format import in_fastest_format
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.inputs import described, inputs_as_example, sample_count, select_samples, split, to_device
@@ -117,3 +119,11 @@ def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None
     outside = [f"{name} {value:.4g}" for name, value in scores.items() if name in percents and not 0 <= value <= 100]
     if outside:
         raise ModelError(f"task {task.name!r}: expected scores in percent, 0 to 100, got {', '.join(outside)}; {got}")
+
+
+def runs_channels_last(model: nn.Module, splits: Splits, device: torch.device, precision: FloatName) -> bool:
+    """Return whether to lay the channels of images last, which is faster on the CPU and in half precision elsewhere."""
+    if device.type != "cpu" and precision == "fp32":
+        return False
+    inputs, _ = to_device(two_samples(splits.train), device)
+    return in_fastest_format(model, inputs, training=True) is not inputs

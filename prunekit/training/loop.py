@@ -23,9 +23,11 @@ from prunekit.distributed.process_group import is_main, rank, size, total, wait_
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.hooks.wrappers import require_unfrozen
+from prunekit.measure.memory_format import images_channels_last
 from prunekit.settings.inputs import Workers
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
+from prunekit.training.adapters import require_adapted
 from prunekit.training.callbacks.callback import (
     Callback,
     CallbackList,
@@ -35,9 +37,9 @@ from prunekit.training.callbacks.callback import (
     PausedRun,
     TrainingRun,
 )
-from prunekit.training.callbacks.selection import require_callbacks, task_loss
+from prunekit.training.callbacks.selection import require_callbacks, task_loss, with_teacher
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
-from prunekit.training.compatibility import check_fits
+from prunekit.training.compatibility import check_fits, runs_channels_last
 from prunekit.training.execution import (
     SEVERAL,
     CompiledForward,
@@ -126,14 +128,19 @@ def fit(
     require_callbacks(settings, callbacks)
     if sharding := in_shards(settings):
         require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
+    if isinstance(settings.distill, DistillSettings):
+        settings = with_teacher(settings, splits.task)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
+    require_adapted(model, settings)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)
+    laid = runs_channels_last(model, splits, device, settings.precision)
     full = len(splits.train) >= batch
-    mixes = settings.mixup > 0 or settings.cutmix > 0
-    mixing = Mixing(len(splits.classes), settings.mixup, settings.cutmix) if mixes else None
+    distill = settings.distill if isinstance(settings.distill, DistillSettings) else None
+    mixup, cutmix = (1.0, 1.0) if distill is not None and distill.blend else (settings.mixup, settings.cutmix)
+    mixing = Mixing(len(splits.classes), mixup, cutmix) if mixup or cutmix else None
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
     train, validation = shares(
         reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
@@ -175,8 +182,9 @@ def fit(
         )  # fmt: skip
         state.resume()
         loop = TrainingLoop(
-            state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss
-        )
+            state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
+            1.0 if distill is None or distill.labels is None else distill.labels, laid,
+        )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
         if compiled is not None:
@@ -209,7 +217,9 @@ class TrainingLoop:
     steps: int  # of an epoch in which none is skipped
     bar: ProgressBar
     task: Task
-    loss: Loss  # of training
+    loss: Loss  # of training, on labels
+    labels: float  # its weight
+    channels_last: bool  # whether the channels of images are laid last, which is faster
     # losses of the step, with what `_finite` takes, that were not looked at yet
     unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
 
@@ -373,18 +383,24 @@ class TrainingLoop:
     def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str) -> None:
         """Add the gradient of a batch, for the mean loss of all processes, whose batches weigh `of` together."""
         weight = self.task.weighed(batch[1])
-        inputs, targets = to_device(batch, self.device)
+        inputs, targets = self._there(batch)
         given = inputs_as_example(self.state.model, inputs)
         with autocast(self.settings.precision, self.device):
             given = self.task.example_for_loss(self.state.model, given, targets)
             output = call(self.replica, given)
-            loss = self.state.callbacks.total_loss(self.loss(output, targets), inputs, output, targets)
+            own = self.labels * self.loss(output, targets) if self.labels else None
+            loss = self.state.callbacks.total_loss(own, inputs, output, targets)
             value = self._read(loss, given, f"the loss is {{}} in {when}")
         loss = loss * (weight / max(of, 1))
         (loss if self.state.scaler is None else self.state.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             known = self.task.counts if self.task.scores_of_loss_outputs else None
             sums.add(value, None if known is None else known(output, targets), len(targets), weight)
+
+    def _there(self, batch: Batch) -> Batch:
+        """Return a batch on the device, its images as they lie best."""
+        inputs, targets = to_device(batch, self.device)
+        return images_channels_last(inputs) if self.channels_last else inputs, targets
 
     def _train_score(self, at: Position) -> float | None:
         """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
@@ -395,7 +411,7 @@ class TrainingLoop:
         sums, measured = EpochSums(), Measurement(self.task, together=True)
         with training_mode(self.state.model, False), torch.no_grad():
             for batch, counts in in_step(self.state.model, self.validation):
-                inputs, targets = to_device(batch, self.device)
+                inputs, targets = self._there(batch)
                 given = inputs_as_example(self.state.model, inputs)
                 output, value = call(self.state.model, given), 0.0
                 if not self.task.loss_in_train_mode:

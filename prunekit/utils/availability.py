@@ -23,6 +23,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 UNKNOWN_DEVICE = "expected auto, cpu, cuda, cuda:n or mps"
 REPORT = 'pip install "prunekit[report]"'
 """The command that installs what draws figures and writes TensorBoard's events."""
+ADAPTERS = 'pip install "prunekit[hf-train]"'
+"""The command that installs what trains adapters."""
 INT8 = {
     "avx_vnni": "VNNI",
     "avx512_vnni": "VNNI",

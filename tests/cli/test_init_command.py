@@ -70,6 +70,24 @@ def test_for_a_folder_of_images(home: Path) -> None:
 
 
 @pytest.mark.slow
+def test_for_a_folder_of_images_without_labels(home: Path) -> None:
+    (home / "all").mkdir()
+    for image in (home / "photos").rglob("*.png"):
+        image.rename(home / "all" / image.name)
+    shown = run("init", "--model", "own.py:net", "--data", "all", "mine.yaml", "prune.budget.macs=0.4")
+    assert "all: no folders of classes, so that no labels are read, 36 images, of about 50x40 pixels" in shown
+    assert "3 classes" in shown  # of the model
+    text, job = (home / "mine.yaml").read_text(), load("mine.yaml")
+    assert (job.data.labels, job.data.root, job.baseline) == (False, Path("all"), None)
+    assert job.finetune.distill is not None
+    assert "baseline" not in text
+    planned("--model", "own.py:net")
+    refused = run("init", "--model", "resnet8", "--data", "all", "other.yaml", code=2)
+    assert "--weights: expected trained weights of resnet8, because the images in all have no labels" in refused
+    assert not (home / "other.yaml").exists()
+
+
+@pytest.mark.slow
 def test_for_the_digits_and_every_key_has_its_comment(home: Path) -> None:
     run("init", "--model", "resnet20", "--data", "digits", "mine.yaml")
     lines = (home / "mine.yaml").read_text().splitlines()

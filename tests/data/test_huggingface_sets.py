@@ -86,6 +86,17 @@ def test_columns_that_are_not_told_apart_are_named_by_the_settings(tmp_path: Pat
         load_splits(settings(tmp_path / "set", columns=("picture", "colr")))
 
 
+def test_without_labels_a_column_of_images_is_enough(tmp_path: Path) -> None:
+    noted = rows(20, 0, color=[0, 1, 1, 0] * 5)
+    for name, kept in (("two", noted), ("none", noted.remove_columns(["animal", "color"]))):
+        kept.save_to_disk(str(tmp_path / name))
+        splits = load_splits(settings(tmp_path / name, labels=False))
+        assert (splits.classes, splits.task.main.name) == ((), "agreement")
+        assert (len(splits.train), len(splits.validation), len(splits.test)) == (12, 2, 6)
+    given = load_splits(settings(tmp_path / "two", labels=False, columns=("picture", "color")))
+    assert given.fingerprint == load_splits(settings(tmp_path / "two", labels=False)).fingerprint
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     library()
     with pytest.raises(DataError, match="expected a folder that `save_to_disk` wrote, but: "):

@@ -57,6 +57,13 @@ def test_mnist_from_its_own_files(mnist: dict[str, Array], tmp_path: Path) -> No
     assert load_splits(settings(tmp_path, "MNIST", validation_share=0.2)).fingerprint == splits.fingerprint
 
 
+def test_labels_that_are_not_to_be_read_are_numbers_of_images(mnist: dict[str, Array], tmp_path: Path) -> None:
+    splits = load_splits(settings(tmp_path, "MNIST", labels=False))
+    assert (splits.classes, splits.task.main.name) == ((), "agreement")
+    assert next(iter(batches(splits.test, 20, shuffle_seed=None)))[1].tolist() == list(range(20))
+    assert load_splits(settings(tmp_path, "MNIST")).fingerprint != splits.fingerprint
+
+
 def test_labels_are_read_without_decoding(
     mnist: dict[str, Array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

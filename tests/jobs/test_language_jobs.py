@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from click.testing import CliRunner
 from tiny_language import bert, llama, text, write_model
@@ -18,7 +19,7 @@ from prunekit.cli import cli
 from prunekit.data.sources import load_splits
 from prunekit.errors import DataError, ModelError, RecipeError, UsageError
 from prunekit.jobs.analyses.evaluate import evaluate
-from prunekit.jobs.finetune import prune_job
+from prunekit.jobs.finetune import finetune, prune_job
 from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.run.job_subject import build_of, prepare
 from prunekit.jobs.run.subject_sources import resolve
@@ -91,6 +92,27 @@ def test_the_recipe_prunes_without_training(tmp_path: Path) -> None:
     assert run.metrics["pruned"]["macs"] <= 0.8 * run.metrics["dense"]["macs"]
     assert run.metrics["repair"]["kept"]
     assert run.metrics["pruned"]["perplexity"] == pytest.approx(run.metrics["dense"]["perplexity"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_adapters_change_the_compact_model_by_their_rank(tmp_path: Path) -> None:
+    given = [*asked(tmp_path, write_model(tmp_path / "tiny", llama())), "finetune.lr=0.01", "finetune.epochs=2"]
+    repaired = prune_job(load("smollm2", given), log=silent)
+    log: list[str] = []
+    adapter = "finetune.adapter={rank: 2, modules: ['*_proj']}"
+    tuned = finetune(load("smollm2", [*given, adapter, "control=true", "gradient_flow=true"]), log=log.append)
+    assert tuned.metrics["pruned"]["perplexity"] < 0.95 * repaired.metrics["pruned"]["perplexity"]
+    assert tuned.metrics["control"]["perplexity"] < 0.95 * tuned.metrics["dense"]["perplexity"]
+    assert any(line.startswith("verify: masked == compact to") for line in log)
+    assert tuned.metrics["compacted_early"]["epoch"] == 0
+    before, after = repaired.model().state_dict(), tuned.model().state_dict()
+    ranks = {name: int(torch.linalg.matrix_rank(after[name] - before[name], atol=1e-4)) for name in before
+             if before[name].ndim == 2}  # fmt: skip
+    assert {name for name, rank in ranks.items() if rank} == {name for name in before if "_proj" in name}
+    assert {*ranks.values()} == {0, 2}
+    assert all(torch.equal(after[name], before[name]) for name in before if "_proj" not in name)
+    saved = safetensors.torch.load_file(tuned.folder / "checkpoints" / "pruned.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in after.items() if name in saved)
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_a_job_sparsifies_distils_and_averages(file: Path, tmp_path: Path) -> No
     masked = flow.groupby("run")["zeros"].min()
     assert masked["pruned"] > 0.2 > masked["control"]
     assert metrics["stages"]["sparsify"] > 0
-    assert set(metrics["teacher"]) == {"pruned", "control"}
+    assert set(metrics["teacher"]) == {"pruned"}  # the control could learn nothing of itself
     for cost in metrics["teacher"].values():
         assert 0 < cost["step_share"] < 1
         assert cost["seconds"] > 0

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from training_models import CPU, net, splits
 
 import prunekit
+from prunekit.deploy.deployment_transform import for_inference
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
+from prunekit.tasks.task import get_task
 from prunekit.tasks.texts import counted_rows
+from prunekit.training.callbacks import distillation
 from prunekit.training.callbacks.callback import ContextCallback, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation, feature_error, soft_targets
+from prunekit.training.callbacks.selection import on_labels, task_loss, with_teacher
 from prunekit.training.loop import fit
 from prunekit.utils.context import training_mode
 
@@ -230,3 +236,153 @@ def test_a_label_that_does_not_count_is_not_distilled() -> None:
     assert torch.equal(soft_targets(scores[counted], others[counted], 1.0), soft_targets(scores[::2], others[::2], 1.0))
     assert soft_targets(scores[:0], others[:0], 1.0) == 0
     assert counted_rows(torch.zeros(4, 3), torch.zeros(4, 5), 4) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("some", [False, True])
+def test_many_rows_are_computed_some_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, some: bool) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(11, 6).to(dtype).requires_grad_(), torch.randn(11, 6).to(dtype)
+    counted = torch.arange(11) % 3 > 0 if some else None
+    whole = soft_targets(student, teacher, 2.0, counted)
+    wanted = torch.autograd.grad(0.7 * whole, student)[0]
+    seen, one = [], F.kl_div
+    monkeypatch.setattr(F, "kl_div", lambda *given, **named: seen.append(len(given[0])) or one(*given, **named))
+    monkeypatch.setattr(distillation, "AT_ONCE", 4 * 6)
+    parts = soft_targets(student, teacher, 2.0, counted)
+    assert seen == ([2, 3, 2] if some else [4, 4, 3])
+    torch.testing.assert_close(parts, whole)
+    found = torch.autograd.grad(0.7 * parts, student)[0]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted)
+    if counted is not None:
+        assert not found[~counted].any()
+
+
+PADDED = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 5, 0, 0]]), "attention_mask": torch.ones(2, 4, dtype=torch.long)}
+PADDED["attention_mask"][1, 2:] = 0
+MARKED = torch.tensor([[-100, 3, -100, 1], [2, -100, -100, -100]])
+TASKS: dict[str, tuple[Any, tuple[int, ...], list[list[bool]]]] = {
+    # task: a batch, the shape of an output, and which of its rows count
+    "causal_lm": (PADDED, (2, 4, 9), [[True, True, True, False], [True, False, False, False]]),
+    "masked_lm": (PADDED | {"labels": MARKED}, (2, 4, 9), [[False, True, False, True], [True, False, False, False]]),
+    "token_classification": (PADDED | {"labels": MARKED}, (2, 4, 5), (MARKED >= 0).tolist()),
+    "text_classification": (PADDED | {"labels": torch.tensor([1, 0])}, (2, 3), [[True], [True]]),
+    "seq2seq": (PADDED | {"labels": MARKED, "decoder_input_ids": MARKED.clamp(0)}, (2, 4, 9), (MARKED >= 0).tolist()),
+    "segmentation": (
+        [torch.randn(2, 3, 1, 2), torch.tensor([[[0, 255]], [[2, 1]]])], (2, 4, 1, 2), [[True, False], [True, True]]
+    ),
+}  # fmt: skip
+
+
+class Says(nn.Module):
+    """Gives the same scores, whatever it is asked."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(scores)
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, decoder_input_ids: Any = None) -> torch.Tensor:
+        return self.scores
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_learns_the_rows_that_its_loss_counts(name: str) -> None:
+    task, (batch, shape, counted) = get_task(name), TASKS[name]
+    inputs, targets = task.unpack(batch)
+    torch.manual_seed(0)
+    student, teacher = Says(torch.randn(shape)), Says(torch.randn(shape))
+    teaching = Distillation(teacher, DistillSettings(temperature=2.0), task=name)
+    with teaching.active(training(student)):
+        loss = teaching.added_loss(inputs, student(), targets)
+    loss.backward()
+    axis = 1 if name == "segmentation" else len(shape) - 1
+    rows = [each.detach().movedim(axis, -1).reshape(-1, shape[axis]) for each in (student.scores, teacher.scores)]
+    kept = torch.tensor(counted).flatten()
+    given, wanted = ((values / 2).log_softmax(1)[kept] for values in rows)
+    torch.testing.assert_close(loss, 4 * (wanted.exp() * (wanted - given)).sum(1).mean())
+    gradient = student.scores.grad
+    assert gradient is not None
+    assert gradient.movedim(axis, -1).reshape(-1, shape[axis]).any(1).tolist() == kept.tolist()
+
+
+def test_an_embedding_has_a_teacher_already() -> None:
+    with pytest.raises(UsageError, match="task 'embedding' learns the dense model's outputs already; leave it out"):
+        task_loss(get_task("embedding"), TrainSettings(distill=DistillSettings()))
+
+
+class Recording(nn.Module):
+    """Keeps what it is given while it learns, or while it teaches."""
+
+    def __init__(self, inner: nn.Module, *, learns: bool) -> None:
+        super().__init__()
+        self.inner, self.learns = inner, learns
+        self.seen: list[Tensor] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        if torch.is_grad_enabled() == self.training == self.learns:
+            self.seen.append(images.clone())
+        return self.inner(images)  # type: ignore[no-any-return]
+
+
+def test_the_teacher_sees_the_blends_that_the_student_sees() -> None:
+    student, teacher = Recording(net(1), learns=True), Recording(net(2), learns=False)
+    settings = TrainSettings(epochs=1, lr=0.01, distill=DistillSettings())
+    fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[Distillation(teacher, DistillSettings())])
+    taught = teacher.seen[-len(student.seen) :]  # before these it ran on the first batch, to be made faster
+    assert len(student.seen) > 1
+    assert all(map(torch.equal, student.seen, taught))
+    plain = {image.numpy().tobytes() for image, _ in splits().train}
+    assert not any(image.contiguous().numpy().tobytes() in plain for image in student.seen[0])  # all are blended
+
+
+@pytest.mark.parametrize(("labels", "equal"), [(None, True), (0.5, False)])
+def test_images_are_learned_without_their_labels(labels: float | None, equal: bool) -> None:
+    """Other labels of the training images change nothing, unless they are given a weight."""
+    made = []
+    for wrong in (False, True):
+        data, student = splits(), net(1)
+        if wrong:
+            data = replace(data, train=replace(data.train, labels=data.train.labels.roll(1)))
+        distill = DistillSettings(labels=labels)
+        settings = TrainSettings(epochs=1, lr=0.05, distill=distill)
+        fit(student, data, settings, device=CPU, seed=1, batch=16, callbacks=[Distillation(net(2), distill)])
+        made.append(student.state_dict())
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items()) == equal
+
+
+def test_what_is_not_said_suits_the_task() -> None:
+    auto = TrainSettings()
+    images = with_teacher(auto, get_task("image_classification")).distill
+    assert images == DistillSettings(temperature=1.0, labels=0.0, blend=True)
+    own = with_teacher(replace(auto, mixup=0.2), get_task("image_classification")).distill
+    assert isinstance(own, DistillSettings)
+    assert own.blend is False  # the training blends them itself
+    assert with_teacher(auto, get_task("causal_lm")).distill == DistillSettings(
+        temperature=2.0, labels=1.0, blend=False
+    )
+    assert with_teacher(auto, get_task("embedding")).distill is None
+    assert with_teacher(replace(auto, distill=None), get_task("causal_lm")).distill is None
+    assert on_labels(auto).distill is None
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_fast_teacher_answers_as_the_teacher(view: bool) -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), nn.Linear(144, 2)
+
+        def forward(self, images: Tensor) -> Tensor:
+            found = self.body(images)
+            found = found.view(len(images), -1) if view else found.flatten(1)
+            return self.head(found)  # type: ignore[no-any-return]
+
+    teacher = Viewing().eval()
+    teacher.body[1].running_mean.normal_()
+    images = torch.randn(5, 3, 8, 8)
+    fast = for_inference(teacher, (images,))
+    assert (fast is teacher) == view  # channels that lie last cannot be viewed like that
+    torch.testing.assert_close(fast(images), teacher(images))
+    assert isinstance(teacher.body[1], nn.BatchNorm2d)
+    assert teacher.body[0].weight.is_contiguous()

@@ -102,7 +102,7 @@ def run_recipe(
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     require_job(job, model=factory, data=data, optimizer=optimizer)
     if not find_batch_size:
-        require_packages(job, dry=dry_run)
+        require_packages(job, dry=dry_run, training=training)
     if resume not in (None, AUTO):
         require_run(Path(resume))
     from prunekit.jobs.run.command_subject import Own

@@ -163,9 +163,10 @@ def init_command(
 ) -> None:
     """Look at a model and a data set, and write a recipe that prunes one on the other, with a comment at each key.
 
-    DATA is digits (they come with the package), a folder with one folder of images for each class, an .npz file, a data
-    set of torchvision such as CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or your own FILE.py:FACTORY. A
-    file of text, or a folder of such, is for language models; the recipe's task is that of the model.
+    DATA is digits (they come with the package), a folder with one folder of images for each class or of images without
+    labels, an .npz file, a data set of torchvision such as CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or
+    your own FILE.py:FACTORY. A file of text, or a folder of such, is for language models; the recipe's task is that of
+    the model.
 
     For example: prunekit init --model resnet18 --data path/to/folder mine.yaml prune.budget.macs=0.4
     """

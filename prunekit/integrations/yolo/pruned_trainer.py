@@ -7,6 +7,7 @@ so does `tune`; of other models, ultralytics' methods do what they did.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,9 +22,12 @@ from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.models.yolo.classify import ClassificationTrainer
 from ultralytics.models.yolo.world import WorldTrainer
 from ultralytics.models.yolo.world.train import on_pretrain_routine_end
+from ultralytics.utils import LOGGER, RANK
+from ultralytics.utils.patches import torch_load
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.integrations.yolo.pruned_yolo import KEY, forget_image_size, is_marked
+from prunekit.utils.context import same_random_state
 
 
 class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no types
@@ -31,7 +35,14 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
 
     A mixin in front of one of ultralytics' trainers, see `pruned_trainer`. All else is that trainer's: data, loss,
     optimizer, average of weights, checkpoints, resuming, and the start of several processes.
+
+    The model as given is validated too, before the first step, and is `best.pt` until an epoch's fitness is strictly
+    better: what a training delivers is never worse than what it began with. Not so with `val=False` or `save=False`,
+    where ultralytics chooses no best epoch, and of a model that is pruned further while it trains.
     """
+
+    _offered = False
+    _beaten = True
 
     def get_model(self, cfg: Any = None, weights: nn.Module | None = None, verbose: bool = True) -> nn.Module:
         """Return a copy of the pruned model that `weights` is; `cfg` is not read."""
@@ -64,6 +75,65 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
         if isinstance(self, WorldTrainer) and on_pretrain_routine_end not in self.callbacks["on_pretrain_routine_end"]:
             self.add_callback("on_pretrain_routine_end", on_pretrain_routine_end)
         return model
+
+    def optimizer_step(self) -> None:
+        """Make a step; before the first one, offer the model as given as the best."""
+        if not self._offered:
+            self._offered = True
+            if self.start_epoch == 0 and self.args.val and self.args.save and not _prunes(self.callbacks):
+                self._offer_start()
+        super().optimizer_step()
+
+    def _offer_start(self) -> None:
+        """Write the average of weights, which no step has changed yet, as the best so far, with its metrics."""
+        with same_random_state():
+            metrics, fitness = self.validate()
+        if fitness is None:  # in a process that writes nothing
+            return
+        if not math.isfinite(fitness):
+            self.best_fitness = None
+            return
+        state = {"epoch": START, "fitness": fitness, "metrics": metrics, "last": self.best, "save_period": -1}
+        with _holding(self, state):
+            super().save_model()
+
+    def validate(self) -> Any:
+        """Return what the trainer does, and note whether the fitness is above the best so far."""
+        before = self.best_fitness
+        metrics, fitness = super().validate()
+        self._beaten = before is None or fitness is None or before < fitness
+        return metrics, fitness
+
+    def save_model(self) -> Any:
+        """Save as the trainer does, but leave `best.pt` where the epoch is only as good."""
+        with _holding(self, {} if self._beaten else {"best": self.last}):
+            return super().save_model()
+
+    def final_eval(self) -> None:
+        """Evaluate `best.pt`, and say if it is the model as given."""
+        if RANK in {-1, 0} and self.best.exists():
+            saved = torch_load(self.best, map_location="cpu")
+            if saved["epoch"] == START and saved.get("ema") is not None:  # which files of finished trainings lack
+                LOGGER.info(
+                    f"No epoch's fitness was above {saved['train_metrics']['fitness']:.4g}, that of the pruned model "
+                    "as it was given, so best.pt is that model, in the half precision that ultralytics saves."
+                )
+        super().final_eval()
+
+
+START = -1
+"""Epoch of the model as given, in its checkpoint."""
+
+
+@contextmanager
+def _holding(trainer: BaseTrainer, state: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a trainer for a while."""
+    before = {name: getattr(trainer, name) for name in state}
+    try:
+        trainer.__dict__.update(state)
+        yield
+    finally:
+        trainer.__dict__.update(before)
 
 
 @cache
@@ -159,15 +229,16 @@ def _is_pruned(yolo: Any) -> bool:
     return isinstance(config, dict) and KEY in config
 
 
+def _prunes(callbacks: dict[str, list[Method]]) -> bool:
+    """Return whether a model is pruned while it trains with these callbacks."""
+    every = (callback for of_event in callbacks.values() for callback in of_event)
+    return any(hasattr(getattr(callback, "__self__", None), PRUNES) for callback in every)
+
+
 def _require_attached(yolo: Any, resumed: Any) -> None:
     """Raise where a training that pruned would be resumed without pruning."""
     path = yolo.ckpt_path if resumed is True else resumed
-    attached = any(
-        hasattr(getattr(callback, "__self__", None), PRUNES)
-        for callbacks in yolo.callbacks.values()
-        for callback in callbacks
-    )
-    if isinstance(path, (str, Path)) and (Path(path).parent / STATE).is_file() and not attached:
+    if isinstance(path, (str, Path)) and (Path(path).parent / STATE).is_file() and not _prunes(yolo.callbacks):
         raise UsageError(
             f"{path}: this training prunes while it trains, and would go on without: attach it before, "
             "PruneWhileTraining(...).attach(yolo) with the same arguments, or train from its weights without resume"

@@ -19,6 +19,7 @@ from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_s
 from prunekit.jobs.run.job_subject import share_model
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
+from prunekit.report.headline import capital
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import Task, described_task
 from prunekit.training.compatibility import require_class_count, require_vocabulary
@@ -71,6 +72,8 @@ class Evaluation(Displayed):
         if self.scores.at_chance:
             chance = in_unit(self.scores.chance, self.task.main.unit)
             lines.append(f"Not shown to be better than chance, {chance}: one answer for all")
+        if self.task.main.note:
+            lines.append(capital(self.task.main.note))
         yield "\n".join(lines)
 
 
@@ -87,7 +90,7 @@ def evaluate(
         splits = target.data(data, own, "test on", task)
     require_equal(splits.fingerprint, "the images (their fingerprint)")
     share_model(target.model, "the model")
-    splits = _bound(splits, target, dense)
+    splits = _bound(splits, target, dense, device)
     target = target.fed_by(splits)
     _check(target, splits)
     settings = data or DataSettings()
@@ -98,16 +101,18 @@ def evaluate(
     return Evaluation(target.name, splits.task, found, costs, str(device), splits.corrupt)
 
 
-def _bound(splits: Splits, target: Subject, dense: Callable[[], nn.Module] | None) -> Splits:
+def _bound(splits: Splits, target: Subject, dense: Callable[[], nn.Module] | None, device: torch.device) -> Splits:
     """Return the data with a task that has got from the dense model what only that knows; see `Task.bound`."""
     if not splits.task.from_dense:
         return bound_splits(splits, target.model)
-    if splits.task.binding is not None and dense is None:
+    if not splits.unmeasured:
+        return splits
+    if dense is None:
         raise UsageError(
             f"{target.name}: the targets of task {splits.task.name!r} are the dense model's outputs: give the recipe "
             "that has it, --recipe PATH"
         )
-    return splits if dense is None or splits.task.binding is None else bound_splits(splits, dense())
+    return bound_splits(splits, dense(), device)
 
 
 def _check(target: Subject, splits: Splits) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.backends.session import Inputs, inputs_like, inputs_of
-from prunekit.data.datasets import SampleDataset
+from prunekit.data.datasets import AnsweredImages, DenseAnswers, ImageDataset, SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.sources import is_labeled_images, labeled_images, load_splits
 from prunekit.data.splits import Splits
@@ -183,21 +183,30 @@ def job_splits(data: DataSettings, own: Own, task: str = "image_classification")
     return load_splits(data, task) if own.data is None else load_own(own.data, data, get_task(task))
 
 
-def bound_splits(splits: Splits, dense: nn.Module) -> Splits:
+def bound_splits(
+    splits: Splits, dense: nn.Module, device: torch.device | None = None, classes: tuple[str, ...] = ()
+) -> Splits:
     """Return data with a task that has got from the dense model what only that knows; see `Task.bound`.
 
-    If the targets are that model's outputs, a copy of it gives them, because the model itself is pruned.
+    If the targets are that model's outputs, a copy of it gives them, because the model itself is pruned. Of images
+    without labels the classes are then that model's, numbered unless `classes` has a name for each; it answers on the
+    device.
     """
     if splits.task.binding is None:
         return splits
-    task = splits.task.bound(copied(dense) if splits.task.from_dense else dense)
+    dense = copied(dense) if splits.task.from_dense else dense
+    task, answers = splits.task.bound(dense), DenseAnswers(dense, device or torch.device("cpu"))
+    unlabeled = task.from_dense and task.labeled_images and not splits.classes
 
     def bound(part: SampleDataset) -> SampleDataset:
-        if not isinstance(part, TaskSamples):
-            return part
-        return replace(part, unpacking=replace(part.unpacking, unpack=task.unpack))
+        if isinstance(part, TaskSamples):
+            return replace(part, unpacking=replace(part.unpacking, unpack=task.unpack))
+        return AnsweredImages.of(part, answers) if unlabeled and isinstance(part, ImageDataset) else part
 
     train, validation, test = map(bound, (splits.train, splits.validation, splits.test))
+    if unlabeled:
+        count = answers.scores(torch.zeros(1, *splits.sample_shape)).shape[1]
+        splits = replace(splits, classes=classes if len(classes) == count else tuple(map(str, range(count))))
     return replace(splits, train=train, validation=validation, test=test, task=task)
 
 

@@ -45,13 +45,14 @@ from prunekit.models.zoo import (
     load_factory,
     missing_weights,
     model_arguments,
+    published,
     with_head,
 )
 from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
-from prunekit.settings.job import JobSettings
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.job import JobSettings, unlabeled_contradictions
+from prunekit.settings.train import DistillSettings, TrainSettings, adapter_contradictions
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.selection import needs_plan, task_loss
@@ -122,12 +123,18 @@ class JobSubject(Subject):
         return load(folder, None if build_of(self.job, self.splits) else dense)
 
 
-def job_subject(job: JobSettings, own: Own, shape: tuple[int, ...] | None = None) -> Subject:
-    """Return a job's dense model before any training, with its data; `shape` replaces the shape of a sample."""
+def job_subject(
+    job: JobSettings, own: Own, shape: tuple[int, ...] | None = None, device: torch.device | None = None
+) -> Subject:
+    """Return a job's dense model before any training, with its data; `shape` replaces the shape of a sample.
+
+    Where targets are the dense model's answers, it gives them on the device, or on the CPU.
+    """
     require_sources(job, own)
     splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)
-    splits = bound_splits(splits, model)
+    names = () if job.data.labels else published(job.model, model)[1]
+    splits = bound_splits(splits, model, device, names)
     settings, build = build_of(job, splits), None if own.model is None else own_build(own.model)
     return Subject(
         model,
@@ -167,7 +174,7 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
             "model.weights is not given, and nothing says how to train the dense model: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
-    found = job_subject(job, own)
+    found = job_subject(job, own, device=device)
     model, splits = found.model, found.splits
     assert splits is not None
     require_unfrozen(model)
@@ -175,6 +182,8 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
         chosen_paths(model, job.activations)
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in adapter_contradictions(asdict(job))]:
+        raise UsageError("; ".join(problems))
     for name, settings in training_sections(job).items():
         _check_training(name, settings, model, splits.task)
     build = build_of(job, splits)
@@ -202,18 +211,22 @@ def _require_targets(job: JobSettings, task: Task) -> None:
     needs = CRITERIA.get(job.prune.criterion).needs
     if "gradients" in needs and "curvature" not in needs:
         raise UsageError(
-            f"prune.criterion: expected one without gradients of the loss, which are zero at the dense model whose "
-            f"outputs are the targets of task {task.name!r}, got {job.prune.criterion!r}; take elimination"
+            f"prune.criterion: expected one without gradients of the loss, which are zero or say nothing at the dense "
+            f"model whose outputs are the targets of task {task.name!r}, got {job.prune.criterion!r}; take elimination"
         )
+    for path, text in unlabeled_contradictions(asdict(job)):
+        raise UsageError(f"{'.'.join(path)}: {text}")
 
 
 def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:
     check_clamps(model, settings)
     task_loss(task, settings)
-    if settings.distill is not None:
+    if isinstance(settings.distill, DistillSettings):
         if name == "baseline":
             raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
         feature_paths(model, settings.distill)
+        if task.heads is not None:
+            task.heads(model, model)  # raises where no teacher's can be compared with them
     if needs_plan(settings) and name != "sparsify":
         raise UsageError(
             f"{name}.regularize.method: 'growing' shrinks channels before a plan removes them; use it in `sparsify`"

@@ -102,7 +102,8 @@ class ModelPair(Subject):
             raise UsageError(f"expected the number of a test image, 0 to {len(splits.test) - 1}, got {index}")
         if isinstance(splits.test, ImageDataset):
             values, label = splits.test[index]
-            return values[None], f"test image {index}, class {splits.classes[label]}"
+            known = f", class {splits.classes[label]}" if splits.classes else ""
+            return values[None], f"test image {index}{known}"
         inputs, _ = splits.test.fetch(torch.tensor([index]))
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
             raise UsageError(

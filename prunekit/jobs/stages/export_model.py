@@ -275,7 +275,7 @@ def size_of(folder: Path) -> int:
 
 def score_export(model: ExportedModel, splits: Splits | None, log: Log) -> Scores | None:
     """Return the scores of a file on the test data; None without data."""
-    if splits is None:
+    if splits is None or splits.unmeasured:
         return None
     found = evaluate(model, batches(splits.test, READ, shuffle_seed=None), splits.task, CPU)
     reached = in_unit(next(iter(found.values.values())), splits.task.main.unit)
@@ -411,7 +411,9 @@ def described_interface(
     splits = target.splits
     if splits is not None:
         feed = found.preprocessing or splits.preprocessing
-        found = replace(found, task=splits.task.name, classes=tuple(splits.classes), preprocessing=feed)
+        found = replace(
+            found, task=splits.task.name, classes=tuple(splits.classes) or found.classes, preprocessing=feed
+        )
     if batch is not None:
         found = with_batch(found, batch)
     return replace(found, inputs=tuple(dynamic_inputs(found.inputs, dynamic)))

@@ -106,7 +106,11 @@ def quantize_export(
     assert settings is not None
     require_calibration(target)
     data = list(_calibration(target, exported.interface, settings))
-    score = None if target.splits is None else partial(_validation_merit, kind, exported.interface, target)
+    score = (
+        None
+        if target.splits is None or target.splits.unmeasured
+        else partial(_validation_merit, kind, exported.interface, target)
+    )
     count = sum(max((len(array) for array in batch.values() if array.ndim), default=1) for batch in data)
     log(f"int8: quantizing {exported.path}, calibrated on {min(settings.images, count)} samples")
     with folder_beside(path) as beside_it:

@@ -17,7 +17,7 @@ from prunekit.compaction.compact_model import compact, spread_
 from prunekit.data.loader import batches
 from prunekit.distributed.process_group import computed_by_main, is_main, is_sharded
 from prunekit.hooks.model_copy import copied
-from prunekit.jobs.run.baseline_cache import Baseline
+from prunekit.jobs.run.baseline_cache import Baseline, save_weights
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
 from prunekit.jobs.stages.job_schedule import JobSchedule
@@ -29,6 +29,7 @@ from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
+from prunekit.training.adapters import adapted, require_adaptable
 from prunekit.training.callbacks.callback import (
     Callback,
     ClampRow,
@@ -43,7 +44,7 @@ from prunekit.training.callbacks.callback import (
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
-from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
@@ -120,8 +121,9 @@ class Trainings:
         """Return the dense model after the training of the pruned one, with the same settings but no regularizer."""
         model = copied(dense)
         if self._job.sparsify is not None:
-            model = self.train("control_before", model, settings=replace(self._job.sparsify, regularize=None))
-        settings = replace(self._job.finetune, regularize=None)
+            before = replace(self._job.sparsify, regularize=None, distill=None)
+            model = self.train("control_before", model, settings=before)
+        settings = replace(self._job.finetune, regularize=None, distill=None)  # of a teacher it could learn nothing
         return self.train("control", model, *self.rewinding(), settings=settings)
 
     def rewinding(self) -> list[Callback]:
@@ -143,29 +145,35 @@ class Trainings:
         begin: PausedRun | None = None,
     ) -> nn.Module:
         """Train a model in place; it is on the CPU afterwards."""
+        settings = with_teacher(settings, self._prepared.splits.task, model)
         inputs = CallbackInputs(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = build_callbacks(settings, inputs)
         plan = cut or (masks() if removed is None else removed)
         facts = {} if plan is None else {"plan": plan.digest}
         flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
-        history = fit(
-            model,
-            self._prepared.splits,
-            settings,
-            device=self._prepared.device,
-            seed=self._job.seed,
-            batch=self._job.data.batch,
-            workers=self._job.data.reading,
-            callbacks=[*watching(self._run, self._job, name, lambda: cut or masks()), *callbacks, *asked, *flows],
-            own_optimizer=self._prepared.optimizer_for(settings),
-            progress=self._progress,
-            label=name,
-            on_epoch=told(self._on_epoch, name, settings),
-            checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
-            checkpoints=checkpoints_of(self._run, self._job, name if begin is None else f"{name}-compact", **facts),
-            until=until,
-            begin=begin,
-        )
+        adapter, seed = settings.adapters, self._job.seed
+        checkpoint = self._run.path / "checkpoints" / f"{name}.safetensors"
+        with nullcontext() if adapter is None else adapted(model, adapter, seed=seed):
+            history = fit(
+                model,
+                self._prepared.splits,
+                settings,
+                device=self._prepared.device,
+                seed=seed,
+                batch=self._job.data.batch,
+                workers=self._job.data.reading,
+                callbacks=[*watching(self._run, self._job, name, lambda: cut or masks()), *callbacks, *asked, *flows],
+                own_optimizer=self._prepared.optimizer_for(settings),
+                progress=self._progress,
+                label=name,
+                on_epoch=told(self._on_epoch, name, settings),
+                checkpoint=None if adapter else checkpoint,
+                checkpoints=checkpoints_of(self._run, self._job, name if begin is None else f"{name}-compact", **facts),
+                until=until,
+                begin=begin,
+            )
+        if adapter is not None and is_main():  # `fit` would save layers and adapters apart
+            save_weights(checkpoint, model)
         self.paused = history.paused
         if self.paused is not None:
             return model.cpu()
@@ -202,6 +210,12 @@ class Trainings:
         write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
 
 
+def require_adapters(prepared: JobSubject) -> None:
+    """Raise if the fine-tuning of a job wants adapters, and its model has no layers for them, or peft is missing."""
+    if (adapter := prepared.job.finetune.adapters) is not None:
+        require_adaptable(prepared.model, adapter)
+
+
 PROOF_IMAGES = 64
 """Held-out images on which masked and compact model are compared before the latter is trained."""
 
@@ -218,7 +232,8 @@ class Finetuning:
 
     def tune(self, model: nn.Module, plan: Plan) -> tuple[nn.Module, dict[str, Any] | None]:
         """Train the masked model in place, and return it on the CPU, with figures of `prune.compact_early`."""
-        schedule, early = self._schedule, self._job.prune.compact_early
+        schedule = self._schedule
+        early = self._job.prune.compact_early or self._job.finetune.adapter is not None
         model = model.to(self._prepared.device)
         first = plan if schedule is None else schedule.start
         thresholds = self._thresholds(model, first)

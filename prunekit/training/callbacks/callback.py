@@ -214,11 +214,12 @@ class CallbackList:
         """Return the restarts of all callbacks, each once."""
         return tuple(sorted({step for callback in self.callbacks for step in callback.learning_rate_restarts(run)}))
 
-    def total_loss(self, loss: Tensor, inputs: Any, output: Any, targets: Any) -> Tensor:
-        """Return the loss plus the losses that callbacks add."""
+    def total_loss(self, loss: Tensor | None, inputs: Any, output: Any, targets: Any) -> Tensor:
+        """Return the loss, if there is one, plus the losses that callbacks add."""
         for callback in self.callbacks:
             if (added := callback.added_loss(inputs, output, targets)) is not None:
-                loss = loss + added
+                loss = added if loss is None else loss + added
+        assert loss is not None
         return loss
 
     def eligible_for_best(self) -> bool:

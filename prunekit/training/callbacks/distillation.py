@@ -6,16 +6,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from prunekit.channels.tracing.execution import channel_axis
+from prunekit.deploy.deployment_transform import for_inference
 from prunekit.distributed.process_group import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing
@@ -25,7 +27,7 @@ from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.task import Task, get_task
+from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
@@ -44,17 +46,29 @@ class TeacherCost:
     step_share: float  # share of the time of the training steps, without reading of images, 0..1
 
 
+def suited(settings: DistillSettings, task: Task) -> DistillSettings:
+    """Return settings in which what was null is a number that suits the task."""
+    matching = task.labeled_images
+    temperature = 1.0 if matching or task.heads else 2.0
+    suits = {"temperature": temperature, "labels": float(not matching), "blend": matching}
+    missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
+    return replace(settings, **missing)
+
+
 class Distillation(Callback):
     """Adds `weight` times `soft_targets`, and if the settings name modules, `features.weight` times `feature_error`.
 
-    The teacher runs in eval mode without gradients on the student's images, with the same augmentation and precision.
-    It is not changed. Features are compared call by call, and only in the channels that the current plan keeps,
-    because pruned channels of a masked student are zero and nothing is to be learnt there. `task`, itself or its name,
-    says where class scores are in what the models return.
+    The teacher runs in eval mode without gradients on what the student is given, the same blends of images in the same
+    precision. It is not changed: what runs is a copy in the form that is fastest, unless features are compared. These
+    are compared call by call, and only in the channels that the current plan keeps, because pruned channels of a masked
+    student are zero and nothing is to be learnt there. `task`, itself or its name, says where class scores are in what
+    the models return. In place of `soft_targets` a task may compare `heads`, as that of detectors does: see
+    `prunekit.tasks.detection_heads.head_error`.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
-        ModelError: in a step, when a module returns no tensor, or one without a gradient.
+        ModelError: on enter, when heads of student and teacher differ in more than channels; in a step, when a module
+            returns no tensor, or one without a gradient.
     """
 
     def __init__(
@@ -65,8 +79,11 @@ class Distillation(Callback):
         *,
         task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
-        self._teacher, self._settings, self._plan = teacher, settings, plan
-        self._logits = get_task(task).logits or logits
+        self._task = get_task(task)
+        self._teacher, self._settings, self._plan = teacher, suited(settings, self._task), plan
+        self._fastest: nn.Module | None = None
+        self._logits = self._task.logits or logits
+        self._heads: HeadComparison | None = None
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
         self._stopwatch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
@@ -84,12 +101,24 @@ class Distillation(Callback):
         teacher, before = self._teacher, next(self._teacher.parameters()).device
         self._stopwatch = Stopwatch(run.device)
         start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin, again=True))
+        mode = training_mode(teacher, False) if self._task.heads is None else self._task.mode_for_loss(teacher)
         try:
             teacher.to(run.device)
-            with training_mode(teacher, False), start, self._features(run.model):
+            with mode, start, self._features(run.model), self._compared(run.model):
                 yield
         finally:
             teacher.to(before)
+            self._fastest = None
+
+    @contextmanager
+    def _compared(self, student: nn.Module) -> Iterator[None]:
+        """Compare heads, if the task has them."""
+        if self._task.heads is None:
+            yield
+            return
+        with self._task.heads(student, self._teacher) as self._heads:
+            yield
+        self._heads = None
 
     @contextmanager
     def _features(self, student: nn.Module) -> Iterator[None]:
@@ -111,12 +140,15 @@ class Distillation(Callback):
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
-            wanted = self._logits(call(self._teacher, inputs_as_example(self._teacher, inputs)))
-        settings, given = self._settings, self._logits(output)
-        counted = counted_rows(inputs, targets, len(given))
-        if counted is not None:
-            given, wanted = given[counted], wanted[counted]
-        loss = settings.weight * soft_targets(given, wanted, settings.temperature)
+            wanted = self._logits(self._answer(inputs)) if self._heads is None else self._heads.teach()
+        settings = self._settings
+        if self._heads is None:
+            given = self._logits(output)
+            counted = counted_rows(inputs, targets, len(given), self._task.ignored)
+            assert settings.temperature is not None
+            loss = settings.weight * soft_targets(given, wanted, settings.temperature, counted)
+        else:
+            loss = settings.weight * self._heads.error(wanted)
         if self._outputs is not None and settings.features is not None:
             student, taught = (outputs.take() for outputs in self._outputs)
             if student.keys() != taught.keys() or not student:
@@ -132,6 +164,14 @@ class Distillation(Callback):
             error = feature_error([one for one, _ in pairs], [one for _, one in pairs], sample_count(inputs))
             loss = loss + settings.features.weight * error
         return loss
+
+    def _answer(self, inputs: Any) -> Any:
+        """Return the teacher's output."""
+        example = inputs_as_example(self._teacher, inputs)
+        if self._fastest is None:
+            alone = self._outputs is None
+            self._fastest = for_inference(self._teacher, example) if alone else self._teacher
+        return call(self._fastest, example)
 
     def after_step(self, step: int, made: bool) -> None:
         """Add up the time of the step."""
@@ -160,14 +200,58 @@ def _real_positions(inputs: Any, *features: Tensor) -> tuple[Tensor, ...]:
     return features if counted is None else tuple(one.flatten(0, 1)[counted] for one in features)
 
 
-def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+AT_ONCE = 2**21
+"""Class scores of each model that `soft_targets` computes with at a time, where there are more: 8 MiB in float32."""
+
+
+def soft_targets(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
     """Return T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
 
     The factor T^2 keeps gradients as large as those of the cross entropy at any temperature T above 0. Both logits are
-    (B, classes); half precision is computed in float32. Of no rows it is 0.
+    (B, classes); half precision is computed in float32. Only rows that are `counted`, (B,) bool, take part; None: all.
+    Of no rows it is 0. Where there are many, as tokens with a large vocabulary, some of them are computed at a time.
     """
+    many = student.numel() > AT_ONCE
+    total = (_DivergenceOfMany.apply if many else _divergence)(student, teacher, counted, temperature)
+    count = max(len(student), 1) if counted is None else counted.sum().clamp_min(1)
+    divergence: Tensor = total / count * temperature**2
+    return divergence
+
+
+def _divergence(student: Tensor, teacher: Tensor, counted: Tensor | None, temperature: float) -> Tensor:
+    """Return the sum of the KL divergences of rows that count."""
+    if counted is not None:
+        student, teacher = student[counted], teacher[counted]
     given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
-    return F.kl_div(given, wanted, reduction="sum", log_target=True) / max(len(given), 1) * temperature**2
+    return F.kl_div(given, wanted, reduction="sum", log_target=True)
+
+
+class _DivergenceOfMany(torch.autograd.Function):
+    """The same of many rows, some at a time: of all of them only the gradient is kept, in place of six such tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, counted: Tensor | None, temperature: float) -> Tensor:
+        """Return the sum, and keep its gradient, which is softmax(student) - softmax(teacher), over T."""
+        ctx.gradient, total, size = (
+            torch.zeros_like(student),
+            student.new_zeros(()),
+            max(AT_ONCE // student.shape[1], 1),
+        )
+        for start in range(0, len(student), size):
+            rows = slice(start, start + size)
+            part, chosen = student[rows].detach().requires_grad_(True), None if counted is None else counted[rows]
+            with torch.enable_grad():
+                found = _divergence(part, teacher[rows], chosen, temperature)
+            ctx.gradient[rows], total = *torch.autograd.grad(found, part), total + found.detach()
+            del part, found
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient for the student's logits."""
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(weight.to(gradient.dtype)), None, None, None
 
 
 def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,13 +11,13 @@ from torch import nn
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
-from prunekit.errors import UsageError
+from prunekit.errors import ModelError, UsageError
 from prunekit.planning.plan import Plan
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Task, training_loss
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback, CurrentPlan
-from prunekit.training.callbacks.distillation import Distillation
+from prunekit.training.callbacks.distillation import Distillation, suited
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
 
 STATISTICS_IMAGES = 2048
@@ -41,7 +41,7 @@ class CallbackInputs:
 def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Callback]:
     """Return the callbacks that the settings ask for, to be entered after masks."""
     callbacks: list[Callback] = []
-    if settings.distill is not None:
+    if isinstance(settings.distill, DistillSettings):
         if inputs.teacher is None:
             raise UsageError("distill: expected a trained model to learn from, and there is none here; leave it out")
         plan = inputs.masks if inputs.cut is None else lambda: inputs.cut
@@ -61,7 +61,9 @@ def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Cal
 def require_callbacks(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
     """Raise UsageError if a callback that the settings ask for is not among the callbacks."""
     for name, kind in (("distill", Distillation), ("regularize", SparsityRegularizer), ("average", Average)):
-        if getattr(settings, name) is not None and not any(isinstance(callback, kind) for callback in callbacks):
+        if getattr(settings, name) not in (None, "auto") and not any(
+            isinstance(callback, kind) for callback in callbacks
+        ):
             raise UsageError(f"{name} is set, and no {kind.__name__} is among the callbacks: see build_callbacks")
 
 
@@ -74,6 +76,47 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
     """Return the loss of training."""
     if (settings.mixup or settings.cutmix) and not task.labeled_images:
         raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
-    if settings.distill is not None and task.logits is None:
-        raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
+    if isinstance(distill := settings.distill, DistillSettings):
+        if not can_teach(task):
+            why = (
+                "learns the dense model's outputs already" if task.from_dense else "has none (`logits`) and no `heads`"
+            )
+            raise UsageError(f"distill compares class scores, and task {task.name!r} {why}; leave it out")
+        if task.heads and distill.temperature not in (None, 1):
+            raise UsageError(
+                f"distill.temperature: expected none, because task {task.name!r} compares heads as they are, got "
+                f"{distill.temperature:g}; leave it out"
+            )
+        if distill.blend and not task.labeled_images:
+            raise UsageError(f"distill.blend blends images, and the task is {task.name!r}; leave it out")
+        if distill.blend and (settings.mixup or settings.cutmix):
+            raise UsageError("distill.blend and mixup or cutmix: expected one of them, because both blend images")
     return training_loss(task, settings.label_smoothing)
+
+
+def can_teach(task: Task, model: nn.Module | None = None) -> bool:
+    """Return whether there is something that a dense model, such as this one, can tell a student of the task."""
+    if task.heads is None or model is None:
+        return task.logits is not None or task.heads is not None
+    try:
+        task.heads(model, model)
+    except ModelError:
+        return False
+    return True
+
+
+def on_labels(settings: TrainSettings) -> TrainSettings:
+    """Return the settings of a training that no teacher helps unless they ask for one."""
+    return replace(settings, distill=None) if settings.distill == "auto" else settings
+
+
+def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = None) -> TrainSettings:
+    """Return the settings of a training beside the dense model: what `distill: auto` means for its task."""
+    distill = settings.distill
+    if distill == "auto":
+        distill = DistillSettings() if can_teach(task, model) else None
+    if distill is None:
+        return replace(settings, distill=None)
+    if distill.blend is None and (settings.mixup or settings.cutmix):
+        distill = replace(distill, blend=False)
+    return replace(settings, distill=suited(distill, task))

@@ -1,0 +1,277 @@
+"""Heads of detectors, compared for distillation: what a teacher says of the places that its student judges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection import FCOS, FasterRCNN, RetinaNet
+from torchvision.models.detection.rpn import concat_box_prediction_layers
+from torchvision.models.detection.ssd import SSD
+
+from prunekit.errors import ModelError
+from prunekit.hooks.hook import recomputing
+from prunekit.hooks.owner import HookOwner
+
+SURE = 0.1
+"""Least probability that a place holds an object, from which the teacher's box there is compared."""
+FAMILIES = (FasterRCNN, RetinaNet, FCOS, SSD)
+ANCHORS = ("sizes", "scales", "aspect_ratios", "steps")
+"""Attributes of torchvision's generators that anchors follow from."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """The answers of a head about N places: anchors of all images, or proposals."""
+
+    scores: Tensor  # logits (N, classes)
+    boxes: (
+        Tensor  # deltas or distances (N, 4), those of each class (N, classes, 4), or logits of distances (N, 4, bins)
+    )
+    background: bool = False  # whether the scores share one softmax, with the background first; else a sigmoid each
+    centerness: Tensor | None = None  # logits (N, 1)
+
+    def wide(self) -> Said:
+        """Return the same in float32 at least."""
+        values = (self.scores, self.boxes, self.centerness)
+        scores, boxes, center = (v if v is None or v.dtype.itemsize > 2 else v.float() for v in values)
+        assert scores is not None
+        assert boxes is not None
+        return Said(scores, boxes, self.background, center)
+
+
+def head_error(student: Said, teacher: Said) -> Tensor:
+    """Return how far a student's head is from its teacher's: 0 where they say the same, else more.
+
+    The KL divergence of classes, summed over all places, and of each place that the teacher is sure of its confidence
+    times the error of the box, all over the sum of these confidences, which stands for the number of places with an
+    object in a detector's own loss. Boxes are compared by smooth L1, their distances by the KL divergence if the head
+    gives distributions.
+
+    Sources: Chen et al. 2017, "Learning efficient object detection models with knowledge distillation" (classes and
+    boxes); Zheng et al. 2022, "Localization distillation for dense object detection" (distributions of distances).
+
+    Example:
+        >>> import torch
+        >>> from prunekit.tasks.detection_heads import Said, head_error
+        >>> teacher = Said(torch.tensor([[2.0, -3.0], [-5.0, -5.0]]), torch.zeros(2, 4))
+        >>> float(head_error(teacher, teacher))
+        0.0
+        >>> float(head_error(Said(teacher.scores, torch.ones(2, 4)), teacher))  # of the box that it is sure of
+        1.76...
+    """
+    given, wanted = student.wide(), teacher.wide()
+    if wanted.background:
+        known, likely = (said.scores.log_softmax(1) for said in (given, wanted))
+        classes = F.kl_div(known, likely, reduction="none", log_target=True).sum(1)
+        each = likely.exp()[:, 1:]
+        sure = each.sum(1)
+    else:
+        classes, each = _of_probabilities(given.scores, wanted.scores), wanted.scores.sigmoid()
+        sure = each.amax(1)
+    sure = sure * (sure >= SURE)
+    if wanted.boxes.ndim == 3 and wanted.background:
+        boxes = F.smooth_l1_loss(given.boxes[:, 1:], wanted.boxes[:, 1:], reduction="none").sum(2)
+        boxes = (boxes * each).sum(1) / each.sum(1).clamp_min(SURE)
+    elif wanted.boxes.ndim == 3:
+        known, likely = (said.boxes.log_softmax(2) for said in (given, wanted))
+        boxes = F.kl_div(known, likely, reduction="none", log_target=True).sum((1, 2))
+    else:
+        boxes = F.smooth_l1_loss(given.boxes, wanted.boxes, reduction="none").sum(1)
+    if wanted.centerness is not None and given.centerness is not None:
+        boxes = boxes + _of_probabilities(given.centerness, wanted.centerness)
+    error: Tensor = (classes.sum() + (sure * boxes).sum()) / sure.sum().clamp_min(1)
+    return error
+
+
+def _of_probabilities(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL divergences of probabilities, each from a logit (N, K), summed over K."""
+    sure = teacher.sigmoid()
+    there = sure * (F.logsigmoid(teacher) - F.logsigmoid(student))
+    return (there + (1 - sure) * (F.logsigmoid(-teacher) - F.logsigmoid(-student))).sum(1)
+
+
+class DetectorHeads(HookOwner):
+    """A comparison of two detectors' heads in training, see `prunekit.tasks.task.HeadComparison`.
+
+    Hooks note what the student's backbone reads and its heads say. The teacher is not called as a whole: it has its
+    backbone and heads judge the same tensors, so that it sees the very view, as resized and padded by the student, and
+    the same proposals, whatever the student draws at random.
+    """
+
+    reads: tuple[str, ...]  # paths of modules whose arguments are noted
+    says: tuple[str, ...]  # paths of modules whose results are noted
+
+    def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
+        super().__init__()
+        self.student: Any = student
+        self.teacher: Any = teacher
+        self.noted: dict[str, Any] = {}
+        self._require_same()
+
+    def facts(self, model: Any) -> Mapping[str, Any]:
+        """Return what student and teacher must have in common, by its name."""
+        raise NotImplementedError
+
+    def answers(self) -> tuple[Any, ...]:
+        """Return what the teacher's heads return for what the student noted, in the order of `says`."""
+        raise NotImplementedError
+
+    def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
+        """Yield what heads say, from what they return."""
+        raise NotImplementedError
+
+    def _require_same(self) -> None:
+        """Raise unless the heads of both say the same kind of things of the same places."""
+        one, other = self.facts(self.student), self.facts(self.teacher)
+        for name, value in one.items():
+            if value != other.get(name):
+                raise ModelError(
+                    f"distill: expected a teacher whose heads answer as the student's do; {name}: {other.get(name)} of "
+                    f"the teacher, {value} of the student. Give the dense model that it was pruned from, or leave "
+                    "distill out"
+                )
+
+    def register(self) -> None:
+        """Note what modules of the student read and say in passes with gradients."""
+        for path in self.reads:
+            self.own_forward_pre(self.student.get_submodule(path), partial(self._note_arguments, path), again=True)
+        for path in self.says:
+            self.own_forward(self.student.get_submodule(path), partial(self._note_result, path), again=True)
+
+    def _note_arguments(self, path: str, module: nn.Module, arguments: Any, named: Any) -> None:
+        if torch.is_grad_enabled() and not recomputing():
+            self.noted[f"{path} reads"] = arguments
+
+    def _note_result(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+        if torch.is_grad_enabled() and not recomputing():
+            self.noted[path] = result
+
+    def teach(self) -> list[Said]:
+        """Return what the teacher's heads say of the last batch that the student saw."""
+        missing = [path for path in self.says if path not in self.noted]
+        if missing:
+            raise ModelError(f"distill: {', '.join(missing)} of the student did not run in this step; leave it out")
+        return list(self.said(self.answers()))
+
+    def error(self, taught: list[Said]) -> Tensor:
+        """Return the mean over heads of `head_error`, and forget the batch."""
+        answers = tuple(self.noted[path] for path in self.says)
+        self.noted = {}
+        pairs = zip(self.said(answers), taught, strict=True)
+        return torch.stack([head_error(one, other) for one, other in pairs]).mean()
+
+
+class OneStage(DetectorHeads):
+    """The head of torchvision's SSD, RetinaNet and FCOS."""
+
+    reads, says = ("backbone",), ("head",)
+
+    def facts(self, model: Any) -> Mapping[str, Any]:
+        """Return its anchors, and how it codes boxes and normalizes images."""
+        return _of_torchvision(model, model.anchor_generator, model.box_coder)
+
+    def answers(self) -> tuple[Any, ...]:
+        """Return the answers of the head about the student's images."""
+        features = self.teacher.backbone(*self.noted["backbone reads"])
+        return (self.teacher.head([features] if isinstance(features, Tensor) else list(features.values())),)
+
+    def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
+        """Yield what is said of all anchors of all images."""
+        flat = {name: values.flatten(0, 1) for name, values in answers[0].items()}
+        background, center = isinstance(self.student, SSD), flat.get("bbox_ctrness")
+        yield Said(flat["cls_logits"], flat["bbox_regression"], background, center)
+
+
+class TwoStage(DetectorHeads):
+    """The heads of torchvision's Faster R-CNN: that of the RPN, and the box head on the student's proposals."""
+
+    reads, says = ("backbone", "roi_heads.box_roi_pool"), ("rpn.head", "roi_heads.box_predictor")
+
+    def facts(self, model: Any) -> Mapping[str, Any]:
+        """Return its anchors, and how it codes boxes and normalizes images."""
+        return _of_torchvision(model, model.rpn.anchor_generator, model.rpn.box_coder, model.roi_heads.box_coder)
+
+    def answers(self) -> tuple[Any, ...]:
+        """Return the answers about the student's images, and about its proposals, which it drew at random."""
+        features = self.teacher.backbone(*self.noted["backbone reads"])
+        features = {"0": features} if isinstance(features, Tensor) else features
+        heads, (_, *places) = self.teacher.roi_heads, self.noted["roi_heads.box_roi_pool reads"]
+        boxes = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, *places)))
+        return self.teacher.rpn.head(list(features.values())), boxes
+
+    def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
+        """Yield what is said of all anchors, and of all proposals."""
+        (objects, deltas), (scores, boxes) = answers
+        yield Said(*concat_box_prediction_layers(objects, deltas))
+        yield Said(scores, boxes.unflatten(1, (-1, 4)), background=True)
+
+
+class Yolo(DetectorHeads):
+    """The head of ultralytics' YOLO: its raw maps in train mode, of one branch or two."""
+
+    reads = ("model.0",)
+
+    def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
+        self.says = (f"model.{len(student.model) - 1}",)  # type: ignore[arg-type]
+        super().__init__(student, teacher)
+
+    def facts(self, model: Any) -> Mapping[str, Any]:
+        """Return the branches of the head, its strides, and the bins of each distance."""
+        head = model.model[-1]
+        branches = [getattr(head, name, None) is not None for name in ("cv2", "one2one_cv2")]
+        branches_of = {(True, False): "one2many", (True, True): "one2many and one2one"}
+        return {
+            "branches": branches_of.get((branches[0], branches[1]), "one2one, because it is fused"),
+            "strides": [float(one) for one in head.stride],
+            "bins": head.reg_max,
+        }
+
+    def answers(self) -> tuple[Any, ...]:
+        """Return the raw maps for the student's images."""
+        return (self.teacher(*self.noted["model.0 reads"]),)
+
+    def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
+        """Yield what each branch says of all anchors of all images."""
+        maps = answers[0]
+        for branch in [maps[name] for name in ("one2many", "one2one") if name in maps] or [maps]:
+            scores, boxes = (branch[name].transpose(1, 2).flatten(0, 1) for name in ("scores", "boxes"))
+            yield Said(scores, boxes if boxes.shape[1] == 4 else boxes.unflatten(1, (4, -1)))
+
+
+def _of_torchvision(model: Any, anchors: Any, *coders: Any) -> dict[str, Any]:
+    """Return what two of torchvision's detectors of one family must have in common."""
+    return {
+        "anchors": {name: getattr(anchors, name) for name in ANCHORS if hasattr(anchors, name)},
+        "coding of boxes": [getattr(one, "weights", getattr(one, "normalize_by_size", None)) for one in coders],
+        "normalization": (list(model.transform.image_mean), list(model.transform.image_std)),
+    }
+
+
+def compared_heads(student: nn.Module, teacher: nn.Module, *, of_torchvision: bool) -> DetectorHeads:
+    """Return the comparison of two detectors of one library, unwrapped.
+
+    Raises:
+        ModelError: their heads cannot be compared, or differ in more than their channels.
+    """
+    if of_torchvision:
+        family = next(kind for kind in FAMILIES if isinstance(student, kind))
+        if not isinstance(teacher, family):
+            raise ModelError(
+                f"distill: expected a teacher that is a {family.__name__}, as the student is, got "
+                f"{type(teacher).__name__}; give the dense model that it was pruned from, or leave distill out"
+            )
+        return (TwoStage if family is FasterRCNN else OneStage)(student, teacher)
+    for model in (student, teacher):
+        head = model.model[-1]  # type: ignore[index]
+        if "Detect" not in {kind.__name__ for kind in type(head).__mro__}:
+            raise ModelError(
+                f"distill: the answers of {type(head).__name__} cannot be compared with a teacher's, because each "
+                "model chooses itself what places they are of; leave distill out"
+            )
+    return Yolo(student, teacher)
