@@ -293,11 +293,9 @@ def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
     return {name: settings for name, settings in sections.items() if settings is not None}
 
 
-def first_training(job: JobSettings) -> tuple[str, TrainSettings]:
-    """Return the section of a job's first training, by name: `baseline` for random weights, else `finetune`."""
-    if job.model.weights is None and job.baseline is not None:
-        return "baseline", job.baseline
-    return "finetune", job.finetune
+def first_training(job: JobSettings) -> TrainSettings:
+    """Return the settings of a job's first training: `baseline` for random weights, else `finetune`."""
+    return job.baseline if job.model.weights is None and job.baseline is not None else job.finetune
 
 
 def require_sources(job: JobSettings, own: Own) -> None:

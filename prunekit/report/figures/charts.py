@@ -1,11 +1,10 @@
-"""Charts of the pages and of gradient flow, each as SVG elements that stand on their own."""
+"""Charts of the pages, each as SVG elements that stand on their own."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from prunekit.report.figures.canvas import (
     wide_and_narrow,
 )
 from prunekit.utils.display import RESOURCES, plural
-from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -363,7 +361,6 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
 
 MOST_LAYERS = 64
 PHASES = (("first tenth of training", "#64748b", -0.17), ("last tenth", "#0f766e", 0.17))
-FLOW_STYLE: dict[Any, Any] = {**STYLE, "font.size": 9.5, "axes.titlesize": 9.5, "figure.facecolor": "white"}
 
 
 def shown_layers(rows: pd.DataFrame) -> list[str]:
@@ -422,22 +419,6 @@ def _svg(name: str, rows: pd.DataFrame) -> Markup:
             return svg(figure, f"Percentiles of the gradients of each layer, {name}")
 
     return wide_and_narrow(drawn)
-
-
-def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:
-    """Write the figure of one training run as a PNG file, atomically."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(FLOW_STYLE):
-        figure = Figure(figsize=(10.4, flow_height(rows) + 0.35), dpi=120, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        draw_flow(figure, rows)
-        with atomic_file(path) as temporary:
-            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
-    return path
 
 
 def _percentiles(axes: Any, rows: pd.DataFrame, layers: list[str]) -> None:
