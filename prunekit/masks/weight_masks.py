@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.distributed.process_group import is_sharded
@@ -45,8 +41,8 @@ class WriteDetector:
 
     Four things tell of a write. Another tensor, or other memory, stands in its place (`.to()`, `.double()`,
     `load_state_dict(assign=True)`). Its version counter has moved (any in-place operation, under `no_grad` too). An
-    optimizer has stepped (fused ones move no counter), unless it is one of torch's with other parameters: `forget`. Or
-    one of a few pruned entries is not zero: writes through `.data` move no counter either, but overwrite everything.
+    optimizer has stepped, whose parameters do not matter (fused ones move no counter): `forget`. Or one of a few pruned
+    entries is not zero: writes through `.data` move no counter either, but overwrite everything.
     Only a write through `.data` that picks entries and spares those is detected no sooner than after the next step.
 
     A check takes a microsecond, where writing the zeros of a large weight takes half a millisecond. Tensors for which
@@ -90,9 +86,9 @@ class WriteDetector:
         """Return whether nothing can have been written to the tensor since it was zeroed."""
         return self._version is not None and self._version.unwritten(tensor) and self._probes_are_zero()
 
-    def forget(self, written: frozenset[int] | None) -> None:
-        """Count the tensor as written to if it lies in a storage at one of these addresses; None: in any case."""
-        if self._version is not None and (written is None or self._bits.untyped_storage().data_ptr() in written):
+    def forget(self) -> None:
+        """Count the tensor as written to."""
+        if self._version is not None:
             self._version.forget()
 
     def _probes_are_zero(self) -> bool:
@@ -167,12 +163,12 @@ class WeightMasks(HookOwner):
         self.own_context(self._norms)
         self._running = 0
         if sharded:  # before shards are gathered: writes to the gathered tensor are lost
-            self.own_forward_pre(self._model, self.zero_, again=True, first=True)
+            self.own_forward_pre(self._model, self.zero_, first=True)
         else:
-            self.own_forward_pre(self._model, self._begin, again=True)
+            self.own_forward_pre(self._model, self._begin)
             for path, masked in self._masked.items():
                 self._zero_before_forward(path, masked)
-            self.own_forward(self._model, self._end, again=True, always=True)
+            self.own_forward(self._model, self._end, always=True)
         if self._optimizer is not None:
             self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self.zero_)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_other_step)))
@@ -235,9 +231,8 @@ class WeightMasks(HookOwner):
 
     def _after_other_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if optimizer is not self._optimizer:
-            written = _written_by(optimizer)
             for masked in self._masked.values():
-                masked.forget(written)
+                masked.forget()
 
     def zero_(self, *_: Any) -> None:
         """Write exact zeros into all pruned entries."""
@@ -252,7 +247,7 @@ class WeightMasks(HookOwner):
         # A module that is only read from, as attention reads its output projection, is masked before its parent runs.
         unread = never_called(masked.module)
         runs = self._model.get_submodule(path.rpartition(".")[0]) if unread else masked.module
-        self.own_forward_pre(runs, before, again=True)
+        self.own_forward_pre(runs, before)
         self.own(nn.Module.register_load_state_dict_post_hook(masked.module, OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
 
 
@@ -282,10 +277,10 @@ class MaskedModule:
                 self.zero_()
                 return
 
-    def forget(self, written: frozenset[int] | None) -> None:
-        """Count every tensor in a storage at one of these addresses as written to; None: every tensor."""
+    def forget(self) -> None:
+        """Count every tensor as written to."""
         for _, writes in self._watched:
-            writes.forget(written)
+            writes.forget()
 
 
 class PrunedValues:
@@ -332,16 +327,3 @@ class PrunedValues:
         if {name: value.shape for name, value in values.items()} != {n: v.shape for n, v in self.values.items()}:
             raise ArtifactError("held values: expected those of the plan's pruned entries; are they of another plan?")
         self.values = {name: value.to(self.values[name].device) for name, value in values.items()}
-
-
-def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
-    """Return the addresses of storages that a step may have written to; None for any, as of a foreign optimizer."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    tables = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    ours = all(isinstance(hook, OwnedHook) for table in tables for hook in table.values())  # any other may write too
-    if not type(optimizer).__module__.startswith("torch.optim.") or not ours:
-        return None
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-        return None
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)

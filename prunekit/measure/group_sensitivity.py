@@ -213,7 +213,7 @@ class _MaskablePasses(ResumableRun):
         super().__init__(model)
         self.names_of_calls: list[str] = []
         self.inside = False
-        self._start = HookOwner(lambda hooks: hooks.own_forward_pre(model, self._enter_model, again=True))
+        self._start = HookOwner(lambda hooks: hooks.own_forward_pre(model, self._enter_model))
 
     @contextmanager
     def intercepting(self) -> Iterator[None]:

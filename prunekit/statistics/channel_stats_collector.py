@@ -184,9 +184,9 @@ class StatsCollector(ConsumerHooks):
         super().register_hooks()
         for path, module in self._targets.items():
             if not never_called(module):  # else a consumer, measured where its weight is used
-                self.own_forward_pre(module, partial(self._before, path), again=True)
+                self.own_forward_pre(module, partial(self._before, path))
                 if self._sides["output"]:
-                    self.own_forward(module, partial(self._after, path), again=True)
+                    self.own_forward(module, partial(self._after, path))
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
@@ -318,7 +318,7 @@ class RankCollector(ConsumerHooks):
         """Register hooks on the outputs of modules, and intercept the consumers."""
         super().register_hooks()
         for path, module in called_leaves(self._model).items():
-            self.own_forward(module, partial(self._after, path), again=True)
+            self.own_forward(module, partial(self._after, path))
 
     def finish_pass(self) -> None:
         """Add the ranks of the finished pass."""

@@ -200,10 +200,10 @@ class PassHooks(HookOwner):
         """Register the hooks on the model."""
         refuse_compiled(self._model, type(self).__name__)
         self._depth = 0
-        self.own_forward_pre(self._model, self._enter, again=True)
+        self.own_forward_pre(self._model, self._enter)
         self.register_hooks()
-        self.own_forward(self._model, self._finish, again=True)
-        self.own_forward(self._model, self._leave, again=True, always=True)
+        self.own_forward(self._model, self._finish)
+        self.own_forward(self._model, self._leave, always=True)
 
     @property
     def inside(self) -> bool:

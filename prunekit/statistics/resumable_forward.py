@@ -371,18 +371,14 @@ class ResumableRun(CallInterceptor):
         self._calls.append((name, self._described(result, inputs, made)))
         if self._learning:
             for tensor in (*inputs, *gather(result)):
-                self._store_checksum(tensor)
+                if self._mark(tensor) is not None and _plain(tensor):
+                    self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
         return iter(result) if name == "__iter__" else result
 
     def _note_first_reads(self, tensors: Iterable[Tensor], number: int) -> None:
         for storage in map(storage_of, tensors):
             if storage is not None and storage.data_ptr() in self._fixed:
                 self.first_reads.setdefault(storage.data_ptr(), number)
-
-    def _store_checksum(self, tensor: Tensor) -> None:
-        """Store a checksum of the memory of a tensor of this pass, with the present step."""
-        if self._mark(tensor) is not None and _plain(tensor):
-            self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
 
     def _require_same(self, tensor: Tensor) -> None:
         """Compare memory with its checksum; if it was written to untracked, states are saved only before that step."""

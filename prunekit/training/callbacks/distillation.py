@@ -83,7 +83,7 @@ class Distillation(Callback):
         """Move the teacher to the device, and record features."""
         teacher, before = self._teacher, next(self._teacher.parameters()).device
         self._stopwatch = Stopwatch(run.device)
-        start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin, again=True))
+        start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin))
         try:
             teacher.to(run.device)
             with training_mode(teacher, False), start, self._features(run.model):
@@ -213,7 +213,7 @@ class FeatureRecorder(HookOwner):
     def register(self) -> None:
         """Register a hook on each module."""
         for path in self._paths:
-            self.own_forward(self._model.get_submodule(path), partial(self._record, path), again=True)
+            self.own_forward(self._model.get_submodule(path), partial(self._record, path))
 
     def take(self) -> dict[ModuleCall, Tensor]:
         """Return the outputs since the last time, by path and call."""
