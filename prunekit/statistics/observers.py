@@ -377,7 +377,9 @@ def _substituted(model: nn.Module) -> Iterator[None]:
         try:
             substitute_all(model)
         finally:
-            changes += [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]
+            for module, kind, old in before:
+                names = [name for name, value in vars(module).items() if name not in old or old[name] is not value]
+                changes.append((module, kind, names, old))
         yield
     finally:
         for module, kind, names, old in reversed(changes):
@@ -387,7 +389,3 @@ def _substituted(model: nn.Module) -> Iterator[None]:
                     setattr(module, name, old[name])
                 else:
                     delattr(module, name)
-
-
-def _changed(now: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    return [name for name, value in now.items() if name not in old or old[name] is not value]

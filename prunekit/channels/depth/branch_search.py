@@ -375,12 +375,8 @@ def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Br
         return None
     outside = {read for one in inside for read in search.operators[one].reads} - inside - {-1}
     sizes = [tuple(search.operators[one].call[2][0]) for one in outside]
-    if not sizes or any(_without(size, axis) != _without(shape, axis) for size in sizes):
+    if not sizes or any(size[:axis] + size[axis + 1 :] != shape[:axis] + shape[axis + 1 :] for size in sizes):
         return None  # its module cannot tell the size of what it returns from what it is given
     inner = [labels for labels in search.groups_of(inside) if not np.isin(labels, rows).any()]
     instead = (Replacement(path, empty=axis),)
     return Branch(path, (*ending, *inner), rows, instead, layers=search.weights_of(inside))
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return shape[:axis] + shape[axis + 1 :]
