@@ -225,7 +225,7 @@ def comparable_output(
 def _not_finite(model: nn.Module, inputs: tuple[Any, ...], where: str) -> NonFiniteError:
     """Return the error of outputs that are NaN or Inf; raise that of the first layer with one, if it is known."""
     device = gather(inputs)[0].device
-    calibrate(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
+    calibrate(model, [(inputs,)], device=device, progress=False).require_finite()
     return NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
 
 

@@ -361,13 +361,10 @@ class ResumableRun(CallInterceptor):
         self._calls.append((name, self._described(result, inputs, made)))
         if self._learning:
             for tensor in (*inputs, *gather(result)):
-                self._store_checksum(tensor)
+                if self._mark(tensor) is not None and _plain(tensor):
+                    self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
         return iter(result) if name == "__iter__" else result
 
-    def _store_checksum(self, tensor: Tensor) -> None:
-        """Store a checksum of the memory of a tensor of this pass, with the present step."""
-        if self._mark(tensor) is not None and _plain(tensor):
-            self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
 
     def _require_same(self, tensor: Tensor) -> None:
         """Compare memory with its checksum; if it was written to untracked, states are saved only before that step."""

@@ -142,9 +142,9 @@ class SpatialActivations(HookOwner):
             raise ModelError(f"layer {self._layer!r}: {nearest(self._layer, modules)}; {HINT}")
         for path, module in modules.items():
             if self._layer is None:
-                self.own_forward(module, partial(self._candidate, path), again=True)
+                self.own_forward(module, partial(self._candidate, path))
             elif path == self._layer:
-                self.own_forward(module, partial(self._named, path), again=True)
+                self.own_forward(module, partial(self._named, path))
 
     def _named(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
         if recomputing():

@@ -154,7 +154,7 @@ def channel_findings(
         if layers is None
         else [path for path in select_layers(model, layers, "layers").paths if path in widths]
     )
-    stats = StatsCollector(model, inputs=False, fused=False)
+    stats = StatsCollector(model, inputs=False)
     pairs = [CorrelationCollector(model, chosen)] if chosen else []
     watch(model, batches, stats, *pairs, device=device)
     found, products = stats.stats(), [product for one in pairs for product in one.correlations()]
