@@ -372,8 +372,10 @@ def unbeaten(metrics: Mapping[str, Any]) -> Iterator[str]:
     for run, found in (metrics.get("trainings") or {}).items():
         start = found.get("start")
         if found.get("best_epoch") == 0 and numbers.is_number(start):
-            reached = numbers.in_unit(start, unit(metrics, name))
-            yield f"{numbers.training_name(run)}: no epoch beat the start ({label} {reached}), which is delivered"
+            reached = f"{label} {numbers.in_unit(start, unit(metrics, name))}"
+            if (distance := found.get("start_held_out_loss")) is not None:
+                reached = f"held-out loss {_loss(distance)}, {reached}"
+            yield f"{numbers.training_name(run)}: no epoch beat the start ({reached}), which is delivered"
 
 
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -71,7 +71,14 @@ from prunekit.training.parallel import (
     share_corrupt,
     shares,
 )
-from prunekit.training.rate_search import HELD_OUT, RateSearch, middle_rate, require_searchable, taken_rate
+from prunekit.training.rate_search import (
+    HELD_OUT,
+    RateSearch,
+    held_out_loss,
+    middle_rate,
+    require_searchable,
+    taken_rate,
+)
 from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
@@ -107,9 +114,11 @@ def fit(
 
     `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. The
     state before the first step is a candidate too, which an epoch has to beat: `History.best_epoch` is 0 where none
-    did. Under a pruning schedule it is one only if its plan is final, and never if its loss is NaN or Inf. A last batch
-    that is not full is left out, and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take
-    part in the loss. Zero epochs leave the model as it is.
+    did. Where labels have no weight, the loss that is trained is compared in place of the score: the distance from the
+    teacher, on blends of held-out images, which no weights have memorized. Under a pruning schedule the start is a
+    candidate only if its plan is final, and never if its loss is NaN or Inf. A last batch that is not full is left out,
+    and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take part in the loss. Zero epochs
+    leave the model as it is.
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
@@ -168,7 +177,8 @@ def fit(
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, called, **facts)
     path, main = None if checkpoint is None else Path(checkpoint), splits.task.main
-    best = BestWeights(given, path, warn, model, lower_is_better=main.lower_is_better)
+    labels = 1.0 if distill is None or distill.labels is None else distill.labels
+    best = BestWeights(given, path, warn, model, lower_is_better=not labels or main.lower_is_better)
     shown = wanted(progress) and is_main()
     bar = ProgressBar(label, settings.epochs * len(train), called.progress_metrics, shown, main)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
@@ -191,8 +201,7 @@ def fit(
         state.resume()
         loop = TrainingLoop(
             state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
-            1.0 if distill is None or distill.labels is None else distill.labels, laid,
-            held_out.split(rank(), size()),
+            labels, laid, held_out.split(rank(), size()),
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
@@ -230,7 +239,7 @@ class TrainingLoop:
     loss: Loss  # of training, on labels
     labels: float  # its weight
     channels_last: bool  # whether the channels of images are laid last, which is faster
-    held_out: Batches  # the samples by which learning rates are compared, mixed as in training
+    held_out: Batches  # the samples on which the loss that is trained is compared, mixed as in training
     # losses of the step, with what `_finite` takes, that were not looked at yet
     unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
 
@@ -272,9 +281,23 @@ class TrainingLoop:
         if not self.state.callbacks.eligible_for_best(0):
             return
         loss, score = self.validate(None)
-        if math.isfinite(score) and (loss is None or math.isfinite(loss)):
-            self.state.best.offer(0, score)
-            at.start = StartRow(loss, score)
+        distance = self._distance()
+        if all(math.isfinite(value) for value in (score, loss, distance) if value is not None):
+            self.state.best.offer(0, score if distance is None else distance)
+            at.start = StartRow(loss, score, distance)
+
+    def _distance(self) -> float | None:
+        """Return the held-out loss where a teacher alone is learned from, by which the best epoch is chosen then."""
+        if self.labels:
+            return None
+        with self.state.callbacks.around_trial():
+            return self._held_out_loss()
+
+    def _held_out_loss(self) -> float:
+        def loss_of(batch: Batch) -> tuple[Tensor, int]:
+            return self._loss(self.state.model, batch)[0], self.task.weighed(batch[1])
+
+        return held_out_loss(self.state.model, self.task, self.held_out, loss_of)
 
     def _search_rate(self) -> None:
         """Set the learning rate that does best in short trials; see `rate_search`."""
@@ -287,11 +310,8 @@ class TrainingLoop:
             for batch, weight in self._apart(batches):
                 self._add_gradient(batch, weight, EpochSums(), None)
 
-        def loss_of(batch: Batch) -> tuple[Tensor, int]:
-            return self._loss(self.state.model, batch)[0], self.task.weighed(batch[1])
-
         RateSearch(
-            self.state, self.settings, self.task, batches_of, self.held_out, add_gradients, self._step, loss_of,
+            self.state, self.settings, batches_of, add_gradients, self._step, self._held_out_loss,
             lambda tried: self.bar.bar.set_description(f"{self.bar.label}, trying {tried}"),
         ).run(self.settings.epochs * self.steps)  # fmt: skip
 
@@ -304,7 +324,8 @@ class TrainingLoop:
         with self.state.callbacks.around_validation():
             share_buffers(self.state.model)  # those of averaged weights
             validation_loss, reached = self.validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best(at.epoch) else None)
+            merit = reached if (distance := self._distance()) is None else distance
+            self.state.best.offer(at.epoch, merit if self.state.callbacks.eligible_for_best(at.epoch) else None)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -315,6 +336,7 @@ class TrainingLoop:
             images_per_s=at.sums.samples / training_s,
             seconds=time.perf_counter() - start,
             skipped=self.steps - at.made,
+            held_out_loss=distance,
             score=self.task.main.name,
         )
 

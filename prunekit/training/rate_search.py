@@ -22,7 +22,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 
-from prunekit.data.loader import Batch, Batches
+from prunekit.data.loader import Batch
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import everyone, local_part
 from prunekit.errors import NonFiniteError, UsageError
@@ -92,13 +92,11 @@ class RateSearch:
 
     state: RunState
     settings: TrainSettings
-    task: Task
     train: Callable[[int], Iterable[Sequence[Batch]]]  # the batches of each step of an epoch
-    held_out: Batches  # this process's share of every batch
     # adds the gradient of a step; raises NonFiniteError in all processes alike if a loss is not finite
     add_gradients: Callable[[Sequence[Batch]], None]
     step: Callable[[], object]  # makes a step
-    loss_of: Callable[[Batch], tuple[Tensor, int]]  # the loss that is trained of a batch, and its weight in means
+    held_out_loss: Callable[[], float]  # returns that of the present weights
     say: Callable[[str], None]  # shows what is tried
 
     def run(self, steps: int) -> None:
@@ -108,7 +106,7 @@ class RateSearch:
             self.say(f"lr {rate:g}" if rate else "lr")
             with unchanged(self.state):
                 finite = not rate or self._train(rate, each)
-                loss = self._held_out_loss() if finite else math.nan
+                loss = self.held_out_loss() if finite else math.nan
             at.rates = (*at.rates, RateRow(rate, each if rate else 0, loss if math.isfinite(loss) else None))
             self.state.write_if_due()
         set_rate(self.state.optimizer, self.state.schedule, taken_rate(self.settings, at.rates))
@@ -128,15 +126,21 @@ class RateSearch:
             return False
         return everyone(self.state.non_finite_tensor() is None)
 
-    def _held_out_loss(self) -> float:
-        """Return the mean over the held-out samples of all processes of the loss that is trained."""
-        model, sums = self.state.model, EpochSums()
-        # with gradients, which a comparison of features asks for; the next batch frees them
-        with same_draws(model), self.task.mode_for_loss(model), torch.enable_grad():
-            for batch in self.held_out:
-                loss, weight = self.loss_of(batch)
-                sums.add(loss.item(), None, len(batch[1]), weight)
-        return sums.of_all().mean_loss
+
+def held_out_loss(
+    model: nn.Module,
+    task: Task,
+    held_out: Iterable[Batch],  # this process's share of every batch
+    loss_of: Callable[[Batch], tuple[Tensor, int]],  # the loss that is trained of a batch, and its weight in means
+) -> float:
+    """Return the mean over the held-out samples of all processes of the loss that is trained."""
+    sums = EpochSums()
+    # with gradients, which a comparison of features asks for; the next batch frees them
+    with same_draws(model), task.mode_for_loss(model), torch.enable_grad():
+        for batch in held_out:
+            loss, weight = loss_of(batch)
+            sums.add(loss.item(), None, len(batch[1]), weight)
+    return sums.of_all().mean_loss
 
 
 @contextmanager

@@ -114,8 +114,8 @@ class Position:
     def next_epoch(self, row: EpochRow, steps: int) -> None:
         """Move on to the next epoch."""
         rows, epoch = (*self.rows, row), self.epoch + 1
-        kept = {"rows": rows, "start": self.start, "rates": self.rates}
-        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, **kept)))
+        moved = Position(epoch, step=self.epoch * steps, rows=rows, start=self.start, rates=self.rates)
+        self.load_state_dict(asdict(moved))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data."""

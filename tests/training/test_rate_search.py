@@ -255,7 +255,7 @@ def test_resumed_is_uninterrupted(at: int, short: None, tmp_path: Path) -> None:
     def checkpoints() -> Checkpoints:
         return Checkpoints(tmp_path / "run", CheckpointSettings(every_steps=1), log=lambda _: None)
 
-    settings = replace(AUTO, average=AverageSettings(decay=0.9), distill=DistillSettings())
+    settings = replace(AUTO, average=AverageSettings(decay=0.9), distill=DistillSettings(labels=0.5))
     whole, again = Odd(draws=False), Odd(draws=False)  # no checkpoint has what a module draws from
     history = run(whole, settings, EndsInTrial(0), EndsAfter(-1))
     with pytest.raises(Ends):

@@ -17,7 +17,7 @@ from prunekit.distributed.process_group import rank
 from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
-from prunekit.settings.train import AverageSettings, CheckpointSettings, TrainSettings
+from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, TrainSettings
 from prunekit.training.callbacks.callback import History
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
@@ -58,8 +58,8 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def run(model: nn.Module, settings: TrainSettings = WORSE, **options: Any) -> History:
-    parts = [*options.pop("parts", ()), *build_callbacks(settings, CallbackInputs(splits(), 16))]
+def run(model: nn.Module, settings: TrainSettings = WORSE, teacher: nn.Module | None = None, **options: Any) -> History:
+    parts = [*options.pop("parts", ()), *build_callbacks(settings, CallbackInputs(splits(), 16, teacher))]
     return fit(model, splits(), settings, device=CPU, seed=1, **{"batch": 16, "callbacks": parts} | options)
 
 
@@ -100,6 +100,29 @@ def test_an_epoch_has_to_be_better_than_the_start(
     history = run(net(), TrainSettings(epochs=2, lr=0.1))
     assert history.best_epoch == best
     assert (history.start is None) == math.isnan(start)
+
+
+def test_who_learns_from_a_teacher_alone_is_compared_by_the_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that fall, as on images that the weights have memorized, choose nothing."""
+    scores, teacher = [99.0, 50.0, 40.0, 30.0], trained().eval()
+    monkeypatch.setattr(TrainingLoop, "validate", lambda self, when: (0.01, scores.pop(0)))
+    settings = TrainSettings(epochs=3, lr=0.05, distill=DistillSettings())
+    history = run(net(3), settings, teacher=teacher)
+    assert history.start is not None
+    losses = [history.start.held_out_loss, *(row.held_out_loss for row in history.rows)]
+    assert None not in losses
+    assert history.best_epoch == losses.index(min(losses)) > 0
+    assert history.chosen()["held_out_loss"] == min(losses)
+
+
+def test_a_student_that_is_its_teacher_stays_it_bit_for_bit() -> None:
+    student, teacher = trained(), trained().eval()
+    student.load_state_dict(teacher.state_dict())
+    before = values(student)
+    history = run(student, TrainSettings(epochs=1, lr=0.5, distill=DistillSettings()), teacher=teacher)
+    assert history.start is not None
+    assert (history.best_epoch, history.start.held_out_loss) == (0, pytest.approx(0, abs=1e-6))
+    assert same(values(student), before)
 
 
 def test_less_may_be_better() -> None:

@@ -37,6 +37,8 @@ class History:
             "validation": None if best is None else best.validation_score,
             "start": None if self.start is None else self.start.validation_score,
             "start_loss": None if self.start is None else self.start.validation_loss,
+            "start_held_out_loss": None if self.start is None else self.start.held_out_loss,
+            "held_out_loss": None if best is None else best.held_out_loss,
             **({} if self.lr is None else {"lr": self.lr, "rates": [asdict(row) for row in self.rates]}),
         }
 
@@ -47,6 +49,7 @@ class StartRow:
 
     validation_loss: float | None  # None if the task has no loss in eval mode
     validation_score: float  # the task's main score, in its unit
+    held_out_loss: float | None = None  # as of an epoch
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class EpochRow:
     images_per_s: float  # training samples per second, validation left out
     seconds: float  # of the whole epoch
     skipped: int  # steps that were not made, because float16 gradients overflowed or whole batches could not be read
+    # mean over held-out samples of the loss that is trained, which chooses the best epoch; None where the score does
+    held_out_loss: float | None = None
     score: str = "top1"  # name of the score: `top1` for classifiers
 
     def figures(self) -> dict[str, Any]:
