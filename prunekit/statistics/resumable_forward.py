@@ -365,7 +365,6 @@ class ResumableRun(CallInterceptor):
                     self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
         return iter(result) if name == "__iter__" else result
 
-
     def _require_same(self, tensor: Tensor) -> None:
         """Compare memory with its checksum; if it was written to untracked, states are saved only before that step."""
         step, contents = self._contents.get(memory_of(tensor), (0, None))
