@@ -140,9 +140,9 @@ class DetectorHeads(HookOwner):
     def register(self) -> None:
         """Note what modules of the student read and say in passes with gradients."""
         for path in self.reads:
-            self.own_forward_pre(self.student.get_submodule(path), partial(self._note_arguments, path), again=True)
+            self.own_forward_pre(self.student.get_submodule(path), partial(self._note_arguments, path))
         for path in self.says:
-            self.own_forward(self.student.get_submodule(path), partial(self._note_result, path), again=True)
+            self.own_forward(self.student.get_submodule(path), partial(self._note_result, path))
 
     def _note_arguments(self, path: str, module: nn.Module, arguments: Any, named: Any) -> None:
         if torch.is_grad_enabled() and not recomputing():
