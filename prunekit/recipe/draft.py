@@ -128,8 +128,9 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
         values["repair"] = {"fit": "patch", "sequential": True}
     else:
         values["prune"] = {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform"}
+        values["repair"] = {}
     values |= {
-        "finetune": {"epochs": 8, "lr": 0.02} | ({} if labeled else {"distill": {}}),
+        "finetune": {"epochs": 8, "lr": 0.02},
         "latency": {"batches": [1] if textual else [1, 16], "threads": [1]},
         "device": "auto",
         "output": "runs",

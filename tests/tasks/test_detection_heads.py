@@ -206,10 +206,8 @@ def test_a_detector_trains_with_it(make: Callable[[], nn.Module]) -> None:
     features = FeatureSettings((layer,), weight=0.1)
     settings = TrainSettings(epochs=2, optimizer="adamw", lr=1e-3, distill=DistillSettings(features=features))
     part = Distillation(teacher, settings.distill, task="detection")  # type: ignore[arg-type]
-    before = copy.deepcopy(student.state_dict())
-    history = fit(student, shapes(), settings, device=CPU, seed=0, batch=4, callbacks=[part])
-    assert len(history.rows) == 2
-    assert any(not torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    first, second = fit(student, shapes(), settings, device=CPU, seed=0, batch=4, callbacks=[part]).rows
+    assert second.train_loss < first.train_loss
     assert part.cost.seconds > 0
 
 
