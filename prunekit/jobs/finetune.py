@@ -200,7 +200,7 @@ class FinetuneRun:
     def sparsify(self, model: nn.Module, plan: Plan | None = None) -> nn.Module:
         """Return the dense model after the job's `sparsify`, which runs before there is a plan, or with it."""
         assert self.job.sparsify is not None
-        settings = on_labels(self.job.sparsify)
+        settings = on_labels(self.job.sparsify) if self.job.data.labels else self.job.sparsify
         chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self._stage("sparsify"):
@@ -303,8 +303,9 @@ class FinetuneRun:
 
     def control(self, dense: nn.Module) -> nn.Module | None:
         """Return the dense model after as much training as the pruned one had, if the job wants one."""
-        if not self.job.control:
-            self.log("control: left out, as the recipe asks; scores are compared with the dense model as it was")
+        if not self.job.controlled:
+            why = "as it could learn from labels alone" if self.job.control else "as the recipe asks"
+            self.log(f"control: left out, {why}; scores are compared with the dense model as it was")
             return None
         with self._stage("control"):
             return self.trainings.control(dense)
@@ -418,7 +419,7 @@ def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
         (training, Stage("fine-tune", work.finetune, ("model", "plan"), ("model",), require=require_adapters)),
         (True, Stage("final plan", work.final_plan, ("planned", "plan"), ("planned", "plan"), counted=False)),
         (True, Stage("compact", work.compact, ("model", "dense", "plan"), ("compacted",))),
-        (training, Stage("control", work.control, ("dense",), ("control",), counted=job.control)),
+        (training, Stage("control", work.control, ("dense",), ("control",), counted=job.controlled)),
         (not training, Stage("control", lambda run: None, (), ("control",), counted=False)),
         (True, Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable)),
         (True, Stage("measure", work.measure, MEASURED, ("metrics",))),

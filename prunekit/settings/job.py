@@ -98,6 +98,11 @@ class JobSettings(Checked):
     """Folder of all runs."""
 
     @property
+    def controlled(self) -> bool:
+        """True if a dense control is trained: it learns from labels, as it has no teacher but itself."""
+        return self.control and self.data.labels
+
+    @property
     def known_data(self) -> DataSettings:
         """The settings of the data, with the tokenizer of the model's folder if they name none."""
         textual = self.data.source in ("text", "huggingface") and self.data.tokenizer is None
