@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(home: Path, finished: R
     folder, metrics, _ = ran(home, output, "data.workers=1")
     assert metrics["resumed"] == 1
     assert metrics["accuracy"] == finished[1]["accuracy"]
-    require_same_tensors(finished[0], folder, "model/model", "checkpoints/control")
+    require_same_tensors(finished[0], folder, "model/model", "checkpoints/pruned")
     require_same_tables(finished[0], folder, "history")
 
 
