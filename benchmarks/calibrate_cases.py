@@ -1,9 +1,9 @@
-"""Calibration beside the plain forward pass: statistics, fused and eager; six reductions in a hook.
+"""Calibration beside the plain forward pass: statistics; six reductions in a hook.
 
 A batch of 16 images of 224 px, float32, eval mode without gradients. The forms alternate with the plain forward in one
 run; a ratio is the median over the rounds of time with hooks / time without, and `low` and `high` are its 10th and 90th
-percentiles. Compiling is not part of it and stated in `compile_s`. The collector measures every
-leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone.
+percentiles. The collector measures every leaf module's inputs and outputs, `activations` different tensors; the six
+reductions every leaf's output alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Form = Callable[[], AbstractContextManager[Any]]
 
 
 def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """For each model the fused and the eager form of the collector, and the six reductions.
+    """For each model the collector and the six reductions.
 
     Args:
         rounds: repetitions of a forward pass.
@@ -67,15 +67,13 @@ def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    ours = [f"calibrate/{model}/{form}" for form in ("fused", "eager")]
-    return *ours, f"torch/naive-six/{model}"
+    return f"calibrate/{model}/eager", f"torch/naive-six/{model}"
 
 
 def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     model, images = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(BATCH, 3, SIZE, SIZE)
-    collectors = [StatsCollector(model, fused=fused) for fused in (True, False)]
-    every: list[Form] = [*(partial(_itself, each) for each in collectors), partial(SixReductions, model)]
+    every: list[Form] = [partial(_itself, StatsCollector(model)), partial(SixReductions, model)]
     forms = {form: hooks for form, hooks in zip(_names(name), every, strict=True) if form in wanted}
     baseline, seconds = _alternated(model, images, forms, rounds)
     setting = {"threads": torch.get_num_threads(), "batch": BATCH, "size": SIZE, "dtype": "float32"}
@@ -83,8 +81,6 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
         row = {"name": form, **ratio([1000 * one for one in times], [1000 * one for one in baseline]), **setting}
         if form.startswith("calibrate"):
             row["activations"] = _measured(model, images)
-        if form.endswith("fused"):
-            row.update(compile_s=collectors[0].compile_seconds, form=collectors[0].form)
         yield row
 
 
@@ -115,6 +111,6 @@ def _seconds(model: nn.Module, images: Tensor) -> float:
 def _measured(model: nn.Module, images: Tensor) -> int:
     """How many different tensors the collector measures in one forward pass."""
     counted = mock.patch.object(collector, "summarize", wraps=collector.summarize)
-    with counted as summarize, StatsCollector(model, fused=False):
+    with counted as summarize, StatsCollector(model):
         model(images[:1])
     return int(summarize.call_count)

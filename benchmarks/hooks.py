@@ -2,7 +2,7 @@
 
 `ratio` is the median over rounds of the time with hooks over the time without, the two timed alternately in one run;
 `low` and `high` are the 10th and 90th percentile. One thread, float32, eager, random weights. Names begin with
-`calibrate` (the statistics collector, fused and eager), `mask`, `gradient`, `single` (weight and gradient masks of
+`calibrate` (the statistics collector), `mask`, `gradient`, `single` (weight and gradient masks of
 channels beside those of single weights), or `torch` (the peers: six naive reductions, and torch.nn.utils.prune).
 
     python benchmarks/hooks.py [--json] [--only PREFIX] [--rounds N] [--threads N] [--keep]

@@ -106,9 +106,6 @@ def test_what_else_takes_an_example(build: Callable[[], nn.Module], given: Any) 
     torch.testing.assert_close(call(folded.model, as_example(model, given)), wanted)
     torch.testing.assert_close(call(pk.channels_last(model, given), as_example(model, given)), wanted)
     assert pk.flush_subnormals(model, given).counts == {}
-    expected = pk.capture(model, "first", example=given).expected
-    assert expected is not None
-    assert expected.tensors == 1
 
 
 def test_calibration_data_by_name() -> None:
@@ -232,7 +229,6 @@ TAKES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "prune": lambda model, given: pk.prune(model, given, macs=0.5),
     "verify": lambda model, given: pk.verify(model, pk.compact(model, PLAN), PLAN, [given]),
     "summary": pk.summary,
-    "capture": lambda model, given: pk.capture(model, "first", example=given),
     "explain": lambda model, given: pk.explain(model, model, given),
     "fold": pk.fold_batchnorm,
     "channels_last": pk.channels_last,

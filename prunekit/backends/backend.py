@@ -338,13 +338,6 @@ def register_backend(
     return register
 
 
-def register_format(
-    name: str, *, about: str, suffix: str = "", packages: Sequence[str] = (), install: str = ""
-) -> Callable[[Kind], Kind]:
-    """Register a backend that writes a format, by `export` and in recipes, and is timed by its files alone."""
-    return register_backend(format=name, about=about, suffix=suffix, packages=packages, install=install)
-
-
 def register_runtime(
     name: str,
     *,

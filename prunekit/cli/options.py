@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 ZOO = "The zoo of MODEL; python:MODULE:FACTORY is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-RUNS = "runs.  [default: runs]"
-"""What commands write that run a recipe."""
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
 
@@ -144,13 +142,13 @@ def common_options(function: Decorated) -> Decorated:
     return json_option(debug_option(function))
 
 
-def recipe_options(output: str = RUNS, *, device: bool = True) -> Callable[[Decorated], Decorated]:
+def recipe_options(*, device: bool = True) -> Callable[[Decorated], Decorated]:
     """Return a decorator that adds RECIPE, KEY=VALUE and the options of a command that runs a recipe."""
 
     def decorate(function: Decorated) -> Decorated:
         for option in (
             common_options,
-            output_option(output),
+            output_option("runs.  [default: runs]"),
             seed_option,
             *([device_option] if device else []),
             *(allow_code_option, optimizer_option, task_option, data_option, own_model_option),  # the user's own code
@@ -163,16 +161,14 @@ def recipe_options(output: str = RUNS, *, device: bool = True) -> Callable[[Deco
     return decorate
 
 
-def recipe_command(output: str = RUNS, *, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that makes a function a command that runs a recipe.
 
-    The function takes a console, the job, the user's own code, and its other options; `--output` too, unless that is
-    the folder of runs.
+    The function takes a console, the job, the user's own code, and its other options.
     """
-    keys = ("task", "device", "seed", "output") if output == RUNS else ("task", "device", "seed")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @recipe_options(output, device=device)
+        @recipe_options(device=device)
         @wraps(function)
         def run(
             recipe: str,
@@ -185,9 +181,9 @@ def recipe_command(output: str = RUNS, *, device: bool = True) -> Callable[[Call
             **options: Any,
         ) -> None:
             console = Console(as_json)
-            given = {key: options.pop(key) for key in keys if key in options}
+            given = {key: options.pop(key) for key in ("task", "device", "seed", "output") if key in options}
             job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **given)
-            check_folder(options.get("output", job.output))
+            check_folder(job.output)
             require_job(job, model=factory, data=data, optimizer=optimizer)
             from prunekit.jobs.run.command_subject import Own
 

@@ -30,7 +30,12 @@ def saved_interface(
 
     The model is run once; if it does not run, the interface has its inputs alone.
     """
-    _require(preprocessing, classes, task)
+    if not isinstance(preprocessing, Preprocessing | None):
+        raise UsageError(f"preprocessing: expected a prunekit.Preprocessing, got {type(preprocessing).__name__}")
+    if isinstance(classes, str) or not isinstance(classes, Sequence):
+        raise UsageError(f"classes: expected the name of each label, such as ['cat', 'dog'], got {classes!r:.60}")
+    if not isinstance(task, str | None):
+        raise UsageError(f"task: expected its name, such as 'image_classification', got {type(task).__name__}")
     before = attached(model)
     if before is not None:
         preprocessing, classes = preprocessing or before.preprocessing, classes or before.classes
@@ -71,12 +76,3 @@ def _specs_of(specs: Sequence[InputSpec], names: Sequence[str]) -> tuple[TensorS
         TensorSpec(name, spec.dtype, (BATCH, *spec.shape[1:]) if spec.shape else ())
         for name, spec in zip(called, specs, strict=True)
     )
-
-
-def _require(preprocessing: Any, classes: Any, task: Any) -> None:
-    if not isinstance(preprocessing, Preprocessing | None):
-        raise UsageError(f"preprocessing: expected a prunekit.Preprocessing, got {type(preprocessing).__name__}")
-    if isinstance(classes, str) or not isinstance(classes, Sequence):
-        raise UsageError(f"classes: expected the name of each label, such as ['cat', 'dog'], got {classes!r:.60}")
-    if not isinstance(task, str | None):
-        raise UsageError(f"task: expected its name, such as 'image_classification', got {type(task).__name__}")

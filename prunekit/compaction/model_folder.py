@@ -423,19 +423,19 @@ def _dense(
 @contextmanager
 def _empty_weights() -> Iterator[None]:
     """Make parameters that modules are given take no memory in this context; buffers are real."""
-    handle = register_module_parameter_registration_hook(_empty)  # type: ignore[arg-type]  # torch's is too narrow
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if type(parameter) is not nn.Parameter or parameter.is_meta:  # one that is registered twice stays one
+            return None
+        made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        return made
+
+    handle = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # torch's is too narrow
     try:
         yield
     finally:
         handle.remove()
-
-
-def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    if type(parameter) is not nn.Parameter or parameter.is_meta:  # one that is registered twice stays one
-        return None
-    empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    vars(empty).update(vars(parameter))
-    return empty
 
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -108,18 +107,14 @@ def fpgm(evidence: Evidence) -> Scores:
     """
     found = LabelMean(evidence.channel_map)
     for name, weight in evidence.parameters.items():
-        axis = _output_axis(evidence.modules, name)
+        owner = evidence.modules.get(name.rpartition(".")[0])
+        axis = 1 if isinstance(owner, (_ConvTransposeNd, nn.Embedding)) else 0  # of outputs
         labels = evidence.channel_map.labels[name][axis] if weight.ndim > 1 else None
         if labels is not None and labels.any():
             distances = _mean_distances(weight.movedim(axis, 0).flatten(1)).numpy()
             require_finite(name, distances)
             found.add(labels, distances)
     return found.result() if found.seen[1:].all() else found.result(otherwise=l2(evidence))
-
-
-def _output_axis(modules: Mapping[str, nn.Module], name: str) -> int:
-    owner = modules.get(name.rpartition(".")[0])
-    return 1 if isinstance(owner, (_ConvTransposeNd, nn.Embedding)) else 0
 
 
 def _mean_distances(filters: Tensor) -> Tensor:

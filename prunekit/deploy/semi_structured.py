@@ -82,7 +82,9 @@ def semi_structured(model: nn.Module, example: Any) -> SemiStructuredModel:
     kind = usable_backend(device)
     fitting, dense = packable(model, kind or SparseSemiStructuredTensorCUTLASS)
     if kind is None or not fitting:
-        return SemiStructuredModel(model, (), {path: _missing(device) for path in fitting} if kind is None else dense)
+        oldest = ".".join(map(str, CAPABILITY))
+        missing = f"on {device}: 2:4 kernels are those of NVIDIA GPUs from compute capability {oldest} on"
+        return SemiStructuredModel(model, (), dict.fromkeys(fitting, missing) if kind is None else dense)
     result = set_mode(pack(copied(model), fitting, kind), False)
     inputs = map_tensors(given, lambda tensor: tensor.to(device))
     difference = _compare(model, result, inputs)
@@ -95,11 +97,6 @@ def usable_backend(device: torch.device) -> type[SparseSemiStructuredTensor] | N
         return None
     cusparselt = torch.backends.cusparselt.is_available()
     return SparseSemiStructuredTensorCUSPARSELT if cusparselt else SparseSemiStructuredTensorCUTLASS
-
-
-def _missing(device: torch.device) -> str:
-    oldest = ".".join(map(str, CAPABILITY))
-    return f"on {device}: 2:4 kernels are those of NVIDIA GPUs from compute capability {oldest} on"
 
 
 def packable(model: nn.Module, kind: type[SparseSemiStructuredTensor]) -> tuple[tuple[str, ...], dict[str, str]]:

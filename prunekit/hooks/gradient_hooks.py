@@ -134,7 +134,8 @@ class OutputGradients:
             self._check(result)
         if torch.compiler.is_compiling():
             if self._traced is not None:
-                return _first_replaced(result, self._traced)
+                traced, first = self._traced, next(iter(gather(result)), None)
+                return map_tensors(result, lambda tensor: traced(tensor) if tensor is first else tensor)
             not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf was not made by this module, and would keep the hook
@@ -146,13 +147,6 @@ class OutputGradients:
             for index, tensor in found:
                 hook_gradient(tensor, tensor_hook(self._owner, change, index))
         return None
-
-
-def _first_replaced(result: Any, traced: TracedChange) -> Any:
-    if isinstance(result, Tensor):
-        return traced(result)
-    first = next(iter(gather(result)), None)
-    return map_tensors(result, lambda tensor: traced(tensor) if tensor is first else tensor)
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:

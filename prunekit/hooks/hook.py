@@ -30,7 +30,7 @@ HOOK_TABLES = (
 
 
 class HookWarning(UserWarning):
-    """A hook never runs, or runs twice."""
+    """A hook never runs."""
 
 
 class Owner(Protocol):
@@ -48,23 +48,14 @@ class OwnedHook:
     that the file is loaded where prunekit is not installed.
     """
 
-    def __init__(self, owner: Owner | None, function: Callable[..., Any], *, again: bool = True) -> None:
-        self._owner, self._function, self._again = owner, function, again
+    def __init__(self, owner: Owner | None, function: Callable[..., Any]) -> None:
+        self._owner, self._function = owner, function
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function if the owner is active."""
         if self._owner is None or not self._owner.active:
             return None
         self._owner.called = True
-        if not self._again and recomputing():
-            self._again = True  # warn once
-            warnings.warn(
-                f"{type(self._owner).__name__}: a forward hook runs a second time for one batch, because activation "
-                "checkpointing recomputes the forward pass; count batches and not calls "
-                "(prunekit.hooks.hook.recomputing)",
-                HookWarning,
-                stacklevel=2,
-            )
         return self._function(*arguments, **named)
 
     def acts_for(self, kind: type) -> bool:

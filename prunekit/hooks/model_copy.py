@@ -93,7 +93,10 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad and has_gradients(new))
         memo[id(tensor)] = new
-    tables = _hook_tables(model)
+    # all that handles of hooks may refer to, of all modules that have hooks, empty tables too
+    having = [module for module in model.modules() if any(vars(module).get(name) for name in HOOK_TABLES)]
+    own = [(name, item) for module in having for name, item in vars(module).items()]
+    tables = [item for name, item in own if name in HOOK_TABLES or (type(item) in _CONTAINERS and "_hooks_" in name)]
     memo.update((id(table), type(table)()) for table in tables)
     if any(callable(hook) and not is_ours(hook) for table in tables for hook in table.values()):
         memo.update((id(tensor), tensor.detach().clone()) for tensor in _results_kept(model, tables))
@@ -172,13 +175,6 @@ def _shared(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         for item in list(vars(module).values()):
             yield from (one for one in (item, *_entries(item)) if isinstance(one, _STATELESS))
-
-
-def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
-    """Return the tables that handles of hooks may refer to, of all modules that have hooks, empty tables too."""
-    having = [module for module in model.modules() if any(vars(module).get(name) for name in HOOK_TABLES)]
-    own = [(name, item) for module in having for name, item in vars(module).items()]
-    return [item for name, item in own if name in HOOK_TABLES or (type(item) in _CONTAINERS and "_hooks_" in name)]
 
 
 def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, str]]) -> Any:

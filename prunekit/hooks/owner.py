@@ -54,8 +54,7 @@ class HookOwner:
     several owners run in the order in which they were registered. Hooks do nothing once their owner has left, also in
     graphs recorded before, and in copies of the model.
 
-    A `HookWarning` says where a hook would never run or runs twice: on a compiled module, on
-    `nn.MultiheadAttention.out_proj`, and under activation checkpointing.
+    A `HookWarning` says where a hook would never run: on a compiled module, and on `nn.MultiheadAttention.out_proj`.
     """
 
     def __init__(self, hooks: Callable[[HookOwner], object] | None = None) -> None:
@@ -89,23 +88,20 @@ class HookOwner:
         self._undo.append(undo)
         self.active = True
 
-    def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
-        """Run a hook before a module's forward; it may change the arguments.
+    def own_forward_pre(self, module: nn.Module, hook: Before, *, first: bool = False) -> None:
+        """Run a hook before a module's forward, also where activation checkpointing recomputes that (`recomputing`).
 
-        If the hook is not meant to run `again` when activation checkpointing recomputes, the second run warns.
+        It may change the arguments.
         """
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
-        owned = OwnedHook(self, hook, again=again)
-        self.own(before_forward(module, owned, prepend=first, with_kwargs=True))
+        self.own(before_forward(module, OwnedHook(self, hook), prepend=first, with_kwargs=True))
 
-    def own_forward(
-        self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False, first: bool = False
-    ) -> None:
-        """Run a hook after a module's forward; it may change the result."""
+    def own_forward(self, module: nn.Module, hook: After, *, always: bool = False, first: bool = False) -> None:
+        """Run a hook after a module's forward, also where that is recomputed; it may change the result."""
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
-        owned = OwnedHook(self, hook, again=again)
+        owned = OwnedHook(self, hook)
         self.own(after_forward(module, owned, prepend=first, with_kwargs=True, always_call=always))
 
     def own_output_gradients(
@@ -120,7 +116,7 @@ class HookOwner:
         Like a full-backward pre-hook, but for every module: see `prunekit.hooks.gradient_hooks`. A tensor that a module
         returns unchanged has one gradient, the sum over all its readers.
         """
-        self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after, again=True)
+        self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after)
 
     def own_input_gradients(self, module: nn.Module, change: GradientChange, check: ValueCheck | None = None) -> None:
         """Pass the gradients that a module sends back to its inputs through `change`.
@@ -129,8 +125,8 @@ class HookOwner:
         of the module's parameters are not affected.
         """
         inputs = InputGradients(self, lambda: change, check)
-        self.own_forward_pre(module, inputs.before, again=True)
-        self.own_forward(module, inputs.after, again=True, always=True)
+        self.own_forward_pre(module, inputs.before)
+        self.own_forward(module, inputs.after, always=True)
 
     def own_tensor_gradient(self, tensor: Tensor, change: GradientChange) -> None:
         """Pass the gradient of one tensor through `change`; that of a parameter before it is added to `.grad`."""
@@ -197,5 +193,5 @@ def _check_called(owner: HookOwner, model: nn.Module, check: HookOwner) -> None:
         if not owner.called:
             require_not_compiled(model, type(owner).__name__)
 
-    check.own_forward_pre(model, begin, again=True)
-    check.own_forward(model, end, again=True)
+    check.own_forward_pre(model, begin)
+    check.own_forward(model, end)

@@ -29,11 +29,13 @@ class StepHook(HookOwner):
         raise NotImplementedError
 
 
-def with_gradients(act: Callable[[Optimizer], None]) -> Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]:
+def with_gradients(
+    act: Callable[[Optimizer], object], before: Callable[[], object] = lambda: None
+) -> Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]:
     """Return a step pre-hook that calls `act` when the step's gradients are complete.
 
     They are summed over micro-batches and reduced over processes then. A step with a closure makes them in the closure,
-    any number of times, and `act` is called each time.
+    any number of times, and `act` is called each time; and `before` ahead of each closure.
     """
 
     def hook(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -43,6 +45,7 @@ def with_gradients(act: Callable[[Optimizer], None]) -> Callable[[Optimizer, tup
             return None
 
         def closure_then_act() -> Any:
+            before()
             loss = closure()
             act(optimizer)
             return loss

@@ -149,9 +149,9 @@ def change_activations(
         return map_tensors(result, each)
 
     if side == "input":
-        owner.own_forward_pre(module, before, again=True)
+        owner.own_forward_pre(module, before)
     else:
-        owner.own_forward(module, after, again=True)
+        owner.own_forward(module, after)
 
 
 def require_floating(value: Any, where: str, *, chosen: bool = True) -> None:

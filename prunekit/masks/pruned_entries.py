@@ -30,7 +30,6 @@ class PrunedEntries:
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep  # bool, broadcastable to the tensor
         self._masks: dict[tuple[torch.device, torch.dtype, bool], Masks] = {}
-        self._gradient: TensorVersion | None = None
 
     def zero_(self, tensor: Tensor) -> None:
         """Overwrite the pruned entries with +0.0, whatever they were (NaN too).
@@ -43,29 +42,10 @@ class PrunedEntries:
                 "masks write to the weights, and cannot write to the tensors that torch.func puts in their place; "
                 "leave the masks first (the zeros stay), or transform the compact model"
             )
-        self._write(tensor)
+        self.zero_gradient_(tensor)
 
     def zero_gradient_(self, tensor: Tensor) -> None:
         """Overwrite the pruned entries of a gradient with +0.0; it is known to have memory."""
-        if type(tensor) is Tensor and not tensor.is_sparse and not tensor.is_inference():
-            masks = self.masks(tensor)
-            zero_bits_(tensor.data.view(masks[0].dtype), masks)
-            self._gradient = TensorVersion(tensor)
-        else:
-            self._write(tensor)
-            self._gradient = None
-
-    def is_masked(self, gradient: Tensor) -> bool:
-        """Return whether this gradient was zeroed last, and no counted operation has written to it since."""
-        return self._gradient is not None and self._gradient.unwritten(gradient)
-
-    def any_in(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has anything but +0.0 where it is pruned."""
-        masks = self.masks(tensor)
-        bits = tensor.data.view(masks[0].dtype)
-        return any(bool(bits.bitwise_and(~mask).any()) for mask in masks)
-
-    def _write(self, tensor: Tensor) -> None:
         masks = self.masks(tensor)
         if tensor.is_sparse:  # the gradient of an embedding: some rows, each with the index it belongs to
             rows = tuple(tensor._indices())

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from prunekit.hooks.hook import OwnedHook
 from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.step_hooks import with_gradients
 from prunekit.masks.pruned_entries import BITS, all_or_no_bits
 from prunekit.masks.weight_masks import PrunedValues
 from prunekit.planning.plan import Plan
@@ -36,7 +37,7 @@ class StraightThrough(HookOwner):
 
     def register(self) -> None:
         """Register hooks before and after the optimizer's step."""
-        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before)))
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self._show, self._see_zeros))))
         self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._hide)))
 
     def use(self, plan: Plan, values: PrunedValues) -> None:
@@ -55,28 +56,18 @@ class StraightThrough(HookOwner):
         for name, learned in self._values.items():
             values.replace(name, learned.values, learned.pruned)
 
-    def _before(self, optimizer: Optimizer, arguments: Any, named: Any) -> Any:
-        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        if closure is None:
-            self._show()
-            return None
-
-        def seeing_zeros() -> Any:  # an optimizer may call it again after it has stepped
-            self._hide()
-            for weight, learned in self._weights():
-                learned.hide(weight)
-            loss = closure()
-            self._show()
-            return loss
-
-        return arguments[:1], {**named, "closure": seeing_zeros}
+    def _see_zeros(self) -> None:
+        """Put the zeros back ahead of a closure, which an optimizer may call again after it has stepped."""
+        self._hide()
+        for weight, learned in self._weights():
+            learned.hide(weight)
 
     def _weights(self) -> Iterator[tuple[Tensor, _LearnedValues]]:
         for name, learned in self._values.items():
             yield self._model.get_parameter(name), learned
 
     @torch.no_grad()
-    def _show(self) -> None:
+    def _show(self, *_: Any) -> None:
         """Put the values where the zeros are, and add the decay to their gradients."""
         scale = getattr(self._optimizer, "grad_scale", None)  # of a fused optimizer, which divides by it
         for weight, learned in self._weights():

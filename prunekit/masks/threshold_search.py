@@ -178,7 +178,7 @@ def sketch_activations(
         return tensor
 
     def register(hooks: HookOwner) -> None:
-        hooks.own_forward_pre(masked.model, begin, again=True)
+        hooks.own_forward_pre(masked.model, begin)
         for path in thresholds:
             change_activations(hooks, masked.model, path, masked.side, partial(add, path))
 

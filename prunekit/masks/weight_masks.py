@@ -1,23 +1,17 @@
 """Weight masks: pruned entries are exactly zero after an optimizer's step, and after any other write.
 
-Where nothing was written, a forward pass skips the mask (`WriteDetector`), and so does a step of an optimizer that
-leaves zeros at zero by itself (`OptimizerZeros`).
+Where nothing was written, a forward pass skips the mask (`WriteDetector`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.distributed.process_group import is_sharded
@@ -47,8 +41,8 @@ class WriteDetector:
 
     Four things tell of a write. Another tensor, or other memory, stands in its place (`.to()`, `.double()`,
     `load_state_dict(assign=True)`). Its version counter has moved (any in-place operation, under `no_grad` too). An
-    optimizer has stepped (fused ones move no counter), unless it is one of torch's with other parameters: `forget`. Or
-    one of a few pruned entries is not zero: writes through `.data` move no counter either, but overwrite everything.
+    optimizer has stepped, whose parameters do not matter (fused ones move no counter): `forget`. Or one of a few pruned
+    entries is not zero: writes through `.data` move no counter either, but overwrite everything.
     Only a write through `.data` that picks entries and spares those is detected no sooner than after the next step.
 
     A check takes a microsecond, where writing the zeros of a large weight takes half a millisecond. Tensors for which
@@ -92,16 +86,9 @@ class WriteDetector:
         """Return whether nothing can have been written to the tensor since it was zeroed."""
         return self._version is not None and self._version.unwritten(tensor) and self._probes_are_zero()
 
-    def survived(self, tensor: Tensor) -> bool:
-        """Return whether the zeros survived a known write; if so the tensor counts as unwritten again."""
-        if self._version is None or not self._version.same_memory(tensor) or not self._probes_are_zero():
-            return False
-        self._version.renew(tensor)
-        return True
-
-    def forget(self, written: frozenset[int] | None) -> None:
-        """Count the tensor as written to if it lies in a storage at one of these addresses; None: in any case."""
-        if self._version is not None and (written is None or self._bits.untyped_storage().data_ptr() in written):
+    def forget(self) -> None:
+        """Count the tensor as written to."""
+        if self._version is not None:
             self._version.forget()
 
     def _probes_are_zero(self) -> bool:
@@ -111,74 +98,13 @@ class WriteDetector:
         return True
 
 
-class OptimizerZeros:
-    """An optimizer's state of one parameter (momentum, moments), known to be zero where the parameter is pruned.
-
-    A step then writes zeros over zeros there, if the gradient was masked too. The state is searched once; from then on
-    it is zero because every such step leaves it so, as long as it is the same memory with the same version counters
-    before a step as after the one before. State that was not zero, as when masks come after momentum, is searched again
-    after 1, 2, 4, ... steps.
-    """
-
-    __slots__ = ("_entries", "_patience", "_versions", "_waited")
-
-    def __init__(self, entries: PrunedEntries) -> None:
-        self._entries = entries
-        self._versions: list[TensorVersion] | None = None
-        self._patience = self._waited = 0
-
-    def unwritten(self, optimizer: Optimizer, parameter: Tensor) -> bool:
-        """Return whether the optimizer's state is still zero where the parameter is pruned, before a step."""
-        if self._versions is None:
-            return False
-        state = _entrywise_state(optimizer, parameter)
-        pairs = zip(self._versions, state, strict=False)
-        return len(state) == len(self._versions) and all(version.unwritten(tensor) for version, tensor in pairs)
-
-    def gradient_masked(self, parameter: Tensor) -> bool:
-        """Return whether the gradient that a step has just used, and left, was zero at the pruned entries."""
-        return parameter.grad is not None and self._entries.is_masked(parameter.grad)
-
-    def renew(self, optimizer: Optimizer, parameter: Tensor) -> None:
-        """Take the state as it is after a step that wrote zeros over zeros."""
-        self._versions = [TensorVersion(tensor) for tensor in _entrywise_state(optimizer, parameter)]
-
-    def forget(self) -> None:
-        """Count the state as written to."""
-        self._versions = None
-
-    def search(self, optimizer: Optimizer, parameter: Tensor) -> None:
-        """Search the state for values at pruned entries, unless too few steps passed since some were found."""
-        self._waited += 1
-        if self._waited < self._patience:
-            return
-        state = _entrywise_state(optimizer, parameter)
-        if any(self._entries.any_in(tensor) for tensor in state):
-            self._patience, self._waited = max(1, 2 * self._patience), 0
-        else:
-            self._versions = [TensorVersion(tensor) for tensor in state]
-
-
-def _entrywise_state(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
-    """Return tensors that the optimizer keeps for each entry of a parameter."""
-    state = optimizer.state.get(parameter, {})
-    return [value for value in state.values() if isinstance(value, Tensor) and value.shape == parameter.shape]
-
-
-ZERO_PRESERVING = (SGD, Adam, AdamW)
-"""Exactly these, no subclass: each entry's step depends on that entry alone, and is +0.0 where the weight, its gradient
-and its state are."""
-
-
 class WeightMasks(HookOwner):
     """Masks that keep the pruned entries of a model's weights and buffers at exactly 0.0, as a context manager.
 
     They are zeroed on enter, after every step of `optimizer`, after `load_state_dict`, and before every forward of the
     model, or of a module that is called by itself, if they may have been written to since (see `WriteDetector`): by
     another optimizer, by `.data` and EMA writes, by anything. Where nothing was written, a forward pass on the CPU
-    costs nearly what it costs without masks; on other devices every forward writes. With `GradientMasks` that share
-    their `entries`, as in `masked`, steps of torch's SGD and Adam leave zeros there themselves, and are followed by a
-    check (see `OptimizerZeros`).
+    costs nearly what it costs without masks; on other devices every forward writes.
 
     Buffers count too: `running_mean` is 0 where a channel is pruned, `running_var` is left as it is.
 
@@ -237,18 +163,14 @@ class WeightMasks(HookOwner):
         self.own_context(self._norms)
         self._running = 0
         if sharded:  # before shards are gathered: writes to the gathered tensor are lost
-            self.own_forward_pre(self._model, self.zero_, again=True, first=True)
+            self.own_forward_pre(self._model, self.zero_, first=True)
         else:
-            self.own_forward_pre(self._model, self._begin, again=True)
+            self.own_forward_pre(self._model, self._begin)
             for path, masked in self._masked.items():
                 self._zero_before_forward(path, masked)
-            self.own_forward(self._model, self._end, again=True, always=True)
+            self.own_forward(self._model, self._end, always=True)
         if self._optimizer is not None:
-            preserving = type(self._optimizer) in ZERO_PRESERVING and not sharded
-            if preserving:
-                self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
-            after = self._zero_after_step if preserving else self.zero_
-            self.own(self._optimizer.register_step_post_hook(OwnedHook(self, after)))
+            self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self.zero_)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_other_step)))
         self.zero_()
 
@@ -309,18 +231,8 @@ class WeightMasks(HookOwner):
 
     def _after_other_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if optimizer is not self._optimizer:
-            written = _written_by(optimizer)
             for masked in self._masked.values():
-                masked.forget(written)
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for masked in self._masked.values():
-            masked.before_step(optimizer)
-
-    def _zero_after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        alone = _steps_alone(optimizer)
-        for masked in self._masked.values():
-            masked.zero_after_step_(optimizer, alone=alone)
+                masked.forget()
 
     def zero_(self, *_: Any) -> None:
         """Write exact zeros into all pruned entries."""
@@ -335,18 +247,8 @@ class WeightMasks(HookOwner):
         # A module that is only read from, as attention reads its output projection, is masked before its parent runs.
         unread = never_called(masked.module)
         runs = self._model.get_submodule(path.rpartition(".")[0]) if unread else masked.module
-        self.own_forward_pre(runs, before, again=True)
+        self.own_forward_pre(runs, before)
         self.own(nn.Module.register_load_state_dict_post_hook(masked.module, OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
-
-
-@dataclass(slots=True)
-class _WatchedTensor:
-    """One masked tensor of a module, and whether it may have been written to."""
-
-    tensor: MaskedTensor
-    writes: WriteDetector
-    state: OptimizerZeros
-    unwritten: bool = False  # before the step that is running, its optimizer's state included
 
 
 class MaskedModule:
@@ -358,55 +260,27 @@ class MaskedModule:
 
     def replace(self, tensors: list[MaskedTensor]) -> None:
         """Mask these tensors from now on, as another plan does."""
-        self._watched = [
-            _WatchedTensor(tensor, WriteDetector(tensor.entries), OptimizerZeros(tensor.entries)) for tensor in tensors
-        ]
+        self._watched = [(tensor, WriteDetector(tensor.entries)) for tensor in tensors]
 
     def zero_(self, *_: Any) -> None:
         """Write exact zeros into the pruned entries."""
-        for watched in self._watched:
-            watched.writes.zero_(watched.tensor.of(self.module))
+        for tensor, writes in self._watched:
+            writes.zero_(tensor.of(self.module))
 
     def zero_if_written_(self) -> None:
         """Write the zeros if anything may have been written to since, and always while `torch.compile` traces."""
         if torch.compiler.is_compiling():
             self.zero_()
             return
-        module = self.module
-        for watched in self._watched:
-            if not watched.writes.unwritten(watched.tensor.of(module)):
+        for tensor, writes in self._watched:
+            if not writes.unwritten(tensor.of(self.module)):
                 self.zero_()
                 return
 
-    def forget(self, written: frozenset[int] | None) -> None:
-        """Count every tensor in a storage at one of these addresses as written to; None: every tensor."""
-        for watched in self._watched:
-            watched.writes.forget(written)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Look at what a step of a `ZERO_PRESERVING` optimizer finds; not while `torch.compile` traces it."""
-        if torch.compiler.is_compiling():
-            return
-        for watched in self._watched:
-            tensor = watched.tensor.of(self.module)
-            watched.unwritten = watched.state.unwritten(optimizer, tensor) and watched.writes.unwritten(tensor)
-
-    def zero_after_step_(self, optimizer: Optimizer, *, alone: bool) -> None:
-        """Write the zeros after such a step, unless it left them (see `OptimizerZeros`)."""
-        if torch.compiler.is_compiling():
-            self.zero_()
-            return
-        for watched in self._watched:
-            tensor, writes, state = watched.tensor.of(self.module), watched.writes, watched.state
-            masked = alone and state.gradient_masked(tensor)
-            if masked and watched.unwritten and writes.survived(tensor):
-                state.renew(optimizer, tensor)
-            else:
-                writes.zero_(tensor)
-                state.forget()
-                if masked and writes.unwritten(tensor):
-                    state.search(optimizer, tensor)
-            watched.unwritten = False
+    def forget(self) -> None:
+        """Count every tensor as written to."""
+        for _, writes in self._watched:
+            writes.forget()
 
 
 class PrunedValues:
@@ -453,20 +327,3 @@ class PrunedValues:
         if {name: value.shape for name, value in values.items()} != {n: v.shape for n, v in self.values.items()}:
             raise ArtifactError("held values: expected those of the plan's pruned entries; are they of another plan?")
         self.values = {name: value.to(self.values[name].device) for name, value in values.items()}
-
-
-def _steps_alone(optimizer: Optimizer) -> bool:
-    """Return whether all hooks around a step are this package's, so that none may have written to weights."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    tables = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    return all(isinstance(hook, OwnedHook) for table in tables for hook in table.values())
-
-
-def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
-    """Return the addresses of storages that a step may have written to; None for any, as of a foreign optimizer."""
-    if not type(optimizer).__module__.startswith("torch.optim.") or not _steps_alone(optimizer):
-        return None
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-        return None
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,31 +15,21 @@ from torch.nn import functional as F
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.execution import plain_attention
-from prunekit.channels.tracing.storages import storage_of
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
-from prunekit.hooks.model_copy import named_tensors
-from prunekit.hooks.owner import HookOwner
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import MeasuredPoint, keep_in_group, kept_counts
 from prunekit.statistics.channel_stats_collector import calibrate
-from prunekit.statistics.linear_layers import FunctionCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.reductions import VarianceSum
-from prunekit.statistics.resumable_forward import DivergedError, PassState, ResumableRun
 from prunekit.tasks.batches import InputsAndTargets, LabeledBatch, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Loss, Measurement, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.utils.context import same_draws, training_mode
-from prunekit.utils.inputs import blank_padding, call, counted_positions, sample_count, select_samples, to_device
+from prunekit.utils.inputs import blank_padding, call, counted_positions, sample_count, to_device
 from prunekit.utils.progress import reporting, tracked
 from prunekit.utils.tensors import accumulation_dtype, gather, is_finite, map_tensors
-
-MEMORY_BYTES = 2**31
-"""Limit of the dense results of one batch that are held; groups that need more begin earlier."""
-WHOLE = 0
-"""The start of passes that run as a whole."""
 
 
 def forward_passes(orders: Mapping[str, Labels]) -> int:
@@ -90,33 +79,39 @@ class _SensitivityPass:
         points = [(name, kept) for name, labels in orders.items() for kept in kept_counts(labels.size)[1:]]
         plans = {point: Plan(channel_map, keep_in_group(channel_map, orders[point[0]], point[1])) for point in points}
         self._masks = {point: WeightMasks(model, plan, restore=True) for point, plan in plans.items()}
-        self._tensors = {name: plan.kept_indices for (name, _), plan in plans.items()}
         self._sums = {point: OutputErrors(quality) for point in points}
         self._dense, self._variance = OutputErrors(quality), OutputVariance()
-        self._runs: PartialRuns | _WholeRuns | None = None
+        self._judge: OutputComparison | None = None  # of a model that selects what it returns, as a detector its boxes
 
     def passes(self, batch: LabeledBatch) -> Iterator[None]:
         """Run the dense model and all masked ones on a batch; yield after each."""
         inputs = to_device(batch.inputs, next(self._model.parameters()).device)
-        if self._runs is None and self._quality.selects:
-            self._runs = _WholeRuns(self._model, inputs)
-        elif self._runs is None:
-            of_groups = {name: each for (name, _), each in self._masks.items()}
-            self._runs = PartialRuns(self._model, self._quality, self._tensors, of_groups, inputs)
-        runs = self._runs
+        if self._judge is None and self._quality.selects:
+            self._judge = OutputComparison.of(self._model, inputs)
         with same_draws(self._model):
-            wanted = runs.dense(inputs)
+            wanted = self._run(inputs, "the dense model")
         self._variance.add(wanted)
         self._dense.add(wanted, wanted, self._model, inputs, batch)
         yield
-        for (name, kept), masks in sorted(self._masks.items(), key=lambda item: runs.start(item[0][0])):
-            runs.advance(name, inputs)
+        for (name, kept), masks in self._masks.items():
             where = f"group {name} masked to {kept} of {self._orders[name].size} channels"
             with same_draws(self._model), masks:
-                found = runs.masked(name, inputs, where)
+                found = self._run(inputs, where)
             require_same_shapes(wanted, found, where)
             self._sums[name, kept].add(found, wanted, self._model, inputs, batch)
             yield
+
+    def _run(self, inputs: tuple[Any, ...], where: str) -> ModelOutput:
+        """Run the model, and return what of its output is compared; else what the layers in front of that return."""
+        given = map_tensors(inputs, torch.clone)
+        if self._judge is None:
+            return comparable_output(self._model, inputs, call(self._model, given), where, self._quality)
+        output, values = self._judge.run(self._model, given, counted_positions(self._model, inputs))
+        if not values:
+            raise ModelError(f"sensitivity: expected a model that returns a tensor to compare, got none from {where}")
+        if not all(is_finite(value) for _, value in values):
+            raise _not_finite(self._model, inputs, where)
+        return ModelOutput(output, (), None, tuple(values))
 
     def curves(self) -> dict[str, tuple[MeasuredPoint, ...]]:
         """Return the points of each group, the dense model first."""
@@ -128,148 +123,6 @@ class _SensitivityPass:
         return {
             name: tuple(point(name, kept) for kept in kept_counts(labels.size)) for name, labels in self._orders.items()
         }
-
-
-class PartialRuns:
-    """Runs whose outputs are compared as they are, from the first call on that reads what a group's masks change.
-
-    Until a masked model reads a masked tensor, it computes what the dense one does on the same samples. So the dense
-    model runs up to that call once, and each masked pass continues from there: for groups a, b, c with first reads at
-    calls 1, 4 and 6 of 8, and two points each,
-
-        dense   1 2 3 4 5 .        stops at 4, then at 6
-        a       1 2 3 4 5 6 7 8    twice
-        b             4 5 6 7 8    twice
-        c                 6 7 8    twice
-
-    A group's passes are whole if its outputs on a few samples, continued, are not those of a whole pass to the last
-    bit: code that torch does not see reads a tensor, or writes to one. So are all passes over a batch on which the
-    dense model makes other calls than on those samples, as a model that loops over its samples.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        quality: Quality,
-        tensors: Mapping[str, Iterable[str]],  # names of the tensors that the masks of each group change
-        masks: Mapping[str, WeightMasks],  # of each group
-        inputs: tuple[Any, ...],  # of the first batch
-    ) -> None:
-        self._model, self._quality, self._passes = model, quality, _MaskablePasses(model)
-        self._state: PassState | None = None
-        self._at = 0
-        few, addresses = select_samples(inputs, slice(2)), _addresses(model)
-        self._passes.keep_alive(self._passes.learn(few))
-        self._passes.expected = tuple(self._passes.names_of_calls)
-        held, most = self._passes.lifetimes.held_bytes(), MEMORY_BYTES / sample_count(inputs)
-        places = sorted(number for number, size in held.items() if size <= most)
-        self.starts: dict[str, int] = {}
-        for name, changed in tensors.items():
-            reads = [self._passes.first_reads.get(addresses[tensor], math.inf) for tensor in changed]
-            self.starts[name] = max((place for place in places if place <= min(reads)), default=WHOLE)
-        for name in sorted(tensors, key=self.start):
-            self.advance(name, few)
-            with masks[name]:
-                if not _equal(self._masked(name, few), self._whole(few)):
-                    self.starts[name] = WHOLE
-
-    def start(self, name: str) -> int:
-        """Return the number of the call from which a group's passes run."""
-        return self.starts[name]
-
-    def _whole(self, inputs: tuple[Any, ...]) -> Any:
-        return call(self._model, map_tensors(inputs, torch.clone))
-
-    def dense(self, inputs: tuple[Any, ...]) -> ModelOutput:
-        """Run the dense model; all passes until the next call of this are over the same batch."""
-        self._state, self._at = None, 0
-        return comparable_output(self._model, inputs, self._whole(inputs), "the dense model", self._quality)
-
-    def advance(self, name: str, inputs: tuple[Any, ...]) -> None:
-        """Run the dense model up to where a group's passes start; groups come in the order of their starts."""
-        start = self.starts[name]
-        if start in (WHOLE, self._at) or (self._at and self._state is None):
-            return
-        try:
-            self._state, self._at = self._passes.run(inputs, self._state, start, start), start
-        except DivergedError:
-            self._state, self._at = None, start
-
-    def masked(self, name: str, inputs: tuple[Any, ...], where: str) -> ModelOutput:
-        """Run the model with a group masked, which the caller has done, after `advance`."""
-        return comparable_output(self._model, inputs, self._masked(name, inputs), where, self._quality)
-
-    def _masked(self, name: str, inputs: tuple[Any, ...]) -> Any:
-        if self._state is not None and self.starts[name] == self._at:
-            with suppress(DivergedError):
-                return self._passes.resume(inputs, self._state)
-        return self._whole(inputs)
-
-
-class _MaskablePasses(ResumableRun):
-    """Passes whose calls are counted from the model's own forward on: masks make other calls right before it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.names_of_calls: list[str] = []
-        self.inside = False
-        self._start = HookOwner(lambda hooks: hooks.own_forward_pre(model, self._enter_model, again=True))
-
-    @contextmanager
-    def intercepting(self) -> Iterator[None]:
-        """Intercept one forward pass."""
-        self.inside = False
-        self.names_of_calls.clear()
-        with self._start, super().intercepting():
-            yield
-
-    def _enter_model(self, *_: Any) -> None:
-        self.inside = True
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.inside:
-            return function(*args, **(kwargs or {}))
-        return super().__torch_function__(function, types, args, kwargs)
-
-    def before(self, call: FunctionCall) -> None:
-        """Note the name of a call."""
-        self.names_of_calls.append(call.name)
-
-
-def _addresses(model: nn.Module) -> dict[str, int]:
-    """Return the address of the memory of each parameter and buffer; 0 if it has none."""
-    storages = ((name, storage_of(tensor)) for name, tensor in named_tensors(model))
-    return {name: 0 if storage is None else storage.data_ptr() for name, storage in storages}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = list(zip(gather(one), gather(other), strict=True))
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
-
-
-class _WholeRuns:
-    """Runs of a model that selects what it returns, as a detector its boxes: layers in front of that are compared."""
-
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._model, self._judge = model, OutputComparison.of(model, inputs)
-
-    def start(self, name: str) -> int:
-        return WHOLE
-
-    def advance(self, name: str, inputs: tuple[Any, ...]) -> None:
-        pass
-
-    def dense(self, inputs: tuple[Any, ...]) -> ModelOutput:
-        return self.masked("", inputs, "the dense model")
-
-    def masked(self, name: str, inputs: tuple[Any, ...], where: str) -> ModelOutput:
-        counted = counted_positions(self._model, inputs)
-        output, values = self._judge.run(self._model, map_tensors(inputs, torch.clone), counted)
-        if not values:
-            raise ModelError(f"sensitivity: expected a model that returns a tensor to compare, got none from {where}")
-        if not all(is_finite(value) for _, value in values):
-            raise _not_finite(self._model, inputs, where)
-        return ModelOutput(output, (), None, tuple(values))
 
 
 def uniformly_labeled(batches: Iterable[InputsAndTargets], loss: Loss | None) -> Iterator[LabeledBatch]:
@@ -372,7 +225,7 @@ def comparable_output(
 def _not_finite(model: nn.Module, inputs: tuple[Any, ...], where: str) -> NonFiniteError:
     """Return the error of outputs that are NaN or Inf; raise that of the first layer with one, if it is known."""
     device = gather(inputs)[0].device
-    calibrate(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
+    calibrate(model, [(inputs,)], device=device, progress=False).require_finite()
     return NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, MinLen
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -234,13 +234,16 @@ def opened(image: Pixels) -> Image.Image:
         return Image.fromarray(image)
     path = Path(image)
     if not path.is_file():
-        raise DataError(f"{path}: expected an image file, and there is none")
+        raise DataError(f"{path}: expected an image file, and {'it is a folder' if path.is_dir() else 'there is none'}")
     try:
         with Image.open(path) as file:
             return in_rgb(ImageOps.exif_transpose(file))
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
         reraise_shortage(error)
-        raise DataError(f"{path}: expected an image, but {decoding_reason(error)}") from error
+        reason = decoding_reason(error)
+        if isinstance(decoding_error(error), UnidentifiedImageError):
+            reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
+        raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
 
 
 def decoding_error(error: Exception) -> BaseException:

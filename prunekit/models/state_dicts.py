@@ -95,7 +95,7 @@ def tensor_problem(given: Tensor, own: Tensor) -> str | None:
     if given.layout != torch.strided or given.is_quantized:
         kind = "quantized" if given.is_quantized else f"of layout {str(given.layout).removeprefix('torch.')}"
         return f"it is {kind}, expected a plain tensor"
-    dtypes = f"{_name(given.dtype)} for {_name(own.dtype)}"
+    dtypes = f"{given.dtype} for {own.dtype}".replace("torch.", "")
     if own.is_floating_point() or own.is_complex():
         if own.is_complex() != given.is_complex() or own.is_floating_point() != given.is_floating_point():
             return dtypes
@@ -108,10 +108,6 @@ def tensor_problem(given: Tensor, own: Tensor) -> str | None:
             return "there are NaN among its values"
         return "there are infinite numbers among its values" if own.requires_grad else None
     return None if not given.is_complex() and torch.equal(given.to(own.dtype).to(given.dtype), given) else dtypes
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _read(path: Path) -> Any:

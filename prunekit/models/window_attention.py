@@ -16,7 +16,7 @@ from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from prunekit.channels.tracing.substitutes import SizedAttention, register_substitute
+from prunekit.channels.tracing.substitutes import SizedAttention, in_heads, register_substitute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +111,7 @@ def window_attention(
         q_bias, k_bias, v_bias = qkv_bias.split_with_sizes([keys, keys, values])
         qkv_bias = torch.cat([q_bias, k_bias * 0, v_bias])  # keys have no bias; its entries are ignored
     q, k, v = F.linear(x, qkv_weight, qkv_bias).split_with_sizes([keys, keys, values], -1)
-    q, k, v = _in_heads(q, num_heads), _in_heads(k, num_heads), _in_heads(v, num_heads)
+    q, k, v = in_heads(q, num_heads), in_heads(k, num_heads), in_heads(v, num_heads)
     if logit_scale is not None:
         scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
         scores = scores * torch.clamp(logit_scale, max=math.log(100.0)).exp()
@@ -137,11 +137,6 @@ def window_attention(
 
 
 torch.fx.wrap("window_attention")
-
-
-def _in_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Return (B, positions, C) as (B, heads, positions, C / heads)."""
-    return x.view(x.shape[0], x.shape[1], num_heads, -1).transpose(1, 2)
 
 
 def _cut(x: Tensor, window: list[int]) -> Tensor:

@@ -148,17 +148,12 @@ def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, l
     """Return allowed numbers of labels; `step` and `least` are those that the model itself needs."""
     counts = np.arange(1, size + 1)
     wide = counts * channels
-    fits = wide % settings.round_to == 0 if settings.round_to else _is_usual(wide, settings.target.block)
+    # where no rounding is given, the width of the whole axis decides on the multiple
+    step_of = settings.round_to or min(settings.target.block, 1 << max(0, (int(wide[-1]) // 8).bit_length() - 1))
+    fits = (wide % step_of == 0) | ((wide < step_of) & (not settings.round_to))
     fits &= wide >= settings.min_channels
     allowed: Labels = counts[(fits & (counts % step == 0) & (counts >= least)) | (counts == size)]
     return allowed
-
-
-def _is_usual(wide: Labels, block: int) -> NDArray[np.bool_]:
-    """Return which of the widths of an axis, the last of which is all of it, are allowed where no rounding is given."""
-    step = min(block, 1 << max(0, (int(wide[-1]) // 8).bit_length() - 1))
-    usual: NDArray[np.bool_] = (wide % step == 0) | (wide < step)
-    return usual
 
 
 def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:

@@ -85,16 +85,12 @@ def fewest_within(curve: Sequence[tuple[int, float]], limit: float) -> int:
 
 def rank_correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float | None:
     """Return Spearman's rank correlation (1904) of values (n,), ties with their mean rank; None if one is constant."""
-    first, second = _mean_ranks(one), _mean_ranks(other)
+    import pandas as pd
+
+    first, second = (pd.Series(values).rank().to_numpy() for values in (one, other))
     if one.size < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(np.corrcoef(first, second)[0, 1])
-
-
-def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return ranks
 
 
 def cumulative_curves(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityCurve]:

@@ -271,7 +271,8 @@ def time_pair(
             if found.stable and len(best) >= effort.processes:
                 return found
             if perf_counter() >= over:
-                return _ended_early(found, settings)
+                doubt = f"measured in {plural(found.processes, 'process', 'es')}: {_limit(settings)}"
+                return replace(found, stable=False, doubts=(*found.doubts, doubt))
     return found
 
 
@@ -280,12 +281,6 @@ def _progress(number: int, least: int, most: int, left_s: float) -> str:
     of = f"{least}" if most <= least else f"{least} to {most}"
     limit = "" if left_s == math.inf else f", at most {max(0.0, left_s):.0f} s more"
     return f"latency: timing both models in process {number} of {of}{limit}"
-
-
-def _ended_early(found: Timing, settings: PruneSettings) -> Timing:
-    """Return a timing that supports no claim, as it was not settled in the time that it had."""
-    doubt = f"measured in {plural(found.processes, 'process', 'es')}: {_limit(settings)}"
-    return replace(found, stable=False, doubts=(*found.doubts, doubt))
 
 
 def _limit(settings: PruneSettings) -> str:

@@ -59,7 +59,8 @@ class LibraryModel:
             )
         path, inner = found
         search = ConfigSearch(inner, inner.config)
-        if adapter := _adapter(inner):
+        kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())  # with an adapter, as LoRA
+        if adapter := next((path for path, module in inner.named_modules() if isinstance(module, kind)), None):
             raise UsageError(
                 f"layout: expected a {type(inner).__name__} without adapters, and {adapter} is one of peft, which no "
                 "configuration says: merge them first, model = model.merge_and_unload(), and prune what that returns"
@@ -155,12 +156,6 @@ class LibraryModel:
         text = f"narrower, {' and '.join(sorted(map(family_name, worst)))} would compute something else: {reason}"
         stay = [one for one in worst if len(worst) == 1 or not layout.can_say_alone(plan.keep, [one])]
         return None, _with_whole(equal, worst, text, stay)
-
-
-def _adapter(model: nn.Module) -> str | None:
-    """Return the path of a layer with an adapter of peft, such as LoRA; None without one."""
-    kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
-    return next((path for path, module in model.named_modules() if isinstance(module, kind)), None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.job import unlabeled_contradictions
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
-from prunekit.settings.train import TrainSettings, adapter_contradictions
+from prunekit.settings.train import OWN_RATES, RANDOM_RATES, REWOUND_RATES, TrainSettings, adapter_contradictions
 from prunekit.settings.weight_pattern import pattern_problems
 from prunekit.utils.availability import UNKNOWN_DEVICE
 
@@ -245,6 +245,15 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
             given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
             yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
+        if section.get("lr") == "auto":
+            schedule = (_section(values, "prune") or {}).get("schedule")
+            rewinds = isinstance(schedule, Mapping) and schedule.get("rewind_lr") is True
+            if optimizer == "own":
+                yield (name, "lr"), OWN_RATES
+            elif name == "baseline" and (_section(values, "model") or {}).get("weights") is None:
+                yield (name, "lr"), RANDOM_RATES
+            elif name == "finetune" and rewinds:
+                yield (name, "lr"), REWOUND_RATES
         if name == "baseline" and section.get("distill") not in (None, "auto"):
             text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
             yield (name, "distill"), f"{text}; set finetune.distill"

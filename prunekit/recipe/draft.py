@@ -34,6 +34,7 @@ from prunekit.recipe.yaml_positions import Document, Origin
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.inputs import TEXTUAL, DataSettings, Head, ModelSettings
 from prunekit.settings.job import JobSettings
+from prunekit.training.rate_search import FEWEST
 from prunekit.utils.files import require_writable, write_text
 from prunekit.utils.user_code import is_reference, require_object
 
@@ -61,6 +62,7 @@ def write_draft(path: Path, request: DraftRequest) -> RecipeDraft:
         command += [option, reference] if reference else []
     missing = _missing(values)
     if missing:
+        values["finetune"]["lr"] = "auto"
         _checked(_text(values, command, ()), request.changes)
     else:
         prepared = _prepared(values, request, command)
@@ -274,7 +276,8 @@ def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     most = 5e-4 if rates else 0.05
     most = 5e-5 if textual and has_weights(prepared.job.model) else most
     epochs = min(90, max(3, 600 // steps))
-    made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": most / 2.5}}
+    rate = "auto" if len(prepared.splits.validation) >= FEWEST else most / 2.5
+    made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": rate}}
     if "baseline" in values:
         made["baseline"] = {"epochs": epochs, **rates, "lr": most}
     if images < CalibrationSettings.images:
@@ -303,8 +306,8 @@ def _text(values: Mapping[str, Any], command: list[str], notes: Sequence[str]) -
         lines += ["", *_entry((key,), value)]
         untrained = key == "model" and value.get("zoo") == "own" and "weights" not in value and "baseline" not in values
         if untrained and values["data"].get("labels", True):
-            rates = {"epochs": 2, "lr": 0.02} | (values.get("finetune") or {})
-            trained = rates | {"epochs": 3 * rates["epochs"], "lr": 2.5 * rates["lr"]}
+            rates = {"epochs": 2} | (values.get("finetune") or {})
+            trained = rates | {"epochs": 3 * rates["epochs"], "lr": 5e-4 if "optimizer" in rates else 0.05}
             lines += ["", *(f"# {line}" for line in _entry(("baseline",), trained))]  # to be uncommented
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ from prunekit.statistics.observers import watch
 from prunekit.statistics.reductions import VarianceSum
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
-from prunekit.utils.context import device_of
+from prunekit.utils.context import device_of, restored
 from prunekit.utils.inputs import concatenate, described, sample_count
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import accumulation_dtype
@@ -88,14 +88,10 @@ def recalibrate_batchnorm(
 @contextmanager
 def _batch_statistics(modules: Collection[_BatchNorm]) -> Iterator[None]:
     """Let modules normalize by the batch without changing their buffers, also if a batch fails."""
-    before = [(module, module.training, module.track_running_stats) for module in modules]
-    try:
+    with restored(modules, "training", "track_running_stats"):
         for module in modules:
             module.training, module.track_running_stats = True, False
         yield
-    finally:
-        for module, training, tracked in before:
-            module.training, module.track_running_stats = training, tracked
 
 
 class _InputMoments(HookOwner):

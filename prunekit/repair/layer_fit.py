@@ -149,7 +149,9 @@ class LayerFitter(LayerWeights):
     def _fit_group(
         self, layer: LayerCall, sample: LayerSample, running: LayerSample, group: int, place: int
     ) -> LayerRepair | None:
-        rows, columns = self._kept_indices(layer, group)
+        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.geometry.groups
+        rows, columns = self._index(layer, 0), self._index(layer, 1)
+        rows = rows[rows // size == group]  # counted over all groups
         if not len(columns):
             return None
         if layer.norm is None and self._settings.fit == "batchnorm":
@@ -185,12 +187,6 @@ class LayerFitter(LayerWeights):
             change.ridge,
             note,
         )
-
-    def _kept_indices(self, layer: LayerCall, group: int) -> tuple[Tensor, Tensor]:
-        """Return the kept rows of a group, counted over all groups, and the kept columns of the weight."""
-        rows, columns = self._index(layer, 0), self._index(layer, 1)
-        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.geometry.groups
-        return rows[rows // size == group], columns
 
     def _problem(
         self, layer: LayerCall, sample: LayerSample, running: LayerSample, rows: Tensor, columns: Tensor, place: int

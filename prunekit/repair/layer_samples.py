@@ -148,8 +148,8 @@ class SampleGatherer:
 
     def _run_batch(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> bool:
         """Run a batch in the first of four ways in which its pass makes the calls of its route; False if none is."""
-        for prepare in (self._continue, self._restart, self._take_known_route, self._find_route):
-            if not prepare(i):  # this way is the same as one that was tried
+        for prepare in (None, self._restart, self._take_known_route, self._find_route):
+            if prepare is not None and not prepare(i):  # this way is the same as one that was tried
                 continue
             try:
                 self._pass(i, requests, step, ahead=ahead)
@@ -179,10 +179,6 @@ class SampleGatherer:
         if kept is not None and not all(map(is_finite, tensors)):
             raise DivergedError  # perhaps of a blank that was read where reads are not tracked
         self._states[i], self._saved_at[i] = found, keep_at
-
-    def _continue(self, i: int) -> bool:
-        """Leave a batch where it is."""
-        return True
 
     def _restart(self, i: int) -> bool:
         """Send a batch back to the first call; return whether it was elsewhere."""

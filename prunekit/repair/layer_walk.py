@@ -190,8 +190,11 @@ class LayerWalk:
     def run(self) -> None:
         """Refit all layers; the fitter has their reports."""
         for layer, wanted, found in tracked(self._samples(), "repair", total=len(self._requests), unit="layer"):
-            if wanted is not None:
-                _require_finite(layer, wanted)
+            if wanted is not None and wanted.outputs is not None and not is_finite(wanted.outputs):
+                raise NonFiniteError(
+                    f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the "
+                    "images; are they, and the weights, finite?"
+                )
             self._fitter.refit(layer, wanted, found)
             del wanted, found
             release_memory(self._original, collect=False)
@@ -321,11 +324,3 @@ def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
     if first.weight in plan.lost and plan.constants.get(first.weight, "") not in bias_names(first):
         return "its block is gone"
     return ""
-
-
-def _require_finite(layer: LayerCall, sample: LayerSample) -> None:
-    if sample.outputs is not None and not is_finite(sample.outputs):
-        raise NonFiniteError(
-            f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
-            "are they, and the weights, finite?"
-        )

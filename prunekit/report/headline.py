@@ -341,6 +341,43 @@ ASKED = {"target": "target", "overall": "overall budget"}
 """Shares of zeros that masks may be asked for, by their keys in the metrics."""
 
 
+def searched(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which learning rate each training run took that searched for one, a line each."""
+    for run, found in (metrics.get("trainings") or {}).items():
+        taken, (start, *tried) = found.get("lr"), found.get("rates") or [None]
+        name = numbers.training_name(run)
+        if taken is None:
+            continue
+        if start is None:
+            yield f"{name}: lr {taken:g} was taken, the middle of its range: 5 % of the steps are too few to try others"
+            continue
+        losses = {row["rate"]: row["held_out_loss"] for row in (start, *tried)}
+        helped = _below(losses[taken], losses[0])
+        before, left = (_loss(losses[0]), _loss(losses[taken]))
+        none = "" if helped else ", the lowest, because none helped"
+        yield f"{name}: lr {taken:g} was taken of {len(tried)} tried{none} (held-out loss {left}; start {before})"
+
+
+def _below(loss: float | None, start: float | None) -> bool:
+    return loss is not None and (start is None or loss < start)
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else numbers.digits(value)
+
+
+def unbeaten(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each training run in which no epoch was better than its start."""
+    name, label = scores(metrics)[0]
+    for run, found in (metrics.get("trainings") or {}).items():
+        start = found.get("start")
+        if found.get("best_epoch") == 0 and numbers.is_number(start):
+            reached = f"{label} {numbers.in_unit(start, unit(metrics, name))}"
+            if (distance := found.get("start_held_out_loss")) is not None:
+                reached = f"held-out loss {_loss(distance)}, {reached}"
+            yield f"{numbers.training_name(run)}: no epoch beat the start ({reached}), which is delivered"
+
+
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time of the teacher in each training run, a line each."""
     for run, cost in (metrics.get("teacher") or {}).items():

@@ -35,7 +35,7 @@ class CalibrationSettings(Checked):
     images: PositiveInt = 512
     """Number of training images."""
     fused: bool | None = None
-    """Measures activations by compiled kernels; null: if they are faster."""
+    """Without effect: compiled kernels for measuring activations are gone."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,19 @@ from prunekit.known_names import Count, FloatName
 from prunekit.settings.validation import Checked
 
 Sharding = Literal["replicas", "full"]
+OWN_RATES = (
+    "expected a number, because the optimizer is your own, whose rates have a scale of their own, got 'auto'; the "
+    "number is passed on as `lr=`"
+)
+REWOUND_RATES = (
+    "expected a number, because the pruning schedule rewinds the learning rate in rounds that each begin in another "
+    "state, got 'auto'; or set rewind_lr to false"
+)
+RANDOM_RATES = (
+    "expected a number, because a search from random weights says nothing of their training, got 'auto'; for example "
+    "0.05 with sgd, or 0.0005 with adamw"
+)
+"""Reasons for which there is no search for a learning rate."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +205,9 @@ class TrainSettings(Checked):
     """Passes over the training images; 0 leaves the model as it is."""
     optimizer: Literal["sgd", "adam", "adamw", "own"] = "sgd"
     """Optimizer; `own`: given as `--optimizer file.py:factory`."""
-    lr: Annotated[float, Gt(0)] = 0.05
-    """Largest learning rate."""
+    lr: Annotated[float, Gt(0)] | Literal["auto"] = 0.05
+    """Largest learning rate. `auto`: of three to six rates that are tried before the first step, in at most 5 % of the
+    steps, the one of lowest loss on validation samples."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Momentum of `sgd`."""
     nesterov: bool = False

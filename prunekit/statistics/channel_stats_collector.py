@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from prunekit.modes.public_call import public_call
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, Side, StatsKey, combine_rows
 from prunekit.statistics.observers import Consumer, ConsumerHooks, PassHooks, watch
-from prunekit.statistics.reductions import Reducer, summarize
+from prunekit.statistics.reductions import summarize
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
@@ -60,7 +61,7 @@ def calibrate(
         modules: as for `StatsCollector`.
         inputs: as for `StatsCollector`.
         outputs: as for `StatsCollector`.
-        fused: as for `StatsCollector`.
+        fused: without effect, as for `StatsCollector`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -131,9 +132,7 @@ class StatsCollector(ConsumerHooks):
         inputs: whether to measure the first tensor among a module's arguments.
         outputs: whether to measure the first tensor in a module's result.
         axes: channel axis by module path, where `channel_axis` is wrong (an activation after a Linear, say).
-        fused: whether activations are measured by kernels of `torch.compile`'s backend, which take seconds to compile
-            once in a process. True: from the first; False: never; None: after so many values that it pays off. Without
-            a C++ compiler (CPU) or Triton (CUDA) they are measured eagerly: see `form`.
+        fused: without effect: compiled kernels for measuring are gone. A `FutureWarning` says so if it is given.
 
     Raises:
         UsageError: the model has no module of that path; in a hook: the number of channels of an activation changes
@@ -176,7 +175,8 @@ class StatsCollector(ConsumerHooks):
         for path in self._axes:
             if path not in self._targets:
                 raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, self._targets)}")
-        self._reducer = Reducer(fused)
+        if fused is not None:
+            warnings.warn("fused: activations are measured eagerly in any case; leave it out", FutureWarning, 2)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
 
     def register_hooks(self) -> None:
@@ -184,34 +184,24 @@ class StatsCollector(ConsumerHooks):
         super().register_hooks()
         for path, module in self._targets.items():
             if not never_called(module):  # else a consumer, measured where its weight is used
-                self.own_forward_pre(module, partial(self._before, path), again=True)
+                self.own_forward_pre(module, partial(self._before, path))
                 if self._sides["output"]:
-                    self.own_forward(module, partial(self._after, path), again=True)
+                    self.own_forward(module, partial(self._after, path))
 
     def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Run the model over batches, in eval mode without gradients, and return the statistics so far."""
         watch(self._model, ModelBatches(self._model, batches), self, device=device)
         return self.stats()
 
-    @property
-    def form(self) -> str:
-        """How values were reduced: "fused"; or "eager", with the reason if it was not chosen."""
-        return self._reducer.form
-
-    @property
-    def compile_seconds(self) -> float:
-        """Time that compiling took, once in this process."""
-        return self._reducer.compile_seconds
-
     def stats(self) -> ChannelStats:
-        """Return the statistics so far, in the order in which activations were first met; `form` is their provenance.
+        """Return the statistics so far, in the order in which activations were first met.
 
         Raises:
             UsageError: the model has not run inside the `with`.
         """
         self.require_passes()
         merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
-        return ChannelStats(merged, {"reduction": self.form}, reads=dict(self.consumers))
+        return ChannelStats(merged, reads=dict(self.consumers))
 
     def _before(self, path: str, module: nn.Module, arguments: Any, named: Any) -> None:
         self._called.add(path)
@@ -272,7 +262,7 @@ class StatsCollector(ConsumerHooks):
         """Return the measurement of a tensor, from the cache if it was measured before."""
         rows: FloatArray | None = self._cache.get(tensor, axis)
         if rows is None:
-            rows = summarize(*self.without_padding(tensor, axis), self._reducer)
+            rows = summarize(*self.without_padding(tensor, axis))
             rows[FIRST_NON_FINITE] *= self.number + 1
             self._cache.put(tensor, axis, rows)
         return rows
@@ -328,7 +318,7 @@ class RankCollector(ConsumerHooks):
         """Register hooks on the outputs of modules, and intercept the consumers."""
         super().register_hooks()
         for path, module in called_leaves(self._model).items():
-            self.own_forward(module, partial(self._after, path), again=True)
+            self.own_forward(module, partial(self._after, path))
 
     def finish_pass(self) -> None:
         """Add the ranks of the finished pass."""

@@ -438,8 +438,9 @@ def too_few_rows(patches: PatchStats) -> list[str]:
         return []
     worst = max(short, key=lambda moments: _width(moments) / max(1, min(moments.counts)))
     others = f", the worst of {len(short)}," if len(short) > 1 else ""
+    alive = max(int((matrix.diagonal() > 0).sum()) for matrix in worst.grams)
     found = (
-        f"the Gram matrix of the patches of {_named(worst)}{others} has rank {_most(worst)} at most for "
+        f"the Gram matrix of the patches of {_named(worst)}{others} has rank {min(*worst.counts, alive)} at most for "
         f"{_width(worst)} columns: {min(worst.counts)} positions are too few, and its ridge is raised {RAISED} times; "
         "take more images"
     )
@@ -502,11 +503,6 @@ def _width(moments: LayerMoments) -> int:
 def _short(moments: LayerMoments) -> list[Tensor]:
     """Return the Gram matrices that are of fewer positions than they have columns."""
     return [matrix for matrix, rows in zip(moments.grams, moments.counts, strict=True) if rows < len(matrix)]
-
-
-def _most(moments: LayerMoments) -> int:
-    alive = max(int((matrix.diagonal() > 0).sum()) for matrix in moments.grams)
-    return min(*moments.counts, alive)
 
 
 def _dead(moments: LayerMoments) -> Tensor:

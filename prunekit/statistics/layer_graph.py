@@ -281,16 +281,13 @@ class LayerFinder(CallInterceptor):
         assert mark is not None
         assert mark.layer is not None
         chain = self.chains[mark.layer]
-        gain = self._factor(chain, inputs[1 - ends[0]], result.shape) if result.shape == chain.places().shape else None
+        gain = chain.gain(inputs[1 - ends[0]], result.shape) if result.shape == chain.places().shape else None
         if gain is None or mark.stage != chain.stages[-1] or mark.stage == "sum":
             return None, ""
         before = chain.layer.gain
         chain.layer = replace(chain.layer, gain=gain if before is None else before * gain)
         chain.stages.append(f"gain {call.number}")
         return mark.layer, chain.stages[-1]
-
-    def _factor(self, chain: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
-        return chain.gain(factor, shape)
 
     def _sum(self, call: FunctionCall, marks: list[ChainMark | None]) -> tuple[int | None, str]:
         summands = [argument for argument in call.args if isinstance(argument, Tensor)]

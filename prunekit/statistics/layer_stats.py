@@ -157,6 +157,7 @@ def combine_rows(parts: Sequence[FloatArray]) -> FloatArray:
     between = (counts * (means - mean) ** 2).sum(0)
     low, high = lows.min(0), highs.max(0)
     constant = low == high
+    first = np.where(first_bad > 0, first_bad, np.inf).min(0)
     return np.stack(
         (
             count,
@@ -167,11 +168,6 @@ def combine_rows(parts: Sequence[FloatArray]) -> FloatArray:
             high,
             zeros.sum(0),
             bad.sum(0),
-            _earliest(first_bad),
+            np.where(first == np.inf, 0, first),
         )
     )
-
-
-def _earliest(passes: FloatArray) -> FloatArray:
-    first: FloatArray = np.where(passes > 0, passes, np.inf).min(0)
-    return np.where(first == np.inf, 0, first)

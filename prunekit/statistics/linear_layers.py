@@ -240,7 +240,7 @@ class CallInterceptor(TorchFunctionMode):
             answer = self.query(name, function, *args, **named)
             if not isinstance(answer, Tensor):
                 return answer
-            function = partial(_given, answer)  # a property such as `mT` hands out a tensor
+            function = partial(lambda result, *_, **__: result, answer)  # a property such as `mT` hands out a tensor
         if self._inside:
             return self.compute(name, function, *args, **named)
         self.number += 1
@@ -297,10 +297,6 @@ class CallInterceptor(TorchFunctionMode):
         if base is None or base.dim() != 2 or (value.shape, value.stride()) != (base.shape[::-1], base.stride()[::-1]):
             return None
         return self.names.get(id(base))
-
-
-def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:
-    return result
 
 
 _GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})

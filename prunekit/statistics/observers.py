@@ -200,10 +200,10 @@ class PassHooks(HookOwner):
         """Register the hooks on the model."""
         refuse_compiled(self._model, type(self).__name__)
         self._depth = 0
-        self.own_forward_pre(self._model, self._enter, again=True)
+        self.own_forward_pre(self._model, self._enter)
         self.register_hooks()
-        self.own_forward(self._model, self._finish, again=True)
-        self.own_forward(self._model, self._leave, again=True, always=True)
+        self.own_forward(self._model, self._finish)
+        self.own_forward(self._model, self._leave, always=True)
 
     @property
     def inside(self) -> bool:
@@ -377,7 +377,9 @@ def _substituted(model: nn.Module) -> Iterator[None]:
         try:
             substitute_all(model)
         finally:
-            changes += [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]
+            for module, kind, old in before:
+                names = [name for name, value in vars(module).items() if name not in old or old[name] is not value]
+                changes.append((module, kind, names, old))
         yield
     finally:
         for module, kind, names, old in reversed(changes):
@@ -387,7 +389,3 @@ def _substituted(model: nn.Module) -> Iterator[None]:
                     setattr(module, name, old[name])
                 else:
                     delattr(module, name)
-
-
-def _changed(now: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    return [name for name, value in now.items() if name not in old or old[name] is not value]

@@ -1,18 +1,10 @@
 """Reductions of an activation to statistics per channel: in one pass over it, in two where a large mean costs digits.
 
-`values` are (samples, channels, positions), contiguous; or (samples, channels) where channels are innermost. The pass
-runs eagerly, or as a kernel of TorchInductor, torch.compile's backend. One kernel serves every shape of its kind, in
-every layer and every model; the compiler's cache on disk shares it between processes.
+`values` are (samples, channels, positions), contiguous; or (samples, channels) where channels are innermost.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +12,6 @@ import torch
 from torch import Tensor
 
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats
-from prunekit.utils.private_torch import compiled_graph
 from prunekit.utils.tensors import accumulation_dtype
 
 CPU_BLOCK = 2**19
@@ -33,11 +24,9 @@ EXACT = 2**24
 CANCELLATION = 1e-4
 """Below this share of the second moment a variance from raw moments loses more than four digits."""
 DEVIATIONS = ARRAYS.index("squared_deviations")
-Measure = Callable[[Tensor], Tensor]
-"""The first pass: from values to what `statistics` returns."""
 
 
-def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> FloatArray:
+def summarize(activation: Tensor, axis: int) -> FloatArray:
     """Return statistics of one floating-point activation per channel, the fields of `LayerStats`, (arrays, channels).
 
     They are accumulated in float64; in float32 on MPS, which has no float64.
@@ -45,16 +34,11 @@ def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> 
     values = _channels_second(activation.detach(), axis)
     if values.numel() == 0:
         return LayerStats.empty(values.shape[1]).rows
-    rows = (measure or measure_eagerly)(values).cpu().numpy()
+    rows = statistics(eager_sums(values), values.numel() // values.shape[1]).numpy()
     if rows[-1].any():
         doubtful = np.flatnonzero(rows[-1])
         rows[:-1, doubtful] = _measure_twice(values[:, torch.from_numpy(doubtful).to(values.device)])
     return rows[:-1]
-
-
-def measure_eagerly(values: Tensor) -> Tensor:
-    """Return `statistics` of values, (arrays + 1, channels), without a compiled kernel."""
-    return statistics(eager_sums(values), values.numel() // values.shape[1])
 
 
 def statistics(sums: Sums, count: int) -> Tensor:
@@ -195,118 +179,3 @@ def _zeros(block: Tensor, flags: Tensor, dim: int, like: Tensor) -> Tensor:
     # Sums of booleans and integers are not vectorized (five times slower): only where float32 would miscount.
     found = torch.eq(block, 0, out=flags)
     return found.sum(dim, dtype=None if block.shape[dim] <= EXACT else torch.int64).to(like.dtype)
-
-
-PAYS_OFF = 2**31
-"""Values of one kind that are reduced eagerly before a kernel is compiled for the rest: on one core they took 2 to 4 s
-longer than fused, about as long as compiling takes with a warm cache of the compiler's own."""
-LARGEST = 2**31
-"""Values of an activation from which 32-bit indices and counts overflow."""
-EXAMPLES = {2: (3136, 64), 3: (16, 64, 3136)}
-"""Shapes to compile for, by number of axes: no two sizes are equal, or the compiler would treat them as one."""
-
-
-class KernelKind(NamedTuple):
-    """The kind of activations that share a kernel."""
-
-    ndim: int  # 3: (samples, channels, positions); 2: (samples, channels)
-    dtype: torch.dtype
-    device: str
-    threads: int
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """The kernel compiled for a kind of activation, or the reason why there is none."""
-
-    run: Callable[[Tensor], Tensor] | None  # computes the same as `measure_eagerly`; None if it could not be compiled
-    seconds: float  # that compiling took, once in a process
-    error: str = ""  # the reason why there is none
-
-
-class Reducer:
-    """Measures activations with a fused kernel where that is possible and pays off, otherwise eagerly.
-
-    With `fused` True a kernel is compiled from the first value on; with None once `PAYS_OFF` values were reduced.
-    """
-
-    def __init__(self, fused: bool | None) -> None:
-        self._fused = fused
-        self._reduced: Counter[KernelKind] = Counter()
-        self._kernels: dict[KernelKind, CompiledKernel] = {}
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return the same as `measure_eagerly`, (arrays + 1, channels)."""
-        kernel = self._kernel(values)
-        return measure_eagerly(values) if kernel is None or kernel.run is None else kernel.run(values)
-
-    def _kernel(self, values: Tensor) -> CompiledKernel | None:
-        kind = None if self._fused is False else kind_of(values)
-        if kind is None:
-            return None
-        if self._fused is None:
-            self._reduced[kind] += values.numel()
-            if self._reduced[kind] <= PAYS_OFF:
-                return None
-        if kind not in self._kernels:
-            self._kernels[kind] = compiled(kind)
-        return self._kernels[kind]
-
-    @property
-    def form(self) -> str:
-        """How values were reduced: "fused"; "eager, then fused"; or "eager", with the reason if it was not chosen."""
-        kernels = self._kernels.values()
-        if any(kernel.run for kernel in kernels):
-            return "fused" if self._fused else "eager, then fused"
-        if kernels:
-            return f"eager ({next(iter(kernels)).error})"
-        return "eager (too few values for compiling to pay off)" if self._reduced else "eager"
-
-    @property
-    def compile_seconds(self) -> float:
-        """Time that compiling the kernels in use took, once in this process."""
-        return sum(kernel.seconds for kernel in self._kernels.values())
-
-
-def kind_of(values: Tensor) -> KernelKind | None:
-    """Return the kind of kernel that measures values; None if they are measured eagerly."""
-    if type(values) is not Tensor or values.device.type not in ("cpu", "cuda") or values.numel() >= LARGEST:
-        return None
-    return KernelKind(values.ndim, values.dtype, values.device.type, torch.get_num_threads())
-
-
-@cache
-def compiled(kind: KernelKind) -> CompiledKernel:
-    """Compile a kernel, once in a process, also if that fails."""
-    start = time.perf_counter()
-    try:
-        run = _compile(torch.zeros(EXAMPLES[kind.ndim], dtype=kind.dtype, device=kind.device))
-    except Exception as error:  # a compiler may raise anything; the eager form computes the same
-        reason = str(error).strip().partition("\n")[0]
-        return CompiledKernel(None, time.perf_counter() - start, f"compiling failed: {type(error).__name__}: {reason}")
-    return CompiledKernel(run, time.perf_counter() - start)
-
-
-def _compile(example: Tensor) -> Callable[[Tensor], Tensor]:
-    # Not through torch.compile itself: its guards cost as much as measuring a small activation, and it compiles again
-    # for sizes of 1, for another grad mode, and after torch._dynamo.reset.
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch to itself, about what it imports
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        graph = make_fx(_measure_at_once, tracing_mode="symbolic")(example)
-        run: Callable[[Tensor], Tensor] = compiled_graph(graph, [example])
-        run(example)
-    return run
-
-
-def _measure_at_once(values: Tensor) -> Tensor:
-    dims = (0,) if values.ndim == 2 else (0, 2)
-    if values.dtype != torch.float64:
-        values = values.float()  # comparisons of half precision are not vectorized
-    wide = values.double()
-    zeros = (values == 0).sum(dims, dtype=torch.int32).double()  # int32 is as wide as float32: as many to a vector
-    low, high = values.amin(dims).double(), values.amax(dims).double()
-    bad = torch.zeros_like(low)
-    sums = Sums(wide.sum(dims), wide.square().sum(dims), wide.abs().sum(dims), zeros, bad, low, high)
-    return statistics(sums, values.numel() // values.shape[1])

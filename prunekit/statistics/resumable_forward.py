@@ -135,8 +135,6 @@ class ResumableRun(CallInterceptor):
         super().__init__(model, norms)
         self.lifetimes = Lifetimes()  # of the tensors of a pass, from `learn`
         self.expected: tuple[str, ...] | None = None  # names of the calls that a pass must make; None: any
-        # the first call that reads a parameter or buffer, from `learn`, by the address of its memory
-        self.first_reads: dict[int, int] = {}
         self._model = model
         storages = map(storage_of, [*model.parameters(), *model.buffers()])
         self._fixed = frozenset(storage.data_ptr() for storage in storages if storage is not None)
@@ -159,7 +157,6 @@ class ResumableRun(CallInterceptor):
             What the model returns; None if it was stopped.
         """
         self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=sample_count(inputs)), None
-        self.first_reads.clear()
         try:
             return self._run(inputs, None, 0, stop_at)
         finally:
@@ -238,11 +235,6 @@ class ResumableRun(CallInterceptor):
         mark: _TensorMark | None = getattr(tensor, "_prunekit_place", None)
         return mark if mark is not None and mark.owner is self._owner else None
 
-    def keep_alive(self, value: Any) -> None:
-        """Count the tensors in a value as read behind the last call of the pass that was learned."""
-        marks = map(self._mark, gather(value))
-        self.lifetimes.read((mark.key for mark in marks if mark is not None), self._step + 1)
-
     def real(self, tensor: Tensor) -> Tensor:
         """Return a tensor if it has values."""
         mark = self._mark(tensor)
@@ -316,7 +308,6 @@ class ResumableRun(CallInterceptor):
                 self._read_all()
             elif self._learning:
                 self.lifetimes.read((mark.key for _, mark in marks), self._step)
-                self._note_first_reads(tensors, self.number + (self._depth == 1))
             result = function(*args, **named)
             if self._depth == 1:
                 self._record_untracked(function, result, marks)
@@ -360,7 +351,6 @@ class ResumableRun(CallInterceptor):
         made = [(mark.key, tensor) for tensor in inputs for mark in [self._mark(tensor)] if mark is not None]
         if self._learning:
             self.lifetimes.read((key for key, _ in made), self._step)
-            self._note_first_reads(inputs, self.number)
             for _, tensor in made:
                 self._require_same(tensor)
         known = [write_count(tensor) for tensor in inputs]
@@ -371,18 +361,9 @@ class ResumableRun(CallInterceptor):
         self._calls.append((name, self._described(result, inputs, made)))
         if self._learning:
             for tensor in (*inputs, *gather(result)):
-                self._store_checksum(tensor)
+                if self._mark(tensor) is not None and _plain(tensor):
+                    self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
         return iter(result) if name == "__iter__" else result
-
-    def _note_first_reads(self, tensors: Iterable[Tensor], number: int) -> None:
-        for storage in map(storage_of, tensors):
-            if storage is not None and storage.data_ptr() in self._fixed:
-                self.first_reads.setdefault(storage.data_ptr(), number)
-
-    def _store_checksum(self, tensor: Tensor) -> None:
-        """Store a checksum of the memory of a tensor of this pass, with the present step."""
-        if self._mark(tensor) is not None and _plain(tensor):
-            self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
 
     def _require_same(self, tensor: Tensor) -> None:
         """Compare memory with its checksum; if it was written to untracked, states are saved only before that step."""

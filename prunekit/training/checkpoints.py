@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from prunekit.distributed.process_group import full_tensor, is_main, is_sharded, share_tensors
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.settings.train import CheckpointSettings
+from prunekit.training.parallel import share_state
 from prunekit.utils.files import StrPath, atomic_file, remove_leftovers
 from prunekit.utils.state_folders import differences, read_state, save_tensors, write_state
 
@@ -51,18 +52,18 @@ class Checkpoints:
     ) -> None:
         self.folder, self.settings, self.facts = Path(folder), settings or CheckpointSettings(), dict(facts or {})
         self.last: Path | None = None  # the last checkpoint that was written or resumed from
-        self.step = 0  # of the last checkpoint; 0 if there is none
+        self.step = 0  # steps up to the last checkpoint, trials of learning rates included; 0 if there is none
         self._log = log
         self._begun, self._pause = time.monotonic(), 0.0
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after this number of steps of the run."""
+        """Return whether a checkpoint is due after this number of steps, trials of learning rates included."""
         steps, seconds = self.settings.every_steps, self.settings.every_seconds
         if steps is not None and step - self.step >= steps:
             return True
         return seconds is not None and time.monotonic() - self._begun >= max(seconds, self._pause)
 
-    def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, step: int) -> None:
+    def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, work: int) -> None:
         """Write a checkpoint, and remove those that are too old; warn if it cannot be written."""
         begun, path = time.monotonic(), self.folder / f"epoch-{epoch:04d}-batch-{batch:06d}"
         try:
@@ -76,7 +77,7 @@ class Checkpoints:
         else:
             self.last = path
             self._keep(self.settings.keep)
-        self._begun, self.step = time.monotonic(), step
+        self._begun, self.step = time.monotonic(), work
         self._pause = (self._begun - begun) / SHARE
 
     def _keep(self, count: int) -> None:
@@ -110,7 +111,9 @@ class Checkpoints:
                 with suppress(OSError):
                     path.rename(path.with_name(f"damaged-{path.name}"))
                 continue
-            self.last, self.step, self._begun = path, state["position"]["step"], time.monotonic()
+            at = state["position"]
+            self.last, self._begun = path, time.monotonic()
+            self.step = at["step"] + sum(row["steps"] for row in at.get("rates", ()))
             self._keep(self.settings.keep)  # a run may have been killed between writing one and removing another
             return state
         return None
@@ -138,7 +141,10 @@ def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) 
 
 
 class BestWeights:
-    """The weights of the epoch with the best validation score so far; a later epoch wins a tie."""
+    """The weights of the epoch with the best validation score so far; a later epoch wins a tie.
+
+    Epoch 0 is the state before the first step, and wins a tie against all: training leaves nothing worse than it found.
+    """
 
     def __init__(
         self,
@@ -154,14 +160,21 @@ class BestWeights:
         self._sign = -1 if lower_is_better else 1
         self.epoch = 0
         self.score: float | None = None
+        # both in the main process alone: the state dict, and the buffers that are not in it
         self.weights: dict[str, Tensor] = {}
+        self.buffers: Mapping[str, Tensor] = {}
         self._written = False
 
     def offer(self, epoch: int, score: float | None) -> None:
         """Keep the present weights if none were better; without a score only if none with one were offered."""
-        if self.score is None or (score is not None and self._sign * score >= self._sign * self.score):
-            self.epoch, self.score = epoch, score
-            self.keep()
+        if self.score is not None:
+            if score is None:
+                return
+            found, kept = self._sign * score, self._sign * self.score
+            if not (found >= kept if self.epoch else found > kept):
+                return
+        self.epoch, self.score = epoch, score
+        self.keep()
 
     def keep(self) -> None:
         """Copy every parameter and buffer, also to the file."""
@@ -175,6 +188,7 @@ class BestWeights:
         self.weights = kept
         if not is_main():
             return
+        self.buffers = {name: buffer.cpu().clone() for name, buffer in unsaved_buffers(self._trained).items()}
         self._written = False
         try:
             self._write()
@@ -193,12 +207,26 @@ class BestWeights:
             self._write()
             self.model.load_state_dict(self.weights)
         share_tensors(self.model.state_dict().items(), "the model")
+        set_buffers(self.model, share_state(self.buffers) or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and score of the weights, which are in `weights` in the main process."""
-        return {"epoch": self.epoch, "score": self.score}
+        """Return epoch and score of the weights, which are in `weights` in the main process, and the buffers."""
+        return {"epoch": self.epoch, "score": self.score, "buffers": self.buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, once `weights` are set; the file may hold others until `restore`."""
-        self.epoch, self.score = state["epoch"], state["score"]
+        self.epoch, self.score, self.buffers = state["epoch"], state["score"], state["buffers"]
         self._written = False
+
+
+def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are not in the state dict; a forward pass may have changed them."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Put buffers into a model, on the device of its parameters; they may have another size than those there."""
+    for name, tensor in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own_name] = tensor.to(next(model.parameters()).device)

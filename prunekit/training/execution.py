@@ -57,8 +57,8 @@ class LongStrides(HookOwner):
         """Register hooks on every convolution that has a stride."""
         for module in self._model.modules():
             if isinstance(module, _ConvNd) and max(module.stride) > 1:
-                self.own_forward_pre(module, self._before, again=True)
-                self.own_forward(module, self._after, again=True, always=True)
+                self.own_forward_pre(module, self._before)
+                self.own_forward(module, self._after, always=True)
 
     def remove(self) -> None:
         """Remove the hooks, and leave what a pass that was interrupted has entered."""

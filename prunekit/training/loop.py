@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import Batch, Batches, batches
 from prunekit.data.splits import Splits
-from prunekit.distributed.process_group import is_main, rank, size, total, wait_for_all
+from prunekit.distributed.process_group import everyone, is_main, rank, size, total, wait_for_all
 from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.hooks.wrappers import require_unfrozen
@@ -35,6 +35,7 @@ from prunekit.training.callbacks.callback import (
     EpochRow,
     History,
     PausedRun,
+    StartRow,
     TrainingRun,
 )
 from prunekit.training.callbacks.selection import require_callbacks, task_loss, with_teacher
@@ -70,6 +71,14 @@ from prunekit.training.parallel import (
     share_corrupt,
     shares,
 )
+from prunekit.training.rate_search import (
+    HELD_OUT,
+    RateSearch,
+    held_out_loss,
+    middle_rate,
+    require_searchable,
+    taken_rate,
+)
 from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.files import StrPath
@@ -103,9 +112,13 @@ def fit(
 ) -> History:
     """Train a model in place, for the task of its data, and leave it with the weights of its best validation score.
 
-    `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. A last
-    batch that is not full is left out, and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception
-    take part in the loss. Zero epochs leave the model as it is.
+    `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. The
+    state before the first step is a candidate too, which an epoch has to beat: `History.best_epoch` is 0 where none
+    did. Where labels have no weight, the loss that is trained is compared in place of the score: the distance from the
+    teacher, on blends of held-out images, which no weights have memorized. Under a pruning schedule the start is a
+    candidate only if its plan is final, and never if its loss is NaN or Inf. A last batch that is not full is left out,
+    and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take part in the loss. Zero epochs
+    leave the model as it is.
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
@@ -146,11 +159,14 @@ def fit(
         reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
         reading(splits.validation, shuffle_seed=None),
     )
+    chosen = torch.linspace(0, len(splits.validation) - 1, min(HELD_OUT, len(splits.validation))).long()
+    held_out = reading(splits.validation, shuffle_seed=None, indices=chosen, mixing=mixing)
     given = model
     if sharding:
         model = sharded_copy(given, train, device)
-    optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
+    require_searchable(settings, splits, settings.epochs * steps)
+    optimizer = build_optimizer(model, replace(settings, lr=middle_rate(settings)), own_optimizer)
     called = CallbackList(callbacks)
     scaler = loss_scaler(settings.precision, device)
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
@@ -161,7 +177,8 @@ def fit(
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, called, **facts)
     path, main = None if checkpoint is None else Path(checkpoint), splits.task.main
-    best = BestWeights(given, path, warn, model, lower_is_better=main.lower_is_better)
+    labels = 1.0 if distill is None or distill.labels is None else distill.labels
+    best = BestWeights(given, path, warn, model, lower_is_better=not labels or main.lower_is_better)
     shown = wanted(progress) and is_main()
     bar = ProgressBar(label, settings.epochs * len(train), called.progress_metrics, shown, main)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
@@ -173,6 +190,7 @@ def fit(
         for context in (active, exact, *clamps.contexts, closing(bar.bar)):
             stack.enter_context(context)
         restarts = called.learning_rate_restarts(run)
+        require_searchable(settings, splits, settings.epochs * steps, rewinds=bool(restarts))
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, restarts)
         compiled = CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
@@ -183,7 +201,7 @@ def fit(
         state.resume()
         loop = TrainingLoop(
             state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
-            1.0 if distill is None or distill.labels is None else distill.labels, laid,
+            labels, laid, held_out.split(rank(), size()),
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
@@ -192,12 +210,13 @@ def fit(
         else:
             compilation = Compilation(0, 0.0, SEVERAL) if settings.compile else None
         if not complete:
-            return History(position.rows, 0, clamps.rows(), compilation, state.pause())
+            return History(position.rows, 0, clamps.rows(), compilation, state.pause(), position.start)
+        lr = taken_rate(settings, position.rates) if settings.lr == "auto" and settings.epochs else None
         require_same_weights(model, f"after {label}")
         if sharding:
             give_back_buffers(model, given.to(device))
         best.restore()
-    return History(position.rows, best.epoch, clamps.rows(), compilation)
+    return History(position.rows, best.epoch, clamps.rows(), compilation, None, position.start, lr, position.rates)
 
 
 def _warn(message: str) -> None:
@@ -220,6 +239,7 @@ class TrainingLoop:
     loss: Loss  # of training, on labels
     labels: float  # its weight
     channels_last: bool  # whether the channels of images are laid last, which is faster
+    held_out: Batches  # the samples on which the loss that is trained is compared, mixed as in training
     # losses of the step, with what `_finite` takes, that were not looked at yet
     unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
 
@@ -236,6 +256,11 @@ class TrainingLoop:
         at, best = self.state.position, self.state.best
         if not self.settings.epochs:
             best.keep()
+        elif at.epoch == 1 and not at.step:
+            if not at.rates and at.start is None:
+                self._offer_start(at)
+            if self.settings.lr == "auto":
+                self._search_rate()
         self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
@@ -250,6 +275,46 @@ class TrainingLoop:
         if not over:
             self.state.write_result()
 
+    def _offer_start(self, at: Position) -> None:
+        """Make the state before the first step a candidate for the best, if its loss is finite."""
+        share_buffers(self.state.model)
+        if not self.state.callbacks.eligible_for_best(0):
+            return
+        loss, score = self.validate(None)
+        distance = self._distance()
+        if all(math.isfinite(value) for value in (score, loss, distance) if value is not None):
+            self.state.best.offer(0, score if distance is None else distance)
+            at.start = StartRow(loss, score, distance)
+
+    def _distance(self) -> float | None:
+        """Return the held-out loss where a teacher alone is learned from, by which the best epoch is chosen then."""
+        if self.labels:
+            return None
+        with self.state.callbacks.around_trial():
+            return self._held_out_loss()
+
+    def _held_out_loss(self) -> float:
+        def loss_of(batch: Batch) -> tuple[Tensor, int]:
+            return self._loss(self.state.model, batch)[0], self.task.weighed(batch[1])
+
+        return held_out_loss(self.state.model, self.task, self.held_out, loss_of)
+
+    def _search_rate(self) -> None:
+        """Set the learning rate that does best in short trials; see `rate_search`."""
+
+        def batches_of(epoch: int) -> Iterator[list[Batch]]:
+            for group in _groups(self.train.at_epoch(epoch).numbered(), self.settings.accumulate):
+                yield [batch for _, batch in group]
+
+        def add_gradients(batches: Sequence[Batch]) -> None:
+            for batch, weight in self._apart(batches):
+                self._add_gradient(batch, weight, EpochSums(), None)
+
+        RateSearch(
+            self.state, self.settings, batches_of, add_gradients, self._step, self._held_out_loss,
+            lambda tried: self.bar.bar.set_description(f"{self.bar.label}, trying {tried}"),
+        ).run(self.settings.epochs * self.steps)  # fmt: skip
+
     def _epoch(self, at: Position, until: Callable[[], bool]) -> EpochRow:
         start = time.perf_counter() - at.seconds
         self.bar.epoch(at.epoch, self.settings.epochs)
@@ -259,7 +324,8 @@ class TrainingLoop:
         with self.state.callbacks.around_validation():
             share_buffers(self.state.model)  # those of averaged weights
             validation_loss, reached = self.validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, reached if self.state.callbacks.eligible_for_best() else None)
+            merit = reached if (distance := self._distance()) is None else distance
+            self.state.best.offer(at.epoch, merit if self.state.callbacks.eligible_for_best(at.epoch) else None)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -270,6 +336,7 @@ class TrainingLoop:
             images_per_s=at.sums.samples / training_s,
             seconds=time.perf_counter() - start,
             skipped=self.steps - at.made,
+            held_out_loss=distance,
             score=self.task.main.name,
         )
 
@@ -372,30 +439,46 @@ class TrainingLoop:
 
     def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
         """Add up the gradient of a step over its batches."""
-        weight = int(total(sum(self.task.weighed(targets) for _, targets in batches))[0])
-        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+        for batch, weight in self._apart(batches):
             at.trained += 1
-            with kept_apart(self.replica) if left else nullcontext():
-                self._add_gradient(batch, weight, at.sums, f"epoch {at.epoch}, step {at.trained}")
+            self._add_gradient(batch, weight, at.sums, f"epoch {at.epoch}, step {at.trained}")
             rate = size() * at.sums.samples / (time.perf_counter() - start)
             self.bar.step(lambda: at.sums.mean_loss, lambda: self._train_score(at), rate)
 
-    def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str) -> None:
-        """Add the gradient of a batch, for the mean loss of all processes, whose batches weigh `of` together."""
+    def _apart(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, int]]:
+        """Yield the batches of a step with the weight of all; gradients are exchanged in that of the last."""
+        weight = int(total(sum(self.task.weighed(targets) for _, targets in batches))[0])
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            with kept_apart(self.replica) if left else nullcontext():
+                yield batch, weight
+
+    def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str | None) -> None:
+        """Add the gradient of a batch, for the mean loss of all processes, whose batches weigh `of` together.
+
+        A loss that is not finite is an error, which says `when` it was; where that is None, in all processes alike.
+        """
         weight = self.task.weighed(batch[1])
-        inputs, targets = self._there(batch)
-        given = inputs_as_example(self.state.model, inputs)
-        with autocast(self.settings.precision, self.device):
-            given = self.task.example_for_loss(self.state.model, given, targets)
-            output = call(self.replica, given)
-            own = self.labels * self.loss(output, targets) if self.labels else None
-            loss = self.state.callbacks.total_loss(own, inputs, output, targets)
-            value = self._read(loss, given, f"the loss is {{}} in {when}")
+        loss, given, output, targets = self._loss(self.replica, batch)
+        if when is not None:
+            with autocast(self.settings.precision, self.device):
+                value = self._read(loss, given, f"the loss is {{}} in {when}")
+        elif not everyone(math.isfinite(value := loss.item())):
+            raise NonFiniteError("the loss of a trial is NaN or Inf")
         loss = loss * (weight / max(of, 1))
         (loss if self.state.scaler is None else self.state.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             known = self.task.counts if self.task.scores_of_loss_outputs else None
             sums.add(value, None if known is None else known(output, targets), len(targets), weight)
+
+    def _loss(self, forward: Callable[..., Any], batch: Batch) -> tuple[Tensor, tuple[Any, ...], Any, Any]:
+        """Return the loss that is trained of a batch, and the example, output and targets that it is of."""
+        inputs, targets = self._there(batch)
+        given = inputs_as_example(self.state.model, inputs)
+        with autocast(self.settings.precision, self.device):
+            given = self.task.example_for_loss(self.state.model, given, targets)
+            output = call(forward, given)
+            own = self.labels * self.loss(output, targets) if self.labels else None
+            return self.state.callbacks.total_loss(own, inputs, output, targets), given, output, targets
 
     def _there(self, batch: Batch) -> Batch:
         """Return a batch on the device, its images as they lie best."""
@@ -406,8 +489,11 @@ class TrainingLoop:
         """Return the main score of the epoch's training batches so far; None if the loss's outputs have none."""
         return self.task.reached(at.sums.settle().counts) if self.task.scores_of_loss_outputs else None
 
-    def validate(self, when: str) -> tuple[float | None, float]:
-        """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score."""
+    def validate(self, when: str | None) -> tuple[float | None, float]:
+        """Return the mean loss of the validation samples, None if the task has none in eval mode, and the score.
+
+        A loss that is not finite is an error, which says `when` it was; where that is None, it is returned.
+        """
         sums, measured = EpochSums(), Measurement(self.task, together=True)
         with training_mode(self.state.model, False), torch.no_grad():
             for batch, counts in in_step(self.state.model, self.validation):
@@ -417,8 +503,8 @@ class TrainingLoop:
                 if not self.task.loss_in_train_mode:
                     example = self.task.example_for_loss(self.state.model, given, targets)
                     for_loss = output if self.task.loss_inputs is None else call(self.state.model, example)
-                    saying = f"the validation loss is {{}} in {when}"
-                    value = self._finite(self.task.loss(for_loss, targets), example, saying)
+                    loss, saying = self.task.loss(for_loss, targets), f"the validation loss is {{}} in {when}"
+                    value = loss.item() if when is None else self._finite(loss, example, saying)
                 if counts:
                     sums.add(value, None, len(targets), self.task.weighed(targets))
                     measured.add(self.task.scored(self.state.model, given, output), targets)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from prunekit.channels.cut.slicing import cut
 from prunekit.channels.labels.label_union import Labels
@@ -47,6 +47,8 @@ def build_optimizer(model: nn.Module, settings: TrainSettings, own: MakeOptimize
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if settings.lr == "auto":
+        raise UsageError("lr: expected a number here, got 'auto', which only a whole training finds")
     if own is None:
         # Fused, one pass updates weight, gradient and momentum, on the CPU as on CUDA. Not under a loss scale: if the
         # first step is skipped, fused SGD continues with a momentum that was never written. Nor with shards: torch 2.15
@@ -67,6 +69,11 @@ def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Se
 
     Both start again before the steps `restarts`, ascending, which rewinds the learning rate (Renda et al. 2020).
     """
+    return LambdaLR(optimizer, rate_factor(steps, warmup, restarts))
+
+
+def rate_factor(steps: int, warmup: float, restarts: Sequence[int] = ()) -> Callable[[int], float]:
+    """Return by which factor of the largest rate each step is made, counted from 0; see `build_schedule`."""
     edges = [0, *restarts, steps]
 
     def factor(step: int) -> float:
@@ -77,7 +84,16 @@ def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Se
             return (step + 1) / (rising + 1)
         return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, length - rising)))
 
-    return LambdaLR(optimizer, factor)
+    return factor
+
+
+def set_rate(optimizer: Optimizer, schedule: LRScheduler, rate: float) -> None:
+    """Make a schedule that has not begun one of another largest rate, as if the optimizer had been built with it."""
+    assert isinstance(schedule, LambdaLR)
+    rates = [rate * factor(0) for factor in schedule.lr_lambdas]
+    for group, first in zip(optimizer.param_groups, rates, strict=True):
+        group.update(initial_lr=rate, lr=first)
+    schedule.load_state_dict({**schedule.state_dict(), "base_lrs": [rate] * len(rates), "_last_lr": rates})
 
 
 def transfer_run(run: PausedRun, plan: Plan) -> PausedRun:
@@ -116,9 +132,10 @@ def transfer_run(run: PausedRun, plan: Plan) -> PausedRun:
         "buffers": _cut_all(training["buffers"], kept, lost=plan.lost),
         "optimizer": {**optimizer, "state": moments, "param_groups": groups},
     }
-    best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept, lost=plan.lost)}
+    offered = {part: _cut_all(state["best"][part], kept, lost=plan.lost) for part in ("weights", "buffers")}
     kinds = tuple(kind for kind in run.callbacks if kind is not PruningSchedule)
     parameters = type(run.parameters)(run.parameters[index] for index in left)
+    best = {**state["best"], **offered}
     return PausedRun({**state, "callbacks": callbacks, "training": carried, "best": best}, parameters, kinds)
 
 
@@ -198,7 +215,7 @@ class GradientClamps:
 
 def check_clamps(model: nn.Module, settings: TrainSettings) -> None:
     """Raise UsageError, before anything is trained, if a glob of the clamps matches no module."""
-    any_optimizer = build_optimizer(model, replace(settings, optimizer="sgd", nesterov=False))
+    any_optimizer = build_optimizer(model, replace(settings, optimizer="sgd", nesterov=False, lr=1.0))
     GradientClamps(model, any_optimizer, settings, None)
 
 

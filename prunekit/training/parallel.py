@@ -234,7 +234,7 @@ def _count_calls(model: nn.Module, calls: Counter[str], hooks: HookOwner) -> Non
 
     for path, module in model.named_modules():
         if any(True for _ in module.children()):
-            hooks.own_forward(module, partial(count, path), again=True)
+            hooks.own_forward(module, partial(count, path))
 
 
 def _units(model: nn.Module, called: set[str]) -> Iterator[str]:

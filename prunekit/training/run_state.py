@@ -31,8 +31,8 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.reading.records import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import DeviceSum, added
-from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun
-from prunekit.training.checkpoints import BestWeights, Checkpoints
+from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun, RateRow, StartRow
+from prunekit.training.checkpoints import BestWeights, Checkpoints, set_buffers, unsaved_buffers
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.optimizers import GradientClamps
 from prunekit.training.parallel import share_state
@@ -103,11 +103,19 @@ class Position:
     seconds: float = 0.0  # time that the epoch took so far
     sums: EpochSums = field(default_factory=EpochSums)  # sums of the epoch so far
     rows: tuple[EpochRow, ...] = ()  # figures of the epochs before
+    start: StartRow | None = None  # those of the weights before the first step, if they were offered as the best
+    rates: tuple[RateRow, ...] = ()  # trials of learning rates before the first step
+
+    @property
+    def work(self) -> int:
+        """Steps of the whole run and of the trials before it."""
+        return self.step + sum(row.steps for row in self.rates)
 
     def next_epoch(self, row: EpochRow, steps: int) -> None:
         """Move on to the next epoch."""
         rows, epoch = (*self.rows, row), self.epoch + 1
-        self.load_state_dict(asdict(Position(epoch, step=self.epoch * steps, rows=rows)))
+        moved = Position(epoch, step=self.epoch * steps, rows=rows, start=self.start, rates=self.rates)
+        self.load_state_dict(asdict(moved))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data."""
@@ -117,7 +125,9 @@ class Position:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position of a state."""
         rows = tuple(EpochRow(**row) for row in state["rows"])
-        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows)
+        start = None if state["start"] is None else StartRow(**state["start"])
+        rates = tuple(RateRow(**row) for row in state["rates"])
+        vars(self).update(state, sums=EpochSums(**state["sums"]), rows=rows, start=start, rates=rates)
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch}"
@@ -183,7 +193,7 @@ class RunState:
 
     def write_if_due(self) -> None:
         """Write a checkpoint when it is time."""
-        if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.step)):
+        if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.work)):
             if (tensor := self.non_finite_tensor()) is not None:
                 last = self.checkpoints.last or "none yet"
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
@@ -191,7 +201,7 @@ class RunState:
 
     def write_paused(self) -> None:
         """Write a checkpoint where the run is paused, unless it was resumed there."""
-        if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.step):
+        if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.work):
             self._write(self.checkpoints, over=False)
 
     def pause(self) -> PausedRun:
@@ -211,7 +221,7 @@ class RunState:
         takes_part = is_main() or is_sharded(self.model)  # all processes put shards together
         training = None if over or not takes_part else self._training()
         if is_main():
-            checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, step=at.step)
+            checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, work=at.work)
         checkpoints.last = gather_values(checkpoints.last)[0]
 
     def _state(self, processes: Sequence[Mapping[str, Any]], training: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -240,7 +250,7 @@ class RunState:
             model, optimizer = map_tensors((model, optimizer), _on_main)
         return {
             "model": model,
-            "buffers": _unsaved_buffers(self.model),
+            "buffers": unsaved_buffers(self.model),
             "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -251,7 +261,7 @@ class RunState:
         as_record(Position, state.get("position"), f"{where}: position")
         require_parts(state, ("best", "processes", "training", "callbacks"), where)
         best, processes, training = state["best"], state["processes"], state["training"]
-        require_parts(best, ("epoch", "score", "weights"), f"{where}: best")
+        require_parts(best, ("epoch", "score", "weights", "buffers"), f"{where}: best")
         if not isinstance(processes, list) or len(processes) != size():
             raise ArtifactError(f"{where}: expected the states of {size()} processes; the file is damaged")
         for number, own in enumerate(processes):
@@ -265,7 +275,7 @@ class RunState:
             return
         require_parts(training, ("model", "buffers", "optimizer", "schedule", "scaler"), f"{where}: training")
         require_same_kind(training["model"], model.items(), f"{where}: model")
-        require_parts(training["buffers"], tuple(_unsaved_buffers(self.model)), f"{where}: buffers")
+        require_parts(training["buffers"], tuple(unsaved_buffers(self.model)), f"{where}: buffers")
         self._check_optimizer(training["optimizer"], f"{where}: optimizer")
 
     def _check_optimizer(self, state: Any, where: str) -> None:
@@ -298,10 +308,7 @@ class RunState:
             self.model.load_state_dict(
                 {name: shard_like(v, there.get(name, v)) for name, v in training["model"].items()}
             )
-            for name, tensor in training["buffers"].items():
-                owner, _, own_name = name.rpartition(".")
-                buffers = self.model.get_submodule(owner)._buffers
-                buffers[own_name] = tensor.to(next(self.model.parameters()).device)
+            set_buffers(self.model, training["buffers"])
             self.optimizer.load_state_dict(_spread_moments(training["optimizer"], self.optimizer))
             self.schedule.load_state_dict(training["schedule"])
             if self.scaler is not None:
@@ -334,12 +341,6 @@ def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
         for index, values in state["state"].items()
     }
     return {**state, "state": moments}
-
-
-def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are not in the state dict; a forward pass may have changed them."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def identity_of(

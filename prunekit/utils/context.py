@@ -46,15 +46,22 @@ def set_mode(model: M, training: bool) -> M:
 
 
 @contextmanager
-def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into train or eval mode; afterwards every module has its former mode."""
-    before = [(module, module.training) for module in model.modules()]
+def restored(objects: Iterable[Any], *names: str) -> Iterator[None]:
+    """Give attributes of objects, such as `training` of modules, the values back that they had before."""
+    before = [(one, name, getattr(one, name)) for one in objects for name in names]
     try:
-        set_mode(model, training)
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
+        for one, name, value in before:
+            setattr(one, name, value)
+
+
+@contextmanager
+def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into train or eval mode; afterwards every module has its former mode."""
+    with restored(model.modules(), "training"):
+        set_mode(model, training)
+        yield
 
 
 _OF_ALL = vars(nn.Module()).keys() - {"_buffers"}
@@ -79,14 +86,11 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
     """Turn the gradients of parameters on or off; afterwards each is as it was."""
-    before = [(parameter, parameter.requires_grad) for parameter in parameters]
-    try:
-        for parameter, _ in before:
+    every = list(parameters)
+    with restored(every, "requires_grad"):
+        for parameter in every:
             parameter.requires_grad_(wanted)
         yield
-    finally:
-        for parameter, was in before:
-            parameter.requires_grad_(was)
 
 
 def gradients_of(
@@ -108,14 +112,11 @@ def gradients_of(
 @contextmanager
 def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Clear the `.grad` of tensors; afterwards each has its former one."""
-    before = [(tensor, tensor.grad) for tensor in tensors]
-    try:
-        for tensor, _ in before:
+    every = list(tensors)
+    with restored(every, "grad"):
+        for tensor in every:
             tensor.grad = None
         yield
-    finally:
-        for tensor, gradient in before:
-            tensor.grad = gradient
 
 
 def is_reentrant(value: torch.Tensor) -> bool:

@@ -72,13 +72,6 @@ def backward_compiled_at_once() -> AbstractContextManager[Any]:
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
 
 
-def compiled_graph(graph: Any, examples: list[Any]) -> Any:
-    """Return a graph as TorchInductor compiles it, for the sizes that it has as symbols."""
-    from torch._inductor import standalone_compile
-
-    return standalone_compile(graph, examples, dynamic_shapes="from_graph")
-
-
 def has_compiled(code: CodeType) -> bool:
     """Return whether `torch.compile` has compiled a function."""
     if "torch._dynamo" not in sys.modules:

@@ -30,7 +30,7 @@ COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "predict", "profile", "bench", "explain", "export",
     "diagnose", "inspect",
 )  # fmt: skip
-VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
+VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "filters", "histograms"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]
 
 

@@ -20,7 +20,7 @@ name: tiny
 model: {name: net, zoo: own}
 data: {image_size: 8, batch: 128}
 baseline: {epochs: 1, lr: 0.05}
-calibration: {images: 128, fused: false}
+calibration: {images: 128}
 prune: {budget: {macs: 0.6}, criterion: l2, scope: global}
 finetune: {epochs: 1, lr: 0.02}
 checkpoint: {every_steps: 2}

@@ -1,4 +1,4 @@
-"""`prunekit visualize cam`, `saliency` and `gradients` on a small net of the user's own, with good and bad input."""
+"""`prunekit visualize cam` and `saliency` on a small net of the user's own, with good and bad input."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
         write_report(here / "run")
 
 
-@pytest.mark.parametrize("method", ["grad_cam_pp", "layer_cam", "eigen_cam", "cam"])
+@pytest.mark.parametrize("method", ["grad_cam_pp", "layer_cam", "eigen_cam"])
 def test_every_method_on_a_single_model(here: Path, method: str) -> None:
     done = run("cam", *OWN, "--input-shape", "1x3x16x16", *IMAGE, "--method", method, "--output", "out")
     assert done.exit_code == 0, done.output
-    name = {"grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM", "cam": "CAM"}[method]
+    name = {"grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM"}[method]
     assert done.stdout.startswith(f"{name} at relu (8 x 8), class ")
     assert "correlation" not in done.stdout
     (picture,) = (here / "out").glob("*.png")  # another one for each class
@@ -133,19 +133,6 @@ def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:
     assert json.loads(first.stdout)["layer"] is None
 
 
-@pytest.mark.slow
-def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
-    done = run("gradients", "mine.yaml", "--epochs", "1", "--records", "2", "--json")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert result["records"] == 2
-    assert [row["layer"] for row in result["layers"]][:2] == ["conv1", "layer1.0.conv1"]
-    assert all(0 < row["p10"] < row["last"] < row["p90"] for row in result["layers"])
-    lines = (here / "gradients" / "gradients.csv").read_text().splitlines()
-    assert len(lines) == 1 + 2 * len(result["layers"])
-    assert (here / result["picture"]).stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -162,7 +149,6 @@ def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
         (("cam", "run", *OWN, *IMAGE, "--class", "10"), "class 10: the model has 10 classes, 0 to 9"),
         (("cam", "run", *OWN, *IMAGE, "--method", "gradcam"), "'gradcam' is not one of"),
         (("cam", "run", *OWN), "run: expected an image to look at"),
-        (("gradients", "mine.yaml", "baseline.epochs=0"), "baseline.epochs: expected at least one to record gradients"),
     ],
 )
 def test_bad_input_says_what_was_expected(here: Path, arguments: tuple[str, ...], expected: str) -> None:

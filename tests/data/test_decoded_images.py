@@ -11,7 +11,7 @@ from PIL import Image
 
 from prunekit.data.datasets import CorruptImages, FolderImages, ImageTransform, pixels
 from prunekit.errors import DataError
-from prunekit.inspection.visualize.image_files import Preprocessing, read_image
+from prunekit.models.preprocessing import Preprocessing
 
 GRAY = np.arange(256, dtype=np.uint8).reshape(16, 16)
 
@@ -24,8 +24,8 @@ def test_sixteen_bits_are_the_same_image_as_eight(tmp_path: Path, kind: str) -> 
 
     images, _ = FolderImages((eight, sixteen), torch.zeros(2).long(), ImageTransform(16)).fetch(torch.arange(2))
     assert torch.equal(*images)
-    shown = Preprocessing((3, 16, 16))
-    assert torch.equal(read_image(eight, shown), read_image(sixteen, shown))
+    shown = Preprocessing(16, 16)
+    assert torch.equal(shown(eight), shown(sixteen))
     with Image.open(sixteen) as image:
         found = pixels(image, "image 0")
     assert isinstance(found, Image.Image)
@@ -37,7 +37,7 @@ def test_numbers_without_a_white_are_refused_by_name(tmp_path: Path) -> None:
     Image.fromarray(GRAY.astype(np.int32) * 1000).save(tmp_path / "wide.tiff")
     for name, reason in (("real.tiff", "floating-point numbers"), ("wide.tiff", "from 0 to 255000")):
         with pytest.raises(DataError, match=rf"{name}: .*{reason}; expected 8 or 16 bits"):
-            read_image(tmp_path / name, Preprocessing((3, 16, 16)))
+            Preprocessing(16, 16)(tmp_path / name)
         files = FolderImages((tmp_path / name,), torch.zeros(1).long(), ImageTransform(16), CorruptImages(0))
         with pytest.raises(DataError, match=rf"{name}: .*{reason}"):
             files.fetch(torch.arange(1))

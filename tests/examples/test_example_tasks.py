@@ -179,7 +179,7 @@ def test_padding_of_several_texts_for_each_sample_is_left_out() -> None:
     ids = torch.randint(1, 20, (24, 3, 6)) * mask
     other = ids.masked_fill(mask == 0, 7)  # what stands at padding changes nothing
     data = [{"input_ids": each, "attention_mask": mask} for each in (ids, other)]
-    first, second = (pk.calibrate(model, each, fused=False) for each in data)
+    first, second = (pk.calibrate(model, each) for each in data)
     key = next(key for key in first if key.module == "first" and key.side == "output")
     np.testing.assert_allclose(first[key].mean, second[key].mean, rtol=1e-6)
     assert first[key].count[0] == int(mask.sum())

@@ -46,7 +46,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
         model=ModelSettings("net", zoo="own"),
         data=DataSettings(image_size=16, batch=64),
         baseline=TrainSettings(epochs=2, lr=0.05),
-        calibration=CalibrationSettings(images=320, fused=False),
+        calibration=CalibrationSettings(images=320),
         prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="activation", scope="global"),
         finetune=TrainSettings(epochs=2, lr=0.02),
         latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.backends.backend import FileBackend, register_format
+from prunekit.backends.backend import FileBackend, register_backend
 from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.errors import ModelError, RunError, UsageError
@@ -25,7 +25,7 @@ from prunekit.utils.tensors import gather
 def twin() -> type[Any]:
     """A format whose files say nothing, and that runs the model itself, wrong by a factor."""
 
-    @register_format("twin", about="the model itself", suffix=".twin")
+    @register_backend(format="twin", about="the model itself", suffix=".twin")
     class Twin(FileBackend):
         factor: ClassVar[float] = 1.0
         sources: ClassVar[list[ExportSource]] = []

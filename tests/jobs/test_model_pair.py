@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import prunekit
+from prunekit.errors import UsageError
 from prunekit.inspection.visualize.feature_maps import feature_maps
-from prunekit.jobs.run.model_pair import load_model_pair
+from prunekit.jobs.run.command_subject import Subject
+from prunekit.jobs.run.model_pair import load_model_pair, single_model
 
 CODE = """
 import torch
@@ -47,3 +50,11 @@ def test_channels_of_packed_projections_stand_where_the_dense_ones_do(tmp_path: 
     shown: Tensor = found.sides["pruned"]
     assert np.array_equal(~shown.isnan().flatten(1).any(1).numpy(), rows)
     assert found.note == ""
+
+
+def test_an_image_becomes_an_input_of_the_models_channels() -> None:
+    gray, four = (single_model(Subject(nn.Identity(), "net", shape)) for shape in ((1, 8, 12), (4, 8, 8)))
+    feed = gray.image_conversion
+    assert (feed.height, feed.width, feed.shorter_side, len(feed.mean), len(feed.std)) == (8, 12, 14, 1, 1)
+    with pytest.raises(UsageError, match="takes images of 1 or 3 channels, but it takes 4 x 8 x 8"):
+        _ = four.image_conversion

@@ -31,7 +31,7 @@ SCHEDULE = ScheduleSettings("iterative", begin=0.3, end=1.0, rounds=2, regrow=Tr
 CHANGES: dict[str, Any] = {
     "baseline": TrainSettings(epochs=1, lr=0.05),
     "data": DataSettings(image_size=8, batch=128),
-    "calibration": CalibrationSettings(images=320, fused=False),
+    "calibration": CalibrationSettings(images=320),
     "prune": PruneSettings(
         BudgetSettings(macs=0.5), criterion="activation", scope="global", schedule=SCHEDULE, compact_early=True
     ),

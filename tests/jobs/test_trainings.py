@@ -29,6 +29,7 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
+from prunekit.training import rate_search
 
 CODE = """
 import torch
@@ -129,6 +130,29 @@ def test_a_job_sparsifies_distils_and_averages(file: Path, tmp_path: Path) -> No
     assert metrics["pruned"]["top1"] > 70
     sizes = [removed_size(folder, name) for name in ("dense", "sparsified")]
     assert sizes[1] < 0.5 * sizes[0]
+
+
+@pytest.mark.slow
+def test_a_learning_rate_is_found_and_the_run_says_which(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    log: list[str] = []
+    found = finetune(job(tmp_path, finetune=TrainSettings(epochs=1, lr="auto")), log=log.append, own=Own(f"{file}:Net"))
+    rows = pd.read_csv(found.folder / "rates.csv")
+    assert list(rows) == ["run", "rate", "steps", "held_out_loss"]
+    for name in ("pruned", "control"):
+        trained = found.metrics["trainings"][name]
+        tried = rows[rows["run"] == name]
+        assert len(tried) == len(trained["rates"]) >= 4
+        assert trained["lr"] in set(tried["rate"])
+        assert trained["start"] is not None
+        (line,) = [line for line in log if line.startswith(f"{name}: lr {trained['lr']:g} was taken")]
+        assert f"of {len(tried) - 1} tried" in line
+        page = write_report(found.folder).read_text()
+        assert line in page
+        assert f"Training of {line}" in " ".join(str(found).split())
+        assert f"Learning rates tried: {name}" in page
 
 
 def removed_size(folder: Path, name: str) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, randomized, step
+from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, randomized
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -41,16 +41,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     real = WriteDetector.zero_
     monkeypatch.setattr(WriteDetector, "zero_", lambda self, tensor: (found.append(tensor), real(self, tensor)))
     return found
-
-
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_the_step_of_another_model_writes_nothing_here(kind: type[Optimizer], written: list[Tensor]) -> None:
-    model, other, plan = randomized(SmallNet()), randomized(SmallNet()), handmade_plan(3)
-    with WeightMasks(model, plan):
-        written.clear()
-        step(other, kind(other.parameters(), lr=0.1, fused=True))
-        model(torch.randn(2, 3, 8, 8))
-        assert not written
 
 
 def test_a_step_on_the_memory_of_weights_is_undone_whatever_tensor_it_knows_it_by(written: list[Tensor]) -> None:

@@ -42,9 +42,7 @@ def test_zeros_are_written_where_it_is_pruned_and_nowhere_else(
     if channels_last and len(shape) == 4:
         before = before.to(memory_format=torch.channels_last)
     after, entries = before.clone(), PrunedEntries(keep)
-    assert entries.any_in(before) == bool(signed(before)[~keep.expand(shape)].any())
     entries.zero_(after)
-    assert not entries.any_in(after)
     assert torch.equal(signed(after), torch.where(keep, signed(before), 0))
 
 

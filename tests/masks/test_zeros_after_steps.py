@@ -141,7 +141,7 @@ class LooksAtAverage(Callback):
         self.pruning, self.average = pruning, average
 
     def after_step(self, step: int, made: bool) -> None:
-        if self.pruning.pruned and self.average is not None and self.average.eligible_for_best():
+        if self.pruning.pruned and self.average is not None and self.average.eligible_for_best(1):
             self.pruning.look(self.average.average.module)
 
 

@@ -22,7 +22,7 @@ from prunekit.errors import ArtifactError
 from prunekit.report import rendering
 from prunekit.report.figures.charts import curves
 from prunekit.report.headline import blocks, clamped, compared, masked, sentence, tiles
-from prunekit.report.pages.run_page import again, missing, write_report
+from prunekit.report.pages.run_page import again, lines, missing, write_report
 from prunekit.report.rendering import how
 from prunekit.report.run_data import read_run
 
@@ -476,6 +476,21 @@ def test_a_single_epoch_has_an_axis_of_whole_epochs() -> None:
     row = {"run": "pruned", "epoch": 1, "train_loss": 0.2, "validation_loss": 0.3, "validation_top1": 97.0}
     ticks = re.findall(r"<g id=\"xtick_\d+\">.*?<text[^>]*>([^<]*)</text>", curves(pd.DataFrame([row])), re.DOTALL)
     assert ticks == ["1", "1"]
+
+
+def test_the_start_is_the_point_at_epoch_0_and_is_said_where_no_epoch_beat_it(tmp_path: Path) -> None:
+    rows = [{"run": "pruned", "epoch": 1, "train_loss": 0.2, "validation_loss": 0.3, "validation_top1": 97.0}]
+    trainings = {"pruned": {"epochs": 1, "best_epoch": 0, "validation": 99.07, "start": 99.07, "start_loss": 0.1}}
+    drawn = curves(pd.DataFrame(rows), trainings=trainings)
+    ticks = re.findall(r"<g id=\"xtick_\d+\">.*?<text[^>]*>([^<]*)</text>", drawn, re.DOTALL)
+    assert ticks == ["0", "1"] * 2
+    folder = write_run(tmp_path / "run", only=("history",))
+    said = "pruned: no epoch beat the start (top-1 99.07 %), which is delivered"
+    for best, times in ((0, 1), (1, 0)):
+        found = {**metrics(), "trainings": {"pruned": {**trainings["pruned"], "best_epoch": best}}}
+        (folder / "metrics.json").write_text(json.dumps(found))
+        assert Page(write_report(folder).read_text(encoding="utf-8")).text["curves"].count(said) == times
+        assert lines({**found, "shortfalls": []}, folder).count(f"Training of {said}") == times
 
 
 def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:

@@ -11,15 +11,14 @@ from hypothesis.extra import numpy as hnp
 
 from prunekit.statistics import reductions
 from prunekit.statistics.layer_stats import ARRAYS, LayerStats, combine
-from prunekit.statistics.reductions import Reducer, eager_sums
+from prunekit.statistics.reductions import eager_sums
 
 Summarize = Callable[[torch.Tensor, int], LayerStats]
 
 
-@pytest.fixture(params=[False, True], ids=["eager", "fused"])
-def summarize(request: pytest.FixtureRequest) -> Summarize:
-    reducer = Reducer(request.param)
-    return lambda activation, axis: LayerStats.from_rows(reductions.summarize(activation, axis, reducer))
+@pytest.fixture
+def summarize() -> Summarize:
+    return lambda activation, axis: LayerStats.from_rows(reductions.summarize(activation, axis))
 
 
 def reference(values: np.ndarray) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from prunekit.settings.train import TrainSettings
 from prunekit.tasks.language import CAUSAL_LM, MASKED_LM, SEQ2SEQ, TOKEN_CLASSIFICATION
 from prunekit.tasks.task import Task, get_task
 from prunekit.tasks.texts import IGNORED, PaddedTexts
+from prunekit.training import rate_search
 from prunekit.training.loop import fit
 
 CPU = torch.device("cpu")
@@ -141,6 +142,18 @@ def test_training_weighs_batches_by_tokens() -> None:
     assert whole.validation_loss == pytest.approx(parts.validation_loss, rel=1e-5)
     assert whole.validation_score == pytest.approx(float(torch.tensor(whole.validation_loss).exp()), rel=1e-5)
     assert whole.score == "perplexity"
+
+
+def test_a_learning_rate_is_found_by_the_loss_of_held_out_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    texts = sentences(20)
+    splits = sample_splits({"train": texts, "test": texts[:2], "validation": texts[12:]}, CAUSAL_LM)
+    settings = TrainSettings(epochs=2, optimizer="adamw", lr="auto")
+    history = fit(llama(), splits, settings, device=CPU, seed=0, batch=5)
+    assert history.start is not None
+    start, *tried = history.rates
+    assert start.held_out_loss == pytest.approx(history.start.validation_loss, rel=1e-5)
+    assert history.lr == min(tried, key=lambda row: row.held_out_loss).rate
 
 
 def test_training_with_gradient_checkpointing_makes_the_same_weights() -> None:

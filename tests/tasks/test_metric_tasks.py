@@ -16,6 +16,7 @@ from prunekit.errors import UsageError
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import Score, Task
+from prunekit.training import rate_search
 from prunekit.training.loop import fit
 
 CPU = torch.device("cpu")
@@ -105,14 +106,19 @@ def test_processes_measure_a_metric_over_the_samples_of_all(tmp_path: Path) -> N
     assert set(together(3, tmp_path, _shared)) == {evaluate(model(), batches(5), TASK, CPU).values["near"]}
 
 
-def test_a_model_that_computes_its_own_loss_is_trained() -> None:
-    splits = sample_splits({"train": samples(), "test": samples(6)}, TASK)
-    settings = TrainSettings(epochs=12, lr=0.1)
+@pytest.mark.parametrize("lr", [0.1, "auto"])
+def test_a_model_that_computes_its_own_loss_is_trained(lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    splits = sample_splits({"train": samples(), "test": samples(6), "validation": samples(9)}, TASK)
+    settings = TrainSettings(epochs=12, lr=lr)
     net = model()
     history = fit(net, splits, settings, device=CPU, seed=0, batch=6)
     first, last = history.rows[0], history.rows[-1]
     assert last.train_loss < first.train_loss
     assert history.rows[history.best_epoch - 1].validation_score > 60
+    losses = [row.held_out_loss for row in history.rates]
+    assert len(losses) == (6 + 1 if lr == "auto" else 0)
+    assert None not in losses
     assert first.train_score is None
     assert first.validation_loss is None
     assert first.figures()["validation_near"] == first.validation_score

@@ -42,9 +42,10 @@ class Recorder(Callback):
     def after_step(self, step: int, made: bool) -> None:
         self.steps.append(self.now())
 
-    def eligible_for_best(self) -> bool:
-        self.seen.append(self.now())
-        return True
+    def eligible_for_best(self, epoch: int) -> bool:
+        if epoch:
+            self.seen.append(self.now())
+        return bool(epoch)
 
     def now(self) -> State:
         return {name: value.clone() for name, value in self.model.state_dict().items()}

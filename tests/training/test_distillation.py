@@ -311,29 +311,38 @@ def test_an_embedding_has_a_teacher_already() -> None:
         task_loss(get_task("embedding"), TrainSettings(distill=DistillSettings()))
 
 
+SEEN: dict[str, list[Tensor]] = {"student": [], "teacher": []}
+"""Images that each was given: not in the modules, of which the teacher is copied."""
+
+
 class Recording(nn.Module):
     """Keeps what it is given while it learns, or while it teaches."""
 
-    def __init__(self, inner: nn.Module, *, learns: bool) -> None:
+    def __init__(self, inner: nn.Module, name: str) -> None:
         super().__init__()
-        self.inner, self.learns = inner, learns
-        self.seen: list[Tensor] = []
+        self.inner, self.name = inner, name
 
     def forward(self, images: Tensor) -> Tensor:
-        if torch.is_grad_enabled() == self.training == self.learns:
-            self.seen.append(images.clone())
+        if torch.is_grad_enabled() == self.training == (self.name == "student"):
+            SEEN[self.name].append(images.clone())
         return self.inner(images)  # type: ignore[no-any-return]
 
 
 def test_the_teacher_sees_the_blends_that_the_student_sees() -> None:
-    student, teacher = Recording(net(1), learns=True), Recording(net(2), learns=False)
-    settings = TrainSettings(epochs=1, lr=0.01, distill=DistillSettings())
-    fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[Distillation(teacher, DistillSettings())])
-    taught = teacher.seen[-len(student.seen) :]  # before these it ran on the first batch, to be made faster
-    assert len(student.seen) > 1
-    assert all(map(torch.equal, student.seen, taught))
+    given, taught = SEEN["student"], SEEN["teacher"]
+    given.clear()
+    taught.clear()
+    distill = DistillSettings()
+    settings, part = (
+        TrainSettings(epochs=1, lr=0.01, distill=distill),
+        Distillation(Recording(net(2), "teacher"), distill),
+    )
+    fit(Recording(net(1), "student"), splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part])
+    first = next(at for at, seen in enumerate(taught) if torch.equal(seen, given[0]))
+    assert len(given) == 4 < len(taught)  # which sees what is held out before and after
+    assert all(map(torch.equal, given, taught[first:]))
     plain = {image.numpy().tobytes() for image, _ in splits().train}
-    assert not any(image.contiguous().numpy().tobytes() in plain for image in student.seen[0])  # all are blended
+    assert not any(image.contiguous().numpy().tobytes() in plain for image in given[0])  # all are blended
 
 
 @pytest.mark.parametrize(("labels", "equal"), [(None, True), (0.5, False)])

@@ -209,7 +209,7 @@ def test_stages_between_epochs_come_after_the_validation() -> None:
     history = fit(model, splits(), SETTINGS, device=CPU, seed=1, batch=16, callbacks=[part, Order()])
     assert [what for what, _ in seen] == ["validated"] * 2 + ["changed", "validated", "changed", "validated"]
     assert history.best_epoch == 4
-    assert part.eligible_for_best()
+    assert part.eligible_for_best(1)
 
 
 def test_missing_batches_do_not_keep_the_final_plan_away() -> None:
@@ -220,10 +220,10 @@ def test_missing_batches_do_not_keep_the_final_plan_away() -> None:
     with part.active(TrainingRun(model, optimizer, CPU, 4, 1)):
         part.after_step(1, True)
         part.after_step(2, True)  # of four: the other batches could not be read
-        assert not part.eligible_for_best()
+        assert not part.eligible_for_best(1)
         with part.around_validation():
             pass
-        assert part.eligible_for_best()
+        assert part.eligible_for_best(1)
 
 
 def test_the_learning_rate_is_rewound_in_each_round() -> None:
@@ -287,7 +287,7 @@ def test_a_state_is_put_back_with_plan_values_and_changes(at: int) -> None:
             if step % 4 == 0:
                 with again.around_validation():
                     pass
-        assert again.eligible_for_best()
+        assert again.eligible_for_best(4)
         assert [change.step for change in again.changes] == [change.step for change in part.changes]
 
 

@@ -125,7 +125,9 @@ class ExportedModel(nn.Module):
         example = map_tensors(example, lambda tensor: tensor.detach())
         run, most = self.run(), FORMATS.get(self.form).most_samples
         if fixed is not None and count != fixed:
-            parts = [tuple(run(_filled(example, at, fixed))) for at in range(0, count, fixed)]
+            # the last sample is repeated past the end
+            some = (torch.arange(at, at + fixed).clamp(max=count - 1) for at in range(0, count, fixed))
+            parts = [tuple(run(select_samples(example, chosen))) for chosen in some]
             outputs = [one[:count] for one in concatenate(parts)]
         elif fixed is None and most is not None and count > most and is_batched(example):
             parts = [tuple(run(select_samples(example, slice(at, at + most)))) for at in range(0, count, most)]
@@ -138,13 +140,6 @@ class ExportedModel(nn.Module):
             return tensors[0]
         numbered = names == [f"output_{at}" for at in range(len(names))]
         return tuple(tensors) if numbered else NamedOutputs(zip(names, tensors, strict=True))
-
-
-def _filled(example: tuple[Any, ...], start: int, size: int) -> tuple[Any, ...]:
-    """Return as many samples as asked for from a start on, the last one repeated past the end."""
-    chosen = torch.arange(start, start + size).clamp(max=sample_count(example) - 1)
-    filled: tuple[Any, ...] = select_samples(example, chosen)
-    return filled
 
 
 @lru_cache(maxsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def _rename_values(model: Any, program: Program) -> None:
     import onnx_ir
     from onnx_ir.passes.common import NameFixPass
 
-    for value in _graph_values(model.graph):
+    for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
         if value.shape is not None:
             sizes = [size if isinstance(size, int) else program.renamed(str(size.value)) for size in value.shape]
             value.shape = onnx_ir.Shape(sizes)
@@ -102,12 +102,6 @@ def graph_inputs(model: Any) -> list[Any]:
     """Return the inputs of a graph that are no weights, which older files have among them."""
     weights = {one.name for one in model.graph.initializer}
     return [entry for entry in model.graph.input if entry.name not in weights]
-
-
-def _graph_values(graph: Any) -> Iterator[Any]:
-    yield from graph.inputs
-    for node in graph:
-        yield from node.outputs
 
 
 SCOPES = "pkg.torch.onnx.name_scopes"

@@ -215,7 +215,9 @@ def _change(contents: FileContents, bundle: Bundle) -> str:
     names = _classes(contents, bundle)
     for path, cls in changes.classes.items():
         lines.append(f"{module_at(dense, path)}.__class__ = {names[cls]}")
-    for path in sorted({*changes.attributes, *changes.methods, *changes.tensors}, key=_order(contents.model)):
+    order = {path: index for index, (path, _) in enumerate(contents.model.named_modules())}
+    changed = {*changes.attributes, *changes.methods, *changes.tensors}
+    for path in sorted(changed, key=lambda path: order.get(path, len(order))):
         owner = module_at(dense, path)
         for name, text in changes.attributes.get(path, {}).items():
             lines.append(_assignment(owner, name, text))
@@ -230,11 +232,6 @@ def _change(contents: FileContents, bundle: Bundle) -> str:
     return (
         f'def change(model: nn.Module{extra}) -> None:\n    """Set what is different from the dense model."""\n{body}'
     )
-
-
-def _order(model: nn.Module) -> Any:
-    known = {path: index for index, (path, _) in enumerate(model.named_modules())}
-    return lambda path: known.get(path, len(known))
 
 
 def _all_paths(model: nn.Module, paths: list[str]) -> list[str]:

@@ -50,7 +50,7 @@ class NarrowNorms(HookOwner):
             self.own_undo(partial(setattr, encoder, "use_nested_tensor", encoder.use_nested_tensor))
             encoder.use_nested_tensor = False
         for module, run in runs:
-            self.own_forward(module, run.run, again=True, first=True)
+            self.own_forward(module, run.run, first=True)
         if runs:
             self.own_compile_check(self._model)
 

@@ -160,7 +160,10 @@ class BranchBuilder:
             layers=self.search.weights_of(body),
             small=tuple(self._users(tail, gone)),
         )
-        in_place = self._in_place(tail)
+        join = self.operators[self.join]
+        # the constant would be written to, and it is smaller than what it stands for
+        in_place = join.name.endswith("_") and join.reads[0] == self.end
+        in_place = in_place or any(operators[one].name.endswith("_") for one in tail)
         if not left and not in_place:
             return branch, None
         try:
@@ -176,12 +179,6 @@ class BranchBuilder:
         """Return the paths of the modules that run some operators, without those that go."""
         paths = dict.fromkeys(self.operators[one].module for one in numbers)
         return [path for path in paths if not is_inside(path, gone)]
-
-    def _in_place(self, tail: Sequence[int]) -> bool:
-        """Return whether the constant would be written to: it is smaller than what it stands for."""
-        join = self.operators[self.join]
-        written = join.name.endswith("_") and join.reads[0] == self.end
-        return written or any(self.operators[one].name.endswith("_") for one in tail)
 
     def _chain(self) -> list[int]:
         """Return the operators from the summand back to the one that reads what vanished."""
@@ -378,12 +375,8 @@ def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Br
         return None
     outside = {read for one in inside for read in search.operators[one].reads} - inside - {-1}
     sizes = [tuple(search.operators[one].call[2][0]) for one in outside]
-    if not sizes or any(_without(size, axis) != _without(shape, axis) for size in sizes):
+    if not sizes or any(size[:axis] + size[axis + 1 :] != shape[:axis] + shape[axis + 1 :] for size in sizes):
         return None  # its module cannot tell the size of what it returns from what it is given
     inner = [labels for labels in search.groups_of(inside) if not np.isin(labels, rows).any()]
     instead = (Replacement(path, empty=axis),)
     return Branch(path, (*ending, *inner), rows, instead, layers=search.weights_of(inside))
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return shape[:axis] + shape[axis + 1 :]

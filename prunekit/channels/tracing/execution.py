@@ -23,7 +23,7 @@ from prunekit.channels.labels.constraints import around
 from prunekit.channels.labels.label_union import Labels, LabelUnion
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner, after_forward, before_forward
-from prunekit.utils.context import same_draws, without_gradients
+from prunekit.utils.context import restored, same_draws, without_gradients
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather
 
@@ -127,18 +127,10 @@ def is_layer_of_torch(module: nn.Module) -> bool:
 @contextmanager
 def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
     """Set train or eval mode on modules with Python of the model's own, and eval mode on torch's norms and dropout."""
-    before = [(module, module.training) for module in model.modules()]
-    changed = []
-    try:
-        for module, was in before:
-            wanted = training and not is_layer_of_torch(module)
-            if was != wanted:
-                changed.append((module, was))
-                module.training = wanted
+    with restored(model.modules(), "training"):
+        for module in model.modules():
+            module.training = training and not is_layer_of_torch(module)
         yield
-    finally:
-        for module, was in changed:
-            module.training = was
 
 
 @dataclass

@@ -282,7 +282,7 @@ def multi_head_attention(
     if add_zero_attn:
         appended += 1
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    q, k, v = _in_heads(q, num_heads), _in_heads(k, num_heads), _in_heads(v, num_heads)
+    q, k, v = in_heads(q, num_heads), in_heads(k, num_heads), in_heads(v, num_heads)
 
     mask: Tensor | None = None  # is added to the scores, broadcasting to (N, heads, L, S)
     if attn_mask is not None:
@@ -321,7 +321,7 @@ def multi_head_attention(
 torch.fx.wrap("multi_head_attention")
 
 
-def _in_heads(x: Tensor, num_heads: int) -> Tensor:
+def in_heads(x: Tensor, num_heads: int) -> Tensor:
     """Return (N, length, width) as (N, heads, length, width of a head)."""
     return x.view(x.shape[0], x.shape[1], num_heads, -1).transpose(1, 2)
 

@@ -52,7 +52,7 @@ def diagnose_command(
     images = job.known_data if job else DataSettings(source="own") if given.data else None
     training = None
     if job is not None:
-        training = first_training(job)[1] if any(map(is_recipe, targets)) else job.finetune
+        training = first_training(job) if any(map(is_recipe, targets)) else job.finetune
     with console.running():
         target = one_target(targets, overrides, given, needs_module="diagnose")
         found = diagnose_target(

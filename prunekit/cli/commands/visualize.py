@@ -4,14 +4,12 @@
 - `filters`: what the first layer detects.
 - `cam` and `saliency`: where models see a class in an image.
 - `histograms`: distributions of weights and activations, dead and redundant channels.
-- `gradients`: how large the gradients of each layer are while a model trains.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,22 +25,18 @@ from prunekit.cli.models import (
     pictures_folder,
     report_of,
 )
-from prunekit.cli.options import allow_code_option, data_option, own_model_option, recipe_command, task_option
-from prunekit.cli.output import Console, check_folder, plain, save
+from prunekit.cli.options import allow_code_option, data_option, own_model_option, task_option
+from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
-from prunekit.utils.display import share, table
+from prunekit.utils.display import table
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor, nn
 
     from prunekit.inspection.visualize.class_maps import CamMethod, ClassMap, SaliencyMethod
-    from prunekit.inspection.visualize.feature_maps import View
-    from prunekit.inspection.visualize.image_files import Panel
+    from prunekit.inspection.visualize.image_files import Pixels
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
-    from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import ModelPair
-    from prunekit.settings.job import JobSettings
 
 
 @click.group()
@@ -59,7 +53,6 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @image_options
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
 @groups_option
-@click.option("--view", type=click.Choice(["maps", "tokens", "bars"]), help="[default: what fits each layer]")
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
@@ -71,7 +64,6 @@ def features_command(
     index: int,
     layers: tuple[str, ...],
     groups: tuple[str, ...],
-    view: View | None,
     most: int,
     one_scale: bool,
     output: Path | None,
@@ -93,7 +85,7 @@ def features_command(
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
         chosen, grid = pair.layers(layers, groups), GridSettings(most or None, one_scale)
-        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, view, grid))
+        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, grid))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
@@ -148,13 +140,7 @@ def filters_command(
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
-CAMS = {
-    "grad_cam": "Grad-CAM",
-    "grad_cam_pp": "Grad-CAM++",
-    "layer_cam": "Layer-CAM",
-    "eigen_cam": "Eigen-CAM",
-    "cam": "CAM",
-}
+CAMS = {"grad_cam": "Grad-CAM", "grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM"}
 GRADIENTS = {"gradient": "Gradient", "smooth_grad": "SmoothGrad"}
 
 
@@ -236,7 +222,8 @@ def _show_maps(
     device: str | None,
     output: Path | None,
 ) -> None:
-    from prunekit.inspection.visualize.image_files import write_picture
+    from prunekit.inspection.visualize.image_files import write_png
+    from prunekit.inspection.visualize.image_grids import page
     from prunekit.jobs.analyses.pictures import class_maps
     from prunekit.utils.context import resolve_device
 
@@ -247,12 +234,12 @@ def _show_maps(
         values, shown = pair.input(image, index)
         found = class_maps(pair, values, find, layer=layer, target=target, device=where)
         title = _maps_title(found)
-        scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
+        most = "largest value" if found.first.layer else "99.5th percentile"
         # Names differ by method, layer, image and class.
         parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
         name = re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-")
-        panels = list(_map_panels(pair, values, shown, found))
-        path = write_picture(folder / f"{name}.png", panels, title, scale)
+        heading = title, f"dark to bright: from 0 to each map's {most}"
+        path = write_png(folder / f"{name}.png", page(list(_map_panels(pair, values, shown, found)), heading))
     payload = {"model": pair.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
     save(payload, folder, path.with_suffix(".json").name, console)
     rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
@@ -275,17 +262,16 @@ def _maps_title(found: ClassMaps) -> str:
     )
 
 
-def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> list[Panel]:
-    from prunekit.inspection.visualize.image_files import Panel, enlarged, heated, overlaid
+def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> Iterator[tuple[str, Pixels]]:
+    from prunekit.inspection.visualize.image_files import enlarged, heated, overlaid
 
     pixels = pair.picture(values[0])
-    panels = [Panel(shown, enlarged(pixels))]
+    yield shown, enlarged(pixels)
     for side, one in found.maps.items():
         drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
         predicted, wanted = int(one.predicted[0]), int(one.classes[0])
-        note = f"class {wanted}: {100 * float(one.probabilities[0]):.1f} %"
-        panels.append(Panel(side, drawn, note if predicted == wanted else f"{note}; it predicts class {predicted}"))
-    return panels
+        note = "" if predicted == wanted else f"; it predicts class {predicted}"
+        yield f"{side}, class {wanted}: {100 * float(one.probabilities[0]):.1f} %{note}", drawn
 
 
 @visualize_group.command(
@@ -369,64 +355,3 @@ def _channel_list(channels: list[int]) -> str:
     if not channels:
         return ""
     return f"{len(channels)}: {', '.join(map(str, channels[:6]))}" + (", ..." if len(channels) > 6 else "")
-
-
-@visualize_group.command("gradients", short_help="Show the gradients of each layer while a model trains.")
-@click.option("--epochs", type=click.IntRange(min=1), help="How long.  [default: as the recipe trains]")
-@click.option(
-    "--records", default=100, show_default=True, type=click.IntRange(min=1), help="How often gradients are recorded."
-)
-@recipe_command("the picture, and its figures as CSV and JSON.  [default: gradients]")
-def gradients_command(
-    console: Console, job: JobSettings, own: Own, epochs: int | None, records: int, output: Path | None
-) -> None:
-    """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
-
-    For every task. As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the
-    plain loss; the trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros
-    are counted apart.
-    """
-    folder = output or Path("gradients")
-    check_folder(folder)
-    import pandas as pd
-
-    from prunekit.jobs.analyses.pictures import gradient_flow
-    from prunekit.report.figures.charts import write_flow
-    from prunekit.utils.files import write_csv
-
-    with console.running():
-        found = gradient_flow(job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own)
-        rows = [asdict(row) for row in found]
-        frame = pd.DataFrame(rows)
-        write_csv(folder / "gradients.csv", rows)
-        title = f"{job.name}: gradients of {frame['layer'].nunique()} layers"
-        picture = write_flow(folder / "gradients.png", frame, title)
-    payload = {
-        "model": job.name,
-        "records": int(frame["step"].nunique()),
-        "layers": _summary(frame),
-        "csv": str(folder / "gradients.csv"),
-        "picture": str(picture),
-    }
-    save(payload, folder, "gradients.json", console)
-    console.result(payload, _gradients_text(payload))
-
-
-def _summary(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the first and the last record of each layer, in the order of the model."""
-    by_layer = rows.groupby("layer", sort=False)
-    lasts = by_layer.last()[["median", "p10", "p90", "zeros"]].rename(columns={"median": "last"})
-    lasts.insert(0, "first", by_layer["median"].first())
-    return [{"layer": layer, **record} for layer, record in lasts.to_dict("index").items()]
-
-
-def _gradients_text(payload: dict[str, Any]) -> str:
-    rows = [
-        (row["layer"], *(f"{row[key]:.2e}" for key in ("first", "last", "p10", "p90")), share(row["zeros"], 1))
-        for row in payload["layers"]
-    ]
-    headings = ("layer", "median first", "median last", "p10", "p90", "zeros")
-    return (
-        f"|gradient| by layer, {payload['records']} records; percentiles of the last\n{table(headings, rows)}\n"
-        f"Picture: {payload['picture']}\nTable: {payload['csv']}"
-    )

@@ -118,18 +118,18 @@ class LayerHooks(PassHooks):
 
     def _hook(self, path: str, module: nn.Module) -> None:
         if path in self._chosen.functional:
-            self.own_forward_pre(module, lambda *_: self._called.add(path), again=True)
+            self.own_forward_pre(module, lambda *_: self._called.add(path))
         if "input" in self.what:
-            self.own_forward_pre(module, partial(self._before, path), again=True)
+            self.own_forward_pre(module, partial(self._before, path))
         if "output" in self.what:
-            self.own_forward(module, partial(self._after, path), again=True)
+            self.own_forward(module, partial(self._after, path))
         if "grad_input" in self.what:
             inputs = InputGradients(self, partial(self.gradients, path, "grad_input", module))
-            self.own_forward_pre(module, inputs.before, again=True)
-            self.own_forward(module, inputs.after, again=True, always=True)
+            self.own_forward_pre(module, inputs.before)
+            self.own_forward(module, inputs.after, always=True)
         if "grad_output" in self.what:
             outputs = OutputGradients(self, partial(self.gradients, path, "grad_output", module))
-            self.own_forward(module, outputs.after, again=True)
+            self.own_forward(module, outputs.after)
 
     def _next(self, path: str, what: What) -> TensorKey | None:
         """Return the key of the next call of a layer; None if this forward pass is not observed."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks.hook import refuse_nested
 from prunekit.inspection.capture.layer_hooks import LayerHooks, Layers, TensorKey, What
-from prunekit.utils.context import device_of, same_random_state, training_mode
+from prunekit.utils.context import device_of
 from prunekit.utils.display import Displayed, Table, plural
 from prunekit.utils.files import StrPath, atomic_file
-from prunekit.utils.inputs import as_example, call
 from prunekit.utils.private_torch import without_torch_function
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -47,7 +45,6 @@ def capture(
     every: int = 1,
     to: StrPath = "cpu",
     limit_mib: float | None = None,
-    example: Any = None,
 ) -> Capture:
     """Capture what layers read and return, call by call, while the `with` lasts.
 
@@ -73,13 +70,10 @@ def capture(
         every: only the first of so many forward passes is captured; calls outside of `model(...)` always are.
         to: `cpu`; `device`, where the tensors are; or a new folder, with a safetensors file for each tensor.
         limit_mib: limit of what is kept; None: half of the free memory, or of the free disk space.
-        example: an input of the model, a tensor, a tuple of positional arguments or a mapping of arguments by name:
-            `expected` then has the size of full copies of a forward pass, and the time to copy them, before anything
-            is captured.
 
     Raises:
-        UsageError: a glob, a class or a group matches nothing; or full copies exceed the limit, in a forward pass or
-            already by the `example`; the message says how much they take and which reducer avoids it.
+        UsageError: a glob, a class or a group matches nothing; or, in a forward pass, what is kept exceeds the limit;
+            the message says how much it takes and which reducer avoids it.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
 
     Example:
@@ -94,9 +88,7 @@ def capture(
         2 grad_output (8, 2)
         0 grad_output (8, 16)
     """
-    return Capture(
-        model, layers, what, reduce=reduce, every=every, to=to, limit_mib=limit_mib, example=example
-    )  # fmt: skip
+    return Capture(model, layers, what, reduce=reduce, every=every, to=to, limit_mib=limit_mib)
 
 
 class Capture(Displayed, LayerHooks):
@@ -131,22 +123,12 @@ class Capture(Displayed, LayerHooks):
         every: int,
         to: StrPath,
         limit_mib: float | None,
-        example: Any,
     ) -> None:
         super().__init__(model, layers, what, every)
-        self._layers, self._reduced, self._reduce = layers, reduce is not None, reducer_of(reduce)
-        device = device_of(model)
-        self._store = TensorStore(to, limit_mib, device)
+        self._reduced, self._reduce = reduce is not None, reducer_of(reduce)
+        self._store = TensorStore(to, limit_mib, device_of(model))
         self._entries: list[Captured] = []
-        self._whole = self._channels = 0
-        self.expected: CaptureSize | None = None
-        """Size of full copies of one forward pass, and the time to copy them in memory; None without an example."""
-        if example is not None:
-            self.expected = size_of(model, layers, what, as_example(model, example))
-            if not self._reduced and self.expected.bytes > self._store.limit:
-                raise self._too_much(f"one forward pass takes {mib(self.expected.bytes)}", self.expected)
-            if to == "cpu" or (to == "device" and device.type == "cpu"):
-                self.expected = replace(self.expected, copy_ms=copy_ms(self.expected.bytes, device))
+        self._whole = self._channels = 0  # bytes and channels of all tensors so far, before they were reduced
 
     def __iter__(self) -> Iterator[Captured]:
         return iter(self._entries)
@@ -225,20 +207,17 @@ class Capture(Displayed, LayerHooks):
             kept = self._store.keep(made, values, f"{key.path}_{key.what}", partial(self._full, key))
         self._entries.append(Captured(*key, tuple(values.shape), kept))
 
-    def _full(self, key: TensorKey, needed: int) -> Exception:
-        so_far = CaptureSize(len(self._entries) + 1, self._whole, self._channels)
+    def _full(self, key: TensorKey, needed: int) -> UsageError:
         kept = f"{plural(len(self._entries), 'tensor')} of {plural(max(self._begun, 1), 'forward pass', 'es')}"
-        return self._too_much(
-            f"{key} takes {mib(needed)} more, after {kept} that take {mib(self._store.bytes)}", so_far
-        )
-
-    def _too_much(self, what: str, size: CaptureSize) -> UsageError:
-        least = 4 * size.channels
+        least = 4 * self._channels  # of a number for each channel
         where = "memory" if self._store.folder is None else "disk"
-        advice = f"every=, to=FOLDER or limit_mib={-(-size.bytes // MIB)}"
-        if least < size.bytes:
-            advice = f"reduce='mean' ({mib(least)} instead of {mib(size.bytes)}), {advice}"
-        return UsageError(f"capture: {what}, and the limit of {where} is {mib(self._store.limit)}; use {advice}")
+        advice = f"every=, to=FOLDER or limit_mib={-(-self._whole // MIB)}"
+        if least < self._whole:
+            advice = f"reduce='mean' ({mib(least)} instead of {mib(self._whole)}), {advice}"
+        return UsageError(
+            f"capture: {key} takes {mib(needed)} more, after {kept} that take {mib(self._store.bytes)}, and the limit "
+            f"of {where} is {mib(self._store.limit)}; use {advice}"
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -310,8 +289,6 @@ REDUCERS: dict[str, ByChannel] = {"mean": mean, "moments": moments, "extremes": 
 MIB = 2**20
 SHARE = 0.5
 """Share of the free memory or disk space that a capture may take if no limit is given."""
-SAMPLE = 32 * 2**20
-"""Bytes of a timed copy: more than caches hold, so that the time is proportional to the size."""
 
 
 class TensorStore:
@@ -385,48 +362,3 @@ def mib(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
-
-
-@dataclass(frozen=True)
-class CaptureSize:
-    """The size of full copies of the tensors of a forward pass."""
-
-    tensors: int  # number of tensors
-    bytes: int  # bytes of all tensors; a gradient counts as many as its tensor
-    channels: int  # number of channels of all tensors
-    copy_ms: float | None = None  # measured time of copying as many bytes; None if it was not measured
-
-    def __str__(self) -> str:
-        more = "" if self.copy_ms is None else f", about {self.copy_ms:.2g} ms to copy"
-        return f"{self.tensors} tensors, {mib(self.bytes)} for each forward pass{more}"
-
-
-def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], example: tuple[Any, ...]) -> CaptureSize:
-    """Return the size of full copies of one forward pass, which runs in eval mode without gradients; see `capture`."""
-    several: tuple[What, ...] = (what,) if isinstance(what, str) else tuple(what)
-    sides: list[tuple[What, ...]] = [("input",) if one in ("input", "grad_input") else ("output",) for one in several]
-    sizes: list[tuple[int, int]] = []  # bytes and channels of each tensor
-    times = 1
-
-    def count(key: TensorKey, values: Tensor, axis: int) -> None:
-        size = values.numel() * values.element_size(), values.shape[axis] if values.dim() else 1
-        sizes.extend([size] * times)
-
-    with training_mode(model, False), torch.no_grad(), same_random_state():
-        for side in dict.fromkeys(sides):
-            times = sides.count(side)
-            with LayerHooks(model, layers, side, look=count):
-                call(model, example)
-    return CaptureSize(len(sizes), sum(size for size, _ in sizes), sum(channels for _, channels in sizes))
-
-
-def copy_ms(count: int, device: torch.device) -> float:
-    """Return the milliseconds that copying so many bytes to the CPU takes: the best of three, from at most 32 MiB."""
-    sample = torch.ones(max(1, min(count, SAMPLE)), dtype=torch.uint8, device=device)
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        copied = sample.to("cpu", copy=True)
-        taken.append(time.perf_counter() - start)
-        del copied
-    return 1000 * min(taken) * count / len(sample)

@@ -136,7 +136,7 @@ class Observer:
 
     def train(self, batches: Sequence[LabeledBatch], data: DataRecorder) -> ChannelStats:
         """Run forward and backward on every batch, in train mode."""
-        collector = StatsCollector(self.model, fused=False)
+        collector = StatsCollector(self.model)
         with training_mode(self.model, True), collector, self.execution, self.output_gradients:
             for batch in batches:
                 self._pass(batch, data)
@@ -184,7 +184,7 @@ class Observer:
 
     def evaluate(self, batches: Sequence[LabeledBatch]) -> ChannelStats:
         """Run forward on the first batch, in eval mode."""
-        collector = StatsCollector(self.model, fused=False)
+        collector = StatsCollector(self.model)
         with training_mode(self.model, False), torch.no_grad(), collector, self.execution:
             self.execution.begin()
             with self._ending_at_errors("the forward pass in eval mode"):

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from prunekit.channels.tracing.execution import without_fast_path
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.inspection.visualize.spatial_outputs import LinearCall, SpatialActivations, SpatialCall
+from prunekit.inspection.visualize.spatial_outputs import SpatialActivations, SpatialCall
 from prunekit.models.interface import logits
 from prunekit.modes.public_call import public_call
 from prunekit.utils.context import taking_gradients, training_mode
 from prunekit.utils.display import Displayed, Table, plural, share
 from prunekit.utils.inputs import running
 
-CamMethod = Literal["cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
+CamMethod = Literal["grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
 CAM_METHODS: tuple[CamMethod, ...] = get_args(CamMethod)
 LEAST_PLACES = 7
 """Fewest rows and columns of a map that shows places, as the last layers of networks for ImageNet have them."""
@@ -37,7 +37,7 @@ class ClassMap(Displayed):
 
     method: str  # the method that computed the maps
     layer: str | None  # path of the layer whose activations were used; None for maps of pixels
-    values: Tensor  # (B, h, w), float32 or float64; not negative, except for `cam`
+    values: Tensor  # (B, h, w), float32 or float64, not negative
     classes: Tensor  # (B,) int64, the class of each map
     probabilities: Tensor  # (B,), softmax of these classes; of scores of pixels, its mean over pixels
     predicted: Tensor  # (B,) int64, the class of the highest score
@@ -91,10 +91,11 @@ def class_activation_map(
             mean over the pixels is explained, as Seg-Grad-CAM does (Vinogradova et al. 2020).
         images: (B, C, H, W), on the model's device; may be float64, as the model's weights.
         layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one
-            with at least 7 x 7 places, before the scores of pixels (the last one at all for `cam`, and where none has
-            as many); for models of tokens, the last one on whose patches the score depends.
-        method: `cam` needs a linear classifier that reads the mean of the layer over all places; `eigen_cam` depends
-            on no class.
+            with at least 7 x 7 places, before the scores of pixels (the last one at all where none has as many); for
+            models of tokens, the last one on whose patches the score depends.
+        method: `eigen_cam` depends on no class. CAM itself (Zhou et al. 2016, "Learning deep features for
+            discriminative localization") is `grad_cam` up to a factor where a linear classifier reads the mean of the
+            layer over all places (Selvaraju et al. 2017, section 3.1).
         target: the class, or one for each image; None: the class of the highest score.
 
     Raises:
@@ -117,8 +118,7 @@ def class_activation_map(
         raise UsageError(f"method {method!r}: {nearest(method, CAM_METHODS)}")
     require_images(images)
     backward = method in FORMULAS
-    # CAM is defined for the layer that the classifier reads alone.
-    kept = SpatialActivations(model, layer, images.shape, 1 if method == "cam" else LEAST_PLACES)
+    kept = SpatialActivations(model, layer, images.shape, LEAST_PLACES)
     with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
         # The image requires a gradient in case all weights are frozen; a first layer may overwrite its input.
         with running(model, images):
@@ -130,16 +130,14 @@ def class_activation_map(
         if found.of_pixels:
             kept.step_back(scores.shape[1])
         call = kept.backward(picked.sum()) if backward else kept.found()
-        values = _values(call, method, kept.last_linear, scores, classes)
+        values = _values(call, method)
     return class_map(method, call.layer, values, found, classes)
 
 
-def _values(call: SpatialCall, method: CamMethod, read: LinearCall | None, scores: Tensor, classes: Tensor) -> Tensor:
+def _values(call: SpatialCall, method: CamMethod) -> Tensor:
     activations = _wide(call.values)
     if method == "eigen_cam":
         return eigen_cam(activations)
-    if method == "cam":
-        return cam(activations, _classifier(call, read, scores)[classes])
     assert call.gradient is not None
     return FORMULAS[method](activations, _wide(call.gradient))
 
@@ -147,19 +145,6 @@ def _values(call: SpatialCall, method: CamMethod, read: LinearCall | None, score
 def _wide(values: Tensor) -> Tensor:
     """Return values in float32 at least, as sums over places overflow in float16."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _classifier(call: SpatialCall, read: LinearCall | None, scores: Tensor) -> Tensor:
-    """Return weights (classes, C) of the linear layer that reads the mean of an output and gives the scores."""
-    means = _wide(call.values).mean((2, 3))
-    if read is not None and read.given.shape == means.shape and torch.equal(read.returned, scores.detach()):
-        given = _wide(read.given)
-        if bool(torch.allclose(given, means, rtol=1e-3, atol=1e-4 * float(means.abs().max()))):
-            return _wide(read.linear.weight.detach())
-    raise ModelError(
-        f"layer {call.layer!r}: cam needs a linear classifier that reads the mean of this layer over all places, with "
-        "nothing in between; use grad_cam, which needs neither and is the same up to a factor where both can be had"
-    )
 
 
 @public_call
@@ -317,18 +302,14 @@ def correlation(first: Tensor, second: Tensor) -> list[float | None]:
     return [None if empty else float(value) for value, empty in zip(values, flat.tolist(), strict=True)]
 
 
-def cam(activations: Tensor, weights: Tensor) -> Tensor:
-    """Return CAM: sum_c w_c A_c (Zhou et al. 2016, "Learning deep features for discriminative localization").
-
-    A (B, C, h, w) are the activations of the layer that is averaged over its places and then read by the classifier,
-    and w (B, C) the weights of the classifier for the class of each image.
-    """
-    return torch.einsum("bchw,bc->bhw", activations, weights)
+def _weighted(activations: Tensor, weights: Tensor) -> Tensor:
+    """Return relu(sum_c w_c A_c) of activations A (B, C, h, w) and weights w (B, C)."""
+    return torch.einsum("bchw,bc->bhw", activations, weights).relu()
 
 
 def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
     """Return Grad-CAM: relu(sum_c w_c A_c), w_c the mean of the gradient over places (Selvaraju et al. 2017)."""
-    return cam(activations, gradients.mean((2, 3))).relu()
+    return _weighted(activations, gradients.mean((2, 3)))
 
 
 def grad_cam_pp(activations: Tensor, gradients: Tensor) -> Tensor:
@@ -340,7 +321,7 @@ def grad_cam_pp(activations: Tensor, gradients: Tensor) -> Tensor:
     square = gradients.square()
     below = 2 * square + activations.sum((2, 3), keepdim=True) * square * gradients
     shares = torch.where(below != 0, square / torch.where(below != 0, below, 1), 0)
-    return cam(activations, (shares * gradients.relu()).sum((2, 3))).relu()
+    return _weighted(activations, (shares * gradients.relu()).sum((2, 3)))
 
 
 def layer_cam(activations: Tensor, gradients: Tensor) -> Tensor:

@@ -24,14 +24,7 @@ class Distribution:
     # low, high: the least and the greatest value
     low: float
     high: float
-    counts: tuple[int, ...]  # number of values in each bin
-    zeros: int  # number of values that are exactly 0
-    not_finite: int  # number of NaN and Inf, which are in no bin
-
-    @property
-    def total(self) -> int:
-        """Number of finite values."""
-        return sum(self.counts)
+    counts: tuple[int, ...]  # number of values in each bin; NaN and Inf are in none
 
 
 def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distribution]:
@@ -40,7 +33,7 @@ def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distri
     for path, weight in weights_with_channels(model).items():
         low, high = _range(weight)
         if low <= high:
-            found[path] = _distribution(low, high, _counted(weight, low, high, bins))
+            found[path] = Distribution(low, high, tuple(_counted(weight, low, high, bins).tolist()))
     return found
 
 
@@ -74,7 +67,7 @@ def activation_distributions(
 
     for look in (widen, count):
         watch(model, batches, LayerHooks(model, chosen, "output", look=look), device=device)
-    return {path: _distribution(*ranges[path], found) for path, found in counts.items()}
+    return {path: Distribution(*ranges[path], tuple(found.tolist())) for path, found in counts.items()}
 
 
 def _range(values: Tensor) -> tuple[float, float]:
@@ -84,18 +77,10 @@ def _range(values: Tensor) -> tuple[float, float]:
 
 
 def _counted(values: Tensor, low: float, high: float, bins: int) -> Tensor:
-    """Return the number of values in each bin, of zeros, and of values that are not finite, (bins + 2,)."""
+    """Return the number of finite values in each bin, (bins,)."""
     width = (high - low) / bins or 1.0
     finite = values[values.isfinite()].float()
-    place = ((finite - low) / width).long().clamp_(0, bins - 1)
-    counts = torch.bincount(place, minlength=bins)
-    more = torch.stack(((finite == 0).sum(), torch.tensor(values.numel() - len(finite), device=counts.device)))
-    return torch.cat((counts, more))
-
-
-def _distribution(low: float, high: float, counted: Tensor) -> Distribution:
-    *counts, zeros, bad = (int(number) for number in counted.tolist())
-    return Distribution(low, high, tuple(counts), zeros, bad)
+    return torch.bincount(((finite - low) / width).long().clamp_(0, bins - 1), minlength=bins)
 
 
 def rows_of(found: Mapping[str, Distribution], **more: Any) -> list[dict[str, Any]]:

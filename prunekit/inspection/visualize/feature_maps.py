@@ -17,10 +17,10 @@ from prunekit.inspection.capture.layer_hooks import Layers, select_layers
 from prunekit.inspection.capture.recorder import Captured, capture
 from prunekit.inspection.visualize.spatial_outputs import layout_of
 from prunekit.utils.context import training_mode
+from prunekit.utils.display import plural
 from prunekit.utils.inputs import running
 
 View = Literal["maps", "tokens", "bars"]
-VIEW_NAMES = {"maps": "maps", "tokens": "tokens in their places", "bars": "bars"}
 KeptChannels = Callable[[str, int], NDArray[np.bool_] | None]
 """A function of a module's path and the number of its call that returns which channels are kept, (C,), or None."""
 PRUNED = "pruned"
@@ -67,7 +67,6 @@ def feature_maps(
     layers: Layers | None = None,
     *,
     kept: KeptChannels | None = None,
-    view: View | None = None,
 ) -> list[LayerFeatures]:
     """Run models on an image and return the outputs of layers, in the order in which the first model runs them.
 
@@ -82,7 +81,7 @@ def feature_maps(
     found = []
     for key in next(iter(taken.values())):
         try:
-            found.append(_features(key, taken, tuple(image.shape), kept, view))
+            found.append(_features(key, taken, tuple(image.shape), kept))
         except UsageError:
             if layers is not None:
                 raise
@@ -122,10 +121,9 @@ def _features(
     taken: Mapping[str, Mapping[tuple[str, int], Captured]],
     image: tuple[int, ...],
     kept: KeptChannels | None,
-    view: View | None,
 ) -> LayerFeatures:
     path, call = key
-    views = {name: view_of(calls[key].value, image, path, view) for name, calls in taken.items() if key in calls}
+    views = {name: view_of(calls[key].value, image, path) for name, calls in taken.items() if key in calls}
     first = next(iter(views.values()))
     mask = kept(path, call) if kept is not None and PRUNED in views else None
     sides, mask, note = aligned({name: one.values for name, one in views.items()}, mask, "channels")
@@ -162,41 +160,25 @@ class OutputView:
     what: str  # description of the output
 
 
-def view_of(values: Tensor, image: Sequence[int], layer: str, view: View | None = None) -> OutputView:
+def view_of(values: Tensor, image: Sequence[int], layer: str) -> OutputView:
     """Return an output in the view that fits it, for a model that reads an image of shape (1, C, H, W)."""
-    found = _fitting(values, image)
-    if found is None:
-        sizes = " x ".join(map(str, values.shape)) or "a single number"
-        raise UsageError(
-            f"{layer}: its output, {sizes}, is neither maps of an image, nor tokens that fill one, nor a vector: no "
-            "view fits; choose the module around it, or one before or after it"
-        )
-    if view in (None, found.view):
-        return found
-    raise UsageError(
-        f"{layer}: its output is {found.what}, which cannot be shown as {VIEW_NAMES[str(view)]}; the view that fits is "
-        f"{found.view}"
-    )
-
-
-def _fitting(values: Tensor, image: Sequence[int]) -> OutputView | None:
     values = values.float() if not values.is_complex() else values.abs()
     layout = layout_of(values.shape, image)
     if layout is not None:
         maps = layout.maps(values)[0]
         if layout.order != "tokens":
-            return OutputView("maps", maps, f"{_count(len(maps), 'map')} of {_sizes(maps)}")
+            return OutputView("maps", maps, f"{plural(len(maps), 'map')} of {_sizes(maps)}")
         more = f" and {layout.prefix} more" if layout.prefix else ""
         return OutputView("tokens", maps, f"{values.shape[1]} tokens of {len(maps)} channels ({_sizes(maps)}{more})")
     one = values[0] if values.dim() and values.shape[0] == 1 else values
     if one.dim() >= 1 and one.shape[0] > 0 and math.prod(one.shape[1:]) == 1:
-        return OutputView("bars", one.reshape(-1, 1, 1), f"a vector of {_count(len(one), 'value')}")
-    return None
+        return OutputView("bars", one.reshape(-1, 1, 1), f"a vector of {plural(len(one), 'value')}")
+    sizes = " x ".join(map(str, values.shape)) or "a single number"
+    raise UsageError(
+        f"{layer}: its output, {sizes}, is neither maps of an image, nor tokens that fill one, nor a vector: no "
+        "view fits; choose the module around it, or one before or after it"
+    )
 
 
 def _sizes(maps: Tensor) -> str:
     return f"{maps.shape[1]} x {maps.shape[2]}"
-
-
-def _count(count: int, name: str) -> str:
-    return f"{count} {name}{'s'[: count != 1]}"

@@ -1,111 +1,43 @@
-"""Image files as inputs of models, values as colors, and panels of images as one picture."""
+"""Inputs of models as images, values as colors, and PNG files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.errors import DataError, UsageError, reraise_shortage
-from prunekit.models.preprocessing import decoding_error, in_rgb
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.utils.files import StrPath, atomic_file
 
 Pixels = NDArray[np.uint8]
 """(H, W, 3) red, green and blue."""
-Transform = Callable[[Image.Image], Tensor]
-"""A function of an image in RGB that returns a model's input, (C, H, W)."""
 COLORS = "viridis"
 """Equal steps in value look equal, also in gray and to the color-blind (Smith & van der Walt 2015)."""
-MARGIN = 8 / 7
-"""Factor by which images are resized beyond the size that is cut out, as in torchvision's presets (256 and 224)."""
 HEAT = "inferno"
 """Dark to bright in even steps, with a bright end that few photographs contain."""
 SIDE = 336
 """Approximate pixels of a panel's longer side."""
-PANEL = 2.1
-"""Width of a panel in inches, which its letters are measured by."""
 OPACITY = 0.75
 """Opacity of the largest value of a map over its image."""
-INK, FAINT = "#1f2937", "#6b7280"
-STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.titlesize": 10.5,
-    "text.parse_math": False,
-}
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """The preprocessing from an image to a model's input, and back.
-
-    Args:
-        shape: shape (C, H, W) of the input, with C 1 or 3.
-        mean, std: mean and standard deviation of pixels in 0..1 for each channel; for C 1 their average is used.
-
-    Raises:
-        UsageError: the input is no image.
-    """
-
-    shape: tuple[int, ...]
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
-
-    def __post_init__(self) -> None:
-        if len(self.shape) != 3 or self.shape[0] not in (1, 3):
-            got = " x ".join(map(str, self.shape))
-            raise UsageError(f"--image: expected a model that takes images of 1 or 3 channels, but it takes {got}")
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        """Return an image as input, (C, H, W) float32; one that is not H x W is resized, and its center cut out."""
-        channels, height, width = self.shape
-        image = image.convert("L" if channels == 1 else "RGB")
-        if image.size != (width, height):
-            shorter = max(height / image.height, width / image.width) * min(image.size)
-            image = center_crop(resize(image, [round(shorter * MARGIN)]), [height, width])
-        mean, std = self._normalization()
-        pixels: Tensor = pil_to_tensor(image)
-        return (pixels.float() / 255 - mean) / std
-
-    def to_image(self, values: Tensor) -> Pixels:
-        """Return an input (C, H, W) as an image."""
-        mean, std = self._normalization()
-        pixels = (values.detach().cpu().float() * std + mean).clamp(0, 1).expand(3, -1, -1)
-        return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
-
-    def _normalization(self) -> tuple[Tensor, Tensor]:
-        both = torch.tensor([self.mean, self.std])[:, :, None, None]  # (2, 3, 1, 1)
-        mean, std = both.mean(1, keepdim=True) if self.shape[0] == 1 else both
-        return mean, std
+def as_picture(values: Tensor, feed: Preprocessing) -> Pixels:
+    """Return an input (C, H, W) as the image that a preprocessing has made it of."""
+    mean, std = (torch.tensor(part)[:, None, None] for part in (feed.mean, feed.std))
+    return _in_8_bits(values.detach().cpu().float() * std + mean)
 
 
-def read_image(path: StrPath, transform: Transform) -> Tensor:
-    """Read an image file, rotated by its EXIF data, as a model's input, (C, H, W)."""
-    path = Path(path)
-    try:
-        with Image.open(path) as file:
-            image = in_rgb(ImageOps.exif_transpose(file))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: expected an image file, and there is none") from error
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, EOFError and more
-        reraise_shortage(error)
-        if isinstance(decoding_error(error), UnidentifiedImageError):
-            reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
-            raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
-        reason = "it is a folder" if path.is_dir() else str(getattr(error, "strerror", None) or error)
-        raise DataError(f"{path}: expected an image that can be read, but {reason}") from error
-    return transform(image)
+def _in_8_bits(values: Tensor) -> Pixels:
+    """Return values of 0..1, (1, H, W) or (3, H, W), as pixels."""
+    pixels = values.clamp(0, 1).expand(3, -1, -1)
+    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
 
 
 def stretched(values: Tensor) -> Pixels:
@@ -113,8 +45,7 @@ def stretched(values: Tensor) -> Pixels:
     shown = values.detach().cpu().float().nan_to_num()
     shown = shown if len(shown) == 3 else shown.mean(0, keepdim=True)
     low, high = shown.min(), shown.max()
-    pixels = ((shown - low) / (high - low).clamp_min(1e-12)).expand(3, -1, -1)
-    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+    return _in_8_bits((shown - low) / (high - low).clamp_min(1e-12))
 
 
 def write_png(path: StrPath, pixels: Pixels) -> Path:
@@ -125,58 +56,13 @@ def write_png(path: StrPath, pixels: Pixels) -> Path:
     return path
 
 
-def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -> Path:
-    """Write panels side by side as a PNG file, atomically; three of them can be read on a phone."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-
-    height, width = panels[0].pixels.shape[:2]
-    wide = PANEL * len(panels) + 0.2
-    heading = fill(title, round(72 * wide / 6.3))
-    below = [fill(panel.note, round(72 * PANEL / 5.6)) for panel in panels]
-    lines = heading.count("\n") + max(note.count("\n") for note in below)
-    tall = PANEL * height / width + 1.5 + 0.18 * lines
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(wide, tall), dpi=SIDE / PANEL, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        axes = np.atleast_1d(figure.subplots(1, len(panels)))
-        for place, panel, note in zip(axes, panels, below, strict=True):
-            place.imshow(panel.pixels, interpolation="antialiased")
-            place.set_title(panel.title, loc="left")
-            place.set_xlabel(note, loc="left", color=FAINT)
-            place.set(xticks=[], yticks=[])
-            place.spines[:].set_visible(False)
-        figure.suptitle(heading, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
-        bar = figure.colorbar(
-            ScalarMappable(Normalize(0, 1), HEAT), ax=list(axes), location="bottom", shrink=0.6, aspect=40, pad=0.04
-        )
-        bar.set_ticks([0, 0.5, 1])
-        bar.set_label(scale, color=FAINT)
-        bar.outline.set_visible(False)
-        with atomic_file(path) as temporary:
-            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
-    return path
-
-
-@dataclass(frozen=True, eq=False)
-class Panel:
-    """One image (H, W, 3) of a picture, with a line above it and one below."""
-
-    title: str
-    pixels: Pixels
-    note: str = ""
-
-
 def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
-    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it, negative ones nothing."""
+    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it."""
     import matplotlib
 
     image = enlarged(pixels).astype(np.float64)
     gray = image @ (0.299, 0.587, 0.114)
-    heat = _resized(values.clamp_min(0), image.shape[:2])
+    heat = _resized(values, image.shape[:2])
     heat = heat / max(float(heat.max()), 1e-300)
     colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
     opacity = OPACITY * np.sqrt(heat)[..., None]  # values in the middle are visible too

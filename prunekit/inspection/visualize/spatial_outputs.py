@@ -133,21 +133,18 @@ class SpatialActivations(HookOwner):
         self._model, self._layer, self._image, self._least = model, layer, tuple(image), least
         self.calls: list[SpatialCall] = []
         self._before: SpatialCall | None = None
-        self.last_linear: LinearCall | None = None
 
     def register(self) -> None:
-        """Register hooks on the layer, or on all of them, and on linear layers."""
+        """Register hooks on the layer, or on all of them."""
         refuse_compiled(self._model, type(self).__name__)
         modules = {path: module for path, module in self._model.named_modules() if path and not never_called(module)}
         if self._layer is not None and self._layer not in modules:
             raise ModelError(f"layer {self._layer!r}: {nearest(self._layer, modules)}; {HINT}")
         for path, module in modules.items():
             if self._layer is None:
-                self.own_forward(module, partial(self._candidate, path), again=True)
+                self.own_forward(module, partial(self._candidate, path))
             elif path == self._layer:
-                self.own_forward(module, partial(self._named, path), again=True)
-            if isinstance(module, nn.Linear):
-                self.own_forward(module, self._linear, again=True)
+                self.own_forward(module, partial(self._named, path))
 
     def _named(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
         if recomputing():
@@ -193,10 +190,6 @@ class SpatialActivations(HookOwner):
             call.stop = _below(output)
             hook_gradient(output, tensor_hook(self, call.note, 0))
         return call
-
-    def _linear(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
-        if isinstance(module, nn.Linear) and arguments:
-            self.last_linear = LinearCall(module, arguments[0].detach(), result.detach())
 
     def found(self) -> SpatialCall:
         """Return the last call."""
@@ -261,12 +254,3 @@ class SpatialCall:
     def note(self, gradient: Tensor, index: int) -> None:
         """Take the gradient of the output."""
         self.gradient = self.layout.maps(gradient.detach().clone())
-
-
-@dataclass(frozen=True)
-class LinearCall:
-    """Input and output of the last linear layer of a forward pass."""
-
-    linear: nn.Linear
-    given: Tensor
-    returned: Tensor

@@ -1,9 +1,9 @@
-"""Pictures and figures of what models compute: feature and class maps, gradients, distributions."""
+"""Pictures and figures of what models compute: feature and class maps, distributions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +12,30 @@ from torch import Tensor, nn
 
 from prunekit.data.loader import Batches
 from prunekit.errors import UsageError
-from prunekit.hooks.model_copy import copied
 from prunekit.inspection.capture.layer_hooks import Layers, channels_of, select_layers
 from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
-from prunekit.inspection.visualize.feature_maps import View, feature_maps
+from prunekit.inspection.visualize.feature_maps import feature_maps
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
 from prunekit.inspection.visualize.image_grids import GridSettings, draw
-from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
-from prunekit.jobs.run.job_subject import chosen_batches, first_training, prepare, require_optimizer
+from prunekit.jobs.run.job_subject import chosen_batches
 from prunekit.jobs.run.model_pair import ModelPair
-from prunekit.settings.job import JobSettings
 from prunekit.statistics.channel_stats_collector import StatsCollector
 from prunekit.statistics.observers import watch
-from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
-from prunekit.training.loop import fit
 from prunekit.utils.context import threads
 from prunekit.utils.files import write_csv
-from prunekit.utils.progress import Log
 
 INPUT = "input.png"
 
 
 def write_features(
-    pair: ModelPair,
-    image: tuple[Tensor, str],
-    folder: Path,
-    layers: Layers | None,
-    view: View | None,
-    grid: GridSettings,
+    pair: ModelPair, image: tuple[Tensor, str], folder: Path, layers: Layers | None, grid: GridSettings
 ) -> dict[str, Any]:
     """Draw what layers of a pair (None: its children) make of an image, a PNG file for each layer."""
     values, name = image
-    found = feature_maps(pair.models, values, layers, kept=pair.kept, view=view)
+    found = feature_maps(pair.models, values, layers, kept=pair.kept)
     rows = []
     for features in found:
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
@@ -95,41 +84,6 @@ def class_maps(
         maps[side], layer, target = found, found.layer, int(found.classes[0])
     values = [found.values for found in maps.values()]
     return ClassMaps(maps, correlation(*values)[0] if len(values) == 2 else None)
-
-
-def gradient_flow(
-    job: JobSettings,
-    *,
-    epochs: int | None = None,
-    records: int = 100,
-    log: Log,
-    progress: bool = False,
-    own: Own = RECIPE_ONLY,
-) -> tuple[FlowRow, ...]:
-    """Train a copy of a job's dense model as first, by the plain loss, and return records of its gradients."""
-    require_optimizer(job, own)
-    prepared = prepare(job, own)
-    section, given = first_training(job)
-    settings = replace(given, epochs=epochs or given.epochs, distill=None, regularize=None, average=None)
-    if not settings.epochs:
-        raise UsageError(f"{section}.epochs: expected at least one to record gradients in, got 0; give --epochs")
-    log(f"gradients: training {job.model.name} as `{section}` says, epochs: {settings.epochs}")
-    flow = GradientFlow(records)
-    with threads(job.threads):
-        fit(
-            copied(prepared.model),
-            prepared.splits,
-            settings,
-            device=prepared.device,
-            seed=job.seed,
-            batch=job.data.batch,
-            workers=job.data.reading,
-            callbacks=[flow],
-            own_optimizer=prepared.optimizer_for(settings),
-            progress=progress,
-            label="gradients",
-        )
-    return flow.records()
 
 
 Row = dict[str, Any]
@@ -200,7 +154,7 @@ def channel_findings(
         if layers is None
         else [path for path in select_layers(model, layers, "layers").paths if path in widths]
     )
-    stats = StatsCollector(model, inputs=False, fused=False)
+    stats = StatsCollector(model, inputs=False)
     pairs = [CorrelationCollector(model, chosen)] if chosen else []
     watch(model, batches, stats, *pairs, device=device)
     found, products = stats.stats(), [product for one in pairs for product in one.correlations()]

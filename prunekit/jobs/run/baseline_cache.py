@@ -23,8 +23,10 @@ from prunekit.jobs.run.job_subject import JobSubject, prepare, share_model
 from prunekit.jobs.run.run_folder import digest, weights_digest
 from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.records import as_record
+from prunekit.report.headline import unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
+from prunekit.tasks.task import described_task
 from prunekit.training.callbacks.callback import Callback, ClampRow, Compilation, EpochRow, History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
@@ -101,6 +103,9 @@ def train_baseline(
             checkpoints=checkpoints,
         )
     prepared.model.cpu()
+    task = described_task(prepared.splits.task)
+    for line in unbeaten({"trainings": {"baseline": history.chosen()}, "task": task}):
+        log(line)
     _save_baseline(folder, prepared.model, history, log)
     return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
 

@@ -52,12 +52,14 @@ from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
 from prunekit.settings.job import JobSettings, unlabeled_contradictions
-from prunekit.settings.train import DistillSettings, TrainSettings, adapter_contradictions
+from prunekit.settings.train import RANDOM_RATES, DistillSettings, TrainSettings, adapter_contradictions
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.distillation import feature_paths
+from prunekit.training.callbacks.pruning_schedule import steps_per_epoch
 from prunekit.training.callbacks.selection import needs_plan, task_loss
 from prunekit.training.compatibility import check_fits
 from prunekit.training.optimizers import MakeOptimizer, check_clamps
+from prunekit.training.rate_search import require_searchable
 from prunekit.utils.context import resolve_device, seeded
 from prunekit.utils.inputs import to_device
 from prunekit.utils.registry import Registry, registered_names
@@ -186,6 +188,11 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
         raise UsageError("; ".join(problems))
     for name, settings in training_sections(job).items():
         _check_training(name, settings, model, splits.task)
+        if settings.lr == "auto" and name == "baseline" and job.model.weights is None:
+            raise UsageError(f"baseline.lr: {RANDOM_RATES}")
+        rewinds = name == "finetune" and job.prune.schedule is not None and job.prune.schedule.rewind_lr
+        steps = settings.epochs * steps_per_epoch(settings, len(splits.train), job.data.batch)
+        require_searchable(settings, splits, steps, rewinds=rewinds)
     build = build_of(job, splits)
     structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
     return JobSubject(
@@ -286,11 +293,9 @@ def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
     return {name: settings for name, settings in sections.items() if settings is not None}
 
 
-def first_training(job: JobSettings) -> tuple[str, TrainSettings]:
-    """Return the section of a job's first training, by name: `baseline` for random weights, else `finetune`."""
-    if job.model.weights is None and job.baseline is not None:
-        return "baseline", job.baseline
-    return "finetune", job.finetune
+def first_training(job: JobSettings) -> TrainSettings:
+    """Return the settings of a job's first training: `baseline` for random weights, else `finetune`."""
+    return job.baseline if job.model.weights is None and job.baseline is not None else job.finetune
 
 
 def require_sources(job: JobSettings, own: Own) -> None:

@@ -19,10 +19,11 @@ from prunekit.data.splits import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_hooks import Layers, attention_weights
-from prunekit.inspection.visualize.image_files import Pixels, Preprocessing, read_image, stretched
+from prunekit.inspection.visualize.image_files import Pixels, as_picture, stretched
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
 from prunekit.jobs.run.early_checks import MANIFEST, NO_IMAGE
 from prunekit.jobs.run.subject_sources import resolve
+from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import build_model, from_build, load_factory
 from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.plan import Plan, load_plan
@@ -61,14 +62,19 @@ class ModelPair(Subject):
     def picture(self, values: Tensor) -> Pixels:
         """Return an input (C, H, W) as an image; samples of a task's own from their least to their largest value."""
         if self.task is None or self.task.labeled_images:
-            return self.image_conversion.to_image(values)
+            return as_picture(values, self.image_conversion)
         return stretched(values)
 
     @property
     def image_conversion(self) -> Preprocessing:
-        """The conversion of an image file into an input and back."""
+        """The conversion of an image file into an input."""
+        shape = self.sample_shape
+        if len(shape) != 3 or shape[0] not in (1, 3):
+            got = " x ".join(map(str, shape))
+            raise UsageError(f"--image: expected a model that takes images of 1 or 3 channels, but it takes {got}")
         feed = image_transform_of(DataSettings(source="imagefolder") if self.job is None else self.job.known_data)
-        return Preprocessing(self.sample_shape, feed.mean, feed.std)
+        mean, std = ((sum(part) / len(part),) if shape[0] == 1 else part for part in (feed.mean, feed.std))
+        return Preprocessing(*shape[1:], round(max(shape[1:]) * 8 / 7), mean=mean, std=std)
 
     def of_job(self) -> Splits:
         """Return the data of its recipe."""
@@ -86,7 +92,7 @@ class ModelPair(Subject):
     def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:
         """Return an input (1, C, H, W) and its name, from an image file or a test image of the recipe."""
         if image is not None:
-            return read_image(image, self.image_conversion)[None], image.name
+            return self.image_conversion(image), image.name
         if self.job is None and self.own.data is None:
             raise UsageError(f"{self.name}: {NO_IMAGE}")
         job = self.job
@@ -102,7 +108,7 @@ class ModelPair(Subject):
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
             raise UsageError(
                 f"{self.name}: expected a task whose inputs are images (C, H, W), got {splits.task.name!r} with "
-                f"{described(inputs)}; histograms and gradients are drawn for every task"
+                f"{described(inputs)}; histograms are drawn for every task"
             )
         return inputs, f"test image {index}"
 
@@ -128,7 +134,7 @@ def require_class_scores(job: JobSettings | None, purpose: str) -> None:
         raise UsageError(
             f"{job.name}: {purpose} shows where in an image a class is seen, and needs a task with class scores "
             f"(`logits`), such as image_classification and segmentation, got {task.name!r}; features and filters are "
-            "drawn for every task of images, histograms and gradients for every task"
+            "drawn for every task of images, histograms for every task"
         )
 
 

@@ -104,7 +104,6 @@ def _collected(prepared: JobSubject, model: nn.Module, log: Log) -> ChannelStats
     with threads(job.threads):
         found = merged_statistics(collectors, model, images, prepared.device)
     model.cpu()
-    log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
     return found
 
 

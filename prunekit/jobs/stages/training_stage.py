@@ -27,8 +27,10 @@ from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
+from prunekit.report.headline import searched, unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
+from prunekit.tasks.task import described_task
 from prunekit.training.adapters import adapted, require_adaptable
 from prunekit.training.callbacks.callback import (
     Callback,
@@ -103,6 +105,7 @@ class Trainings:
         self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
+        self._rates: list[dict[str, Any]] = []
         self.paused: PausedRun | None = None
         self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
         if baseline.reused:
@@ -178,9 +181,13 @@ class Trainings:
         if self.paused is not None:
             return model.cpu()
         self._note(name, history.rows, history.clamps, history.compilation)
-        chosen = next((row for row in history.rows if row.epoch == history.best_epoch), None)
-        reached = None if chosen is None else chosen.validation_score
-        self._chosen[name] = {"epochs": len(history.rows), "best_epoch": history.best_epoch, "validation": reached}
+        self._chosen[name] = history.chosen()
+        said = {"trainings": {name: self._chosen[name]}, "task": described_task(self._prepared.splits.task)}
+        for line in (*searched(said), *unbeaten(said)):
+            self._log(line)
+        self._rates += [{"run": name, **asdict(row)} for row in history.rates]
+        if self._rates:
+            write_csv(self._run.path / "rates.csv", self._rates)
         for flow in flows:
             self._flow += [{"run": name, **asdict(row)} for row in flow.records()]
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))

@@ -232,7 +232,9 @@ def pattern_layers(
     }
     layers, dense, unfit = list[PatternLayer](), list[tuple[str, int, str]](), dict[str, str]()
     for weight, of in calls.items():
-        layer = _layer(merge_calls(of), plan, asked.get(weight))
+        merged = merge_calls(of)
+        rows, columns = (torch.from_numpy(np.array(plan.kept(weight, axis))) for axis in merged.axes)
+        layer = PatternLayer(merged, rows, columns, merged.geometry.taps, asked.get(weight))
         reason = _reason(layer, of, graph, settings, ignored)
         if not layer.size:
             continue
@@ -261,11 +263,6 @@ def pattern_layers(
 def _matching(globs: Iterable[str], paths: Mapping[str, str], key: str) -> set[str]:
     found = {path for glob in globs for path in matching(glob, sorted(set(paths.values())), key, PlanError, "layer")}
     return {weight for weight, path in paths.items() if path in found}
-
-
-def _layer(layer: LayerCall, plan: Plan, zeros: float | None) -> PatternLayer:
-    rows, columns = (torch.from_numpy(np.array(plan.kept(layer.weight, axis))) for axis in layer.axes)
-    return PatternLayer(layer, rows, columns, layer.geometry.taps, zeros)
 
 
 def _reason(

@@ -43,11 +43,6 @@ class Zeros:
         """True if kept weights take over for the others."""
         return self.fitted or self.method in ("obs", "sparsegpt")
 
-    @property
-    def as_fit(self) -> str:
-        """The name of the fit in a report."""
-        return f"zeros by {self.method}" + (", patch" if self.fitted else "")
-
     def by_scores(self, scores: Tensor, share: float) -> Tensor:
         """Return the mask of scores (o, i, taps): of single weights by Wanda, in each output by itself."""
         if self.method == "wanda" and self.pattern == Pattern(self.pattern.name):
@@ -191,7 +186,8 @@ class PatternFitter(LayerFitter):
         """Add the report of a layer: errors with the zeros alone and with the fit, and spreads, for each part."""
         before, after, spread = (sum(part) for part in zip(*errors, strict=True))
         spread = max(spread, torch.finfo(torch.float64).tiny)
-        self.reports.append(LayerRepair(target.weight, self._zeros.as_fit, before / spread, after / spread))
+        fit = f"zeros by {self._zeros.method}" + (", patch" if self._zeros.fitted else "")
+        self.reports.append(LayerRepair(target.weight, fit, before / spread, after / spread))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,10 @@
-"""Charts of the pages and of gradient flow, each as SVG elements that stand on their own."""
+"""Charts of the pages, each as SVG elements that stand on their own."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from prunekit.report.figures.canvas import (
     wide_and_narrow,
 )
 from prunekit.utils.display import RESOURCES, plural
-from prunekit.utils.files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,8 +190,16 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
         return svg(figure, "Channel groups and the modules that make or read their channels")
 
 
-def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str = "%") -> Markup:
-    """Return loss and validation score by epoch, with a color for each training run."""
+def curves(
+    history: pd.DataFrame,
+    labels: Mapping[str, str] = LABELS,
+    unit: str = "%",
+    trainings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Markup:
+    """Return loss and validation score by epoch, with a color for each training run, whose start is at epoch 0.
+
+    Starts are in `trainings`, which is that of `metrics.json`.
+    """
     from matplotlib.ticker import MaxNLocator
 
     found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
@@ -202,6 +208,12 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
     column, score = found[0], found[0].removeprefix("validation_")
     label = labels.get(score, score.replace("_", " "))
     names = list(history["run"].drop_duplicates())
+    starts = [
+        {"run": name, "epoch": 0, "validation_loss": found.get("start_loss"), column: found["start"]}
+        for name, found in (trainings or {}).items()
+        if name in names and found.get("start") is not None
+    ]
+    history = pd.concat([pd.DataFrame(starts), history]) if starts else history
     with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
         for name in names:
             rows = history[history["run"] == name]
@@ -222,6 +234,36 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS, unit: str 
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         reached.legend(loc="lower right")
         return stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
+
+
+def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
+    """Return the held-out loss of each learning rate that was tried, with that of the start, in a panel for each run.
+
+    Trials whose loss was not finite are crosses at the top. None without trials, or where pages have no figures.
+    """
+    tried = {name: found for name, found in trainings.items() if found.get("rates")}
+    if not tried or not are_drawn():
+        return None
+    with canvas(2, math.ceil(len(tried) / 2), 2.6 * math.ceil(len(tried) / 2), "rates", used=len(tried)) as (
+        figure,
+        panels,
+    ):
+        for axes, (name, found) in zip(panels, tried.items(), strict=False):
+            start, *rows = found["rates"]
+            finite = [(row["rate"], row["held_out_loss"]) for row in rows if row["held_out_loss"] is not None]
+            failed = [row["rate"] for row in rows if row["held_out_loss"] is None]
+            color = _color(name, list(tried))
+            axes.plot(*zip(*finite, strict=True), "o-", color=color, markersize=4) if finite else None
+            axes.plot(failed, [0.94] * len(failed), "x", color=INK, transform=axes.get_xaxis_transform())
+            for rate, loss in finite:
+                if rate == found["lr"]:
+                    axes.plot(rate, loss, "o", color=color, markersize=10, fillstyle="none", label=f"taken: {rate:g}")
+            if start["held_out_loss"] is not None:
+                axes.axhline(start["held_out_loss"], color=GRAY, linestyle="--", linewidth=1.1, label="start")
+            axes.set(title=f"Learning rates tried: {name}", xlabel="largest rate", ylabel="held-out loss", xscale="log")
+            _plain_log(axes.xaxis)
+            axes.legend(loc="upper left")
+        return stacked(figure, "Held-out loss of each learning rate that was tried", len(tried))
 
 
 def latencies(samples: pd.DataFrame) -> Markup:
@@ -319,7 +361,6 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
 
 MOST_LAYERS = 64
 PHASES = (("first tenth of training", "#64748b", -0.17), ("last tenth", "#0f766e", 0.17))
-FLOW_STYLE: dict[Any, Any] = {**STYLE, "font.size": 9.5, "axes.titlesize": 9.5, "figure.facecolor": "white"}
 
 
 def shown_layers(rows: pd.DataFrame) -> list[str]:
@@ -378,22 +419,6 @@ def _svg(name: str, rows: pd.DataFrame) -> Markup:
             return svg(figure, f"Percentiles of the gradients of each layer, {name}")
 
     return wide_and_narrow(drawn)
-
-
-def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:
-    """Write the figure of one training run as a PNG file, atomically."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(FLOW_STYLE):
-        figure = Figure(figsize=(10.4, flow_height(rows) + 0.35), dpi=120, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        draw_flow(figure, rows)
-        with atomic_file(path) as temporary:
-            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
-    return path
 
 
 def _percentiles(axes: Any, rows: pd.DataFrame, layers: list[str]) -> None:

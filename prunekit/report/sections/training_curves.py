@@ -9,11 +9,11 @@ import pandas as pd
 
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.charts import flow_figures, schedule
+from prunekit.report.figures.charts import flow_figures, rates, schedule
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
 
-CURVES = {"taught": "Teacher's time:", "early": "Compact early:"}
+CURVES = {"searched": "Training of", "unbeaten": "Training of", "taught": "Teacher's time:", "early": "Compact early:"}
 
 
 @register_section("curves", about="losses and gradients of the training", order=40, lines=CURVES)
@@ -23,8 +23,12 @@ def training(run: Run) -> dict[str, Any] | None:
         return None
     labels = dict(headline.scores(run.metrics))
     unit = headline.unit(run.metrics, next(iter(labels)))
+    draw = partial(figures.curves, labels=labels, unit=unit, trainings=run.metrics.get("trainings") or {})
     return {
-        "curves": figures.figure_or_none(partial(figures.curves, labels=labels, unit=unit), run.history),
+        "curves": figures.figure_or_none(draw, run.history),
+        "rates": rates(run.metrics.get("trainings") or {}),
+        "searched": list(headline.searched(run.metrics)),
+        "unbeaten": list(headline.unbeaten(run.metrics)),
         "gradients": flow_figures(run.gradients),
         "skipped": _skipped(run.history),
         "compiled": list(headline.compiled(run.metrics)),

@@ -88,14 +88,14 @@ class Average(Callback):
             for tensor in tensors:
                 tensor.entries.zero_(tensor.of(module))
 
-    def eligible_for_best(self) -> bool:
-        """Return whether there is an average."""
-        return bool(self.average.n_averaged)
+    def eligible_for_best(self, epoch: int) -> bool:
+        """Return whether there is an average; before the first step the weights themselves stand for it."""
+        return not epoch or bool(self.average.n_averaged)
 
     @contextmanager
     def around_validation(self) -> Iterator[None]:
         """Put the average in place of the model's weights."""
-        if not self.eligible_for_best():
+        if not self.average.n_averaged:
             yield
             return
         model, wanted = self._run.model, self._settings.statistics

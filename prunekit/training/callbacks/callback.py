@@ -19,11 +19,51 @@ class History:
     """Result of a training run."""
 
     rows: tuple[EpochRow, ...]  # one for each epoch, in order
-    best_epoch: int  # the epoch whose weights the model was left with; 0 if there was none
+    best_epoch: int  # the epoch whose weights the model was left with; 0: those that it came with
     clamps: tuple[ClampRow, ...] = ()  # how often gradient clamps were needed
     compilation: Compilation | None = None  # what came of compiling; None if it was not asked for
     # the state of a run that was left before its end, see `transfer_run`; None if it came to its end
     paused: PausedRun | None = None
+    start: StartRow | None = None  # the weights before the first step, if they were a candidate for the best
+    lr: float | None = None  # the largest learning rate that `lr: auto` took; None if the settings say a number
+    rates: tuple[RateRow, ...] = ()  # the rates that it tried, after the start itself; none if steps were too few
+
+    def chosen(self) -> dict[str, Any]:
+        """Return what `metrics.json` holds: which weights were delivered, and their score and the start's."""
+        best = self.start if not self.best_epoch else self.rows[self.best_epoch - 1]
+        return {
+            "epochs": len(self.rows),
+            "best_epoch": self.best_epoch,
+            "validation": None if best is None else best.validation_score,
+            "start": None if self.start is None else self.start.validation_score,
+            "start_loss": None if self.start is None else self.start.validation_loss,
+            "start_held_out_loss": None if self.start is None else self.start.held_out_loss,
+            "held_out_loss": None if best is None else best.held_out_loss,
+            **({} if self.lr is None else {"lr": self.lr, "rates": [asdict(row) for row in self.rates]}),
+        }
+
+
+@dataclass(frozen=True)
+class StartRow:
+    """The figures of the weights before the first step, like those of an epoch."""
+
+    validation_loss: float | None  # None if the task has no loss in eval mode
+    validation_score: float  # the task's main score, in its unit
+    held_out_loss: float | None = None  # as of an epoch
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """One trial of a learning rate, or the state before all of them, whose rate is 0."""
+
+    rate: float  # the largest of the trial
+    steps: int  # steps of the trial
+    held_out_loss: float | None  # the loss that is trained, mean over held-out samples; None if it is not finite
+
+    def below(self, start: RateRow) -> bool:
+        """Return whether the loss is finite, and lower than before."""
+        before = start.held_out_loss
+        return self.held_out_loss is not None and (before is None or self.held_out_loss < before)
 
 
 @dataclass(frozen=True)
@@ -43,6 +83,8 @@ class EpochRow:
     images_per_s: float  # training samples per second, validation left out
     seconds: float  # of the whole epoch
     skipped: int  # steps that were not made, because float16 gradients overflowed or whole batches could not be read
+    # mean over held-out samples of the loss that is trained, which chooses the best epoch; None where the score does
+    held_out_loss: float | None = None
     score: str = "top1"  # name of the score: `top1` for classifiers
 
     def figures(self) -> dict[str, Any]:
@@ -150,12 +192,19 @@ class Callback:
     def after_epoch(self, row: EpochRow) -> None:
         """Act after an epoch and its validation."""
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether the weights that are validated now may be kept as the best; called during validation.
 
-        Where no epoch is eligible, the last epoch's weights are kept.
+        Epoch 0 is the state before the first step. Where nothing is eligible, the last epoch's weights are kept.
         """
         return True
+
+    def around_trial(self) -> AbstractContextManager[Any]:
+        """Return the context of a trial of a learning rate, after which the callback is as it was before.
+
+        Inside, the optimizer makes steps of which `before_step` and `after_step` are not told.
+        """
+        return nullcontext()
 
     def progress_metrics(self) -> Mapping[str, Any]:
         """Return figures for the progress bar; called once an epoch."""
@@ -210,6 +259,14 @@ class CallbackList:
                 entered.enter_context(callback.around_validation())
             yield
 
+    @contextmanager
+    def around_trial(self) -> Iterator[None]:
+        """Enter the context of a trial of every callback."""
+        with ExitStack() as entered:
+            for callback in self.callbacks:
+                entered.enter_context(callback.around_trial())
+            yield
+
     def learning_rate_restarts(self, run: TrainingRun) -> tuple[int, ...]:
         """Return the restarts of all callbacks, each once."""
         return tuple(sorted({step for callback in self.callbacks for step in callback.learning_rate_restarts(run)}))
@@ -222,9 +279,9 @@ class CallbackList:
         assert loss is not None
         return loss
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether every callback agrees that the weights may be kept as the best."""
-        return all(callback.eligible_for_best() for callback in self.callbacks)
+        return all(callback.eligible_for_best(epoch) for callback in self.callbacks)
 
     def progress_metrics(self) -> dict[str, Any]:
         """Return the figures of all callbacks for the progress bar."""

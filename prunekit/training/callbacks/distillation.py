@@ -100,7 +100,7 @@ class Distillation(Callback):
         """Move the teacher to the device, and record features."""
         teacher, before = self._teacher, next(self._teacher.parameters()).device
         self._stopwatch = Stopwatch(run.device)
-        start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin, again=True))
+        start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin))
         mode = training_mode(teacher, False) if self._task.heads is None else self._task.mode_for_loss(teacher)
         try:
             teacher.to(run.device)
@@ -178,6 +178,15 @@ class Distillation(Callback):
         if self._start is not None:
             self._steps_s += time.perf_counter() - self._start
             self._start = None
+
+    @contextmanager
+    def around_trial(self) -> Iterator[None]:
+        """Leave the time of a trial out."""
+        stopwatch, self._stopwatch = self._stopwatch, Stopwatch(next(self._teacher.parameters()).device)
+        try:
+            yield
+        finally:
+            self._stopwatch, self._start = stopwatch, None
 
     def progress_metrics(self) -> Mapping[str, Any]:
         """Return the teacher's share of the time."""
@@ -297,7 +306,7 @@ class FeatureRecorder(HookOwner):
     def register(self) -> None:
         """Register a hook on each module."""
         for path in self._paths:
-            self.own_forward(self._model.get_submodule(path), partial(self._record, path), again=True)
+            self.own_forward(self._model.get_submodule(path), partial(self._record, path))
 
     def take(self) -> dict[ModuleCall, Tensor]:
         """Return the outputs since the last time, by path and call."""

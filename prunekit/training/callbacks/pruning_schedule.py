@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.masks.masked_model import sparsity
 from prunekit.masks.scheduled_masks import PlanChange, Planner, ScheduledMasks, straight_through
@@ -17,6 +17,7 @@ from prunekit.settings.pruning import ScheduleSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.callback import Callback, TrainingRun
 from prunekit.utils.display import share
+from prunekit.utils.tensors import map_tensors
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:
@@ -98,7 +99,16 @@ class PruningSchedule(Callback):
         steps = self.timeline.steps
         self.masks.reach(math.ceil(self._step / steps) * steps)
 
-    def eligible_for_best(self) -> bool:
+    @contextmanager
+    def around_trial(self) -> Iterator[None]:
+        """Put back what masked weights learn behind their zeros, and what the planner has collected."""
+        before = map_tensors(self.state_dict(), Tensor.clone)
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
+
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether the plan is the final one."""
         return self.masks.is_final
 

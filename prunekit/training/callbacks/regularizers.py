@@ -88,13 +88,13 @@ class SparsityRegularizer(Callback):
         scale = getattr(optimizer, "grad_scale", None)
         assert self._penalty is not None
         with torch.no_grad():
-            self._penalty.add_gradients_(self._step, 1.0 if scale is None else float(scale))
+            self._penalty.add_gradients_(max(1, self._step), 1.0 if scale is None else float(scale))
 
     def before_step(self, step: int) -> None:
         """Note the step, on which the penalty depends."""
         self._step = step
 
-    def eligible_for_best(self) -> bool:
+    def eligible_for_best(self, epoch: int) -> bool:
         """Return whether the penalty has its final strength."""
         return self._penalty is not None and self._penalty.final(self._step)
 

@@ -78,11 +78,10 @@ def test_grad_cam_of_tokens_is_captums_of_the_same_tokens_as_an_image() -> None:
 
 @pytest.mark.slow
 def test_the_default_layer_is_the_last_that_has_places() -> None:
-    """And at least 7 x 7 of them, unless the method is only defined for the last layer."""
+    """And at least 7 x 7 of them."""
     resnet = build("resnet18")
     assert class_activation_map(resnet, images()).layer == "layer2"  # (8, 8); the last one has (2, 2)
     assert class_activation_map(resnet, images(200, batch=1)).layer == "layer4"  # (7, 7)
-    assert class_activation_map(resnet, images(), method="cam").layer == "layer4"
     assert class_activation_map(resnet, images(8)).layer == "layer1"  # no layer has so many: the last of (2, 2)
     assert class_activation_map(build("densenet121"), images(batch=1)).layer == "features.transition2.conv"
     # Behind the last attention of a ViT, only the class token is read.
@@ -165,12 +164,12 @@ def test_dense_masked_and_compact_models() -> None:
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5), criterion="l2")
     plan = prunekit.plan(model, x[:1], settings=settings)
     small = prunekit.compact(model, plan).double()
-    for method in ("cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"):
+    for method in ("grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"):
         dense = class_activation_map(model, x, method=method, target=1)
         with prunekit.masked(model, plan, restore=True):
             masked = class_activation_map(model, x, method=method, target=1)
         compact = class_activation_map(small, x, method=method, target=1)
-        assert dense.layer == masked.layer == compact.layer == ("layer3" if method == "cam" else "layer2")
+        assert dense.layer == masked.layer == compact.layer == "layer2"
         top = float(masked.values.abs().max())
         torch.testing.assert_close(compact.values, masked.values, rtol=1e-9, atol=1e-9 * top)
         assert not torch.allclose(dense.values, masked.values, rtol=1e-3)
@@ -207,14 +206,12 @@ def test_layers_that_return_no_image(layer: str, expected: str) -> None:
     assert count_hooks(model) == 0
 
 
-def test_what_no_gradient_or_no_mean_comes_to_is_said() -> None:
+def test_what_no_gradient_comes_to_is_said() -> None:
     vit, x = small_vit(), images(32)
     with pytest.raises(ModelError, match="zero at all of its patches, as it is where only the class token is read"):
         class_activation_map(vit, x, "encoder")
     with pytest.raises(ModelError, match="did you mean"):
         class_activation_map(vit, x, "encoder.layers.encoder_layer_0.self_attention.out_proj")
-    with pytest.raises(ModelError, match=r"reads the mean of this layer .* use grad_cam"):
-        class_activation_map(build("densenet121"), images(batch=1), method="cam")
     with pytest.raises(UsageError, match="class 4: the model has 4 classes, 0 to 3"):
         class_activation_map(vit, x, target=4)
     with pytest.raises(UsageError, match="did you mean 'grad_cam'"):

@@ -112,10 +112,7 @@ def test_each_output_is_shown_as_it_fits(shape: tuple[int, ...], view: str, size
         assert torch.equal(found.values[:, 1, 2], values[0, shape[1] - 16 + 6])
 
 
-def test_a_view_that_does_not_fit_is_refused_with_the_one_that_does() -> None:
-    message = "head: its output is a vector of 10 values, which cannot be shown as maps; the view that fits is bars"
-    with pytest.raises(UsageError, match=message):
-        view_of(torch.zeros(1, 10), (1, 3, 32, 32), "head", "maps")
+def test_an_output_that_no_view_fits_is_refused() -> None:
     with pytest.raises(UsageError, match="qkv: its output, 4 x 49 x 24, is neither maps of an image, nor tokens"):
         view_of(torch.zeros(4, 49, 24), (1, 3, 32, 32), "qkv")
 
