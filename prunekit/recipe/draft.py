@@ -278,7 +278,7 @@ def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     most = 5e-5 if textual and has_weights(prepared.job.model) else most
     epochs = min(90, max(3, 600 // steps))
     rate = "auto" if len(prepared.splits.validation) >= FEWEST else most / 2.5
-    made = values | {"finetune": values["finetune"] | {"epochs": max(2, epochs // 3), **rates, "lr": rate}}
+    made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": rate}}
     if "baseline" in values:
         made["baseline"] = {"epochs": epochs, **rates, "lr": most}
     if images < CalibrationSettings.images:
