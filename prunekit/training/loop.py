@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import Batch, Batches, batches
@@ -38,6 +39,7 @@ from prunekit.training.callbacks.callback import (
     StartRow,
     TrainingRun,
 )
+from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.selection import require_callbacks, task_loss, with_teacher
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
 from prunekit.training.compatibility import check_fits, runs_channels_last
@@ -142,7 +144,8 @@ def fit(
     if sharding := in_shards(settings):
         require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     if isinstance(settings.distill, DistillSettings):
-        settings = with_teacher(settings, splits.task)
+        changing = any(isinstance(callback, PruningSchedule) for callback in callbacks)
+        settings = with_teacher(settings, splits.task, changing=changing)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
     require_adapted(model, settings)
@@ -257,6 +260,7 @@ class TrainingLoop:
         if not self.settings.epochs:
             best.keep()
         elif at.epoch == 1 and not at.step:
+            self._set_train_mode()
             if not at.rates and at.start is None:
                 self._offer_start(at)
             if self.settings.lr == "auto":
@@ -274,6 +278,12 @@ class TrainingLoop:
                 self.state.write_if_due()
         if not over:
             self.state.write_result()
+
+    def _set_train_mode(self) -> None:
+        """Put the model into train mode, but norms that keep their running statistics."""
+        for module in self.state.model.train().modules():
+            if self.settings.norms == "running" and isinstance(module, _BatchNorm):
+                module.eval()
 
     def _offer_start(self, at: Position) -> None:
         """Make the state before the first step a candidate for the best, if its loss is finite."""
@@ -343,7 +353,7 @@ class TrainingLoop:
     def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
         """Make the remaining steps of an epoch."""
         callbacks = self.state.callbacks
-        self.state.model.train()
+        self._set_train_mode()
         if until():
             raise _Paused
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), self.settings.accumulate):

@@ -54,7 +54,10 @@ def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Cal
         train = inputs.splits.train
         chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
         images = batches(train, inputs.batch, shuffle_seed=None, indices=chosen)
-        callbacks.append(Average(settings.average, images, inputs.masks))
+        average = settings.average
+        if settings.norms == "running" and average.statistics is None:
+            average = replace(average, statistics="averaged")  # which are the same all the time
+        callbacks.append(Average(average, images, inputs.masks))
     return callbacks
 
 
@@ -110,8 +113,13 @@ def on_labels(settings: TrainSettings) -> TrainSettings:
     return replace(settings, distill=None) if settings.distill == "auto" else settings
 
 
-def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = None) -> TrainSettings:
-    """Return the settings of a training beside the dense model: what `distill: auto` means for its task."""
+def with_teacher(
+    settings: TrainSettings, task: Task, model: nn.Module | None = None, *, changing: bool = False
+) -> TrainSettings:
+    """Return the settings of a training beside the dense model: what `distill: auto` and `norms` mean for its task.
+
+    Where the plan is changing meanwhile, running statistics would not be those of what is left.
+    """
     distill = settings.distill
     if distill == "auto":
         distill = DistillSettings() if can_teach(task, model) else None
@@ -119,4 +127,6 @@ def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = 
         return replace(settings, distill=None)
     if distill.blend is None and (settings.mixup or settings.cutmix):
         distill = replace(distill, blend=False)
-    return replace(settings, distill=suited(distill, task))
+    distill = suited(distill, task)
+    matched = not distill.labels and not changing
+    return replace(settings, distill=distill, norms=settings.norms or ("running" if matched else "batch"))
