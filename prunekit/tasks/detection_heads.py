@@ -30,9 +30,8 @@ class Said:
     """The answers of a head about N places: anchors of all images, or proposals."""
 
     scores: Tensor  # logits (N, classes)
-    boxes: (
-        Tensor  # deltas or distances (N, 4), those of each class (N, classes, 4), or logits of distances (N, 4, bins)
-    )
+    # deltas or distances (N, 4), those of each class (N, classes, 4), or logits of distances (N, 4, bins)
+    boxes: Tensor
     background: bool = False  # whether the scores share one softmax, with the background first; else a sigmoid each
     centerness: Tensor | None = None  # logits (N, 1)
 
@@ -112,7 +111,14 @@ class DetectorHeads(HookOwner):
         self.student: Any = student
         self.teacher: Any = teacher
         self.noted: dict[str, Any] = {}
-        self._require_same()
+        one, other = self.facts(student), self.facts(teacher)
+        for name, value in one.items():
+            if value != other[name]:
+                raise ModelError(
+                    f"distill: expected a teacher whose heads answer as the student's do; {name}: {other[name]} of the "
+                    f"teacher, {value} of the student. Give the dense model that it was pruned from, or leave distill "
+                    "out"
+                )
 
     def facts(self, model: Any) -> Mapping[str, Any]:
         """Return what student and teacher must have in common, by its name."""
@@ -126,31 +132,16 @@ class DetectorHeads(HookOwner):
         """Yield what heads say, from what they return."""
         raise NotImplementedError
 
-    def _require_same(self) -> None:
-        """Raise unless the heads of both say the same kind of things of the same places."""
-        one, other = self.facts(self.student), self.facts(self.teacher)
-        for name, value in one.items():
-            if value != other.get(name):
-                raise ModelError(
-                    f"distill: expected a teacher whose heads answer as the student's do; {name}: {other.get(name)} of "
-                    f"the teacher, {value} of the student. Give the dense model that it was pruned from, or leave "
-                    "distill out"
-                )
-
     def register(self) -> None:
         """Note what modules of the student read and say in passes with gradients."""
         for path in self.reads:
-            self.own_forward_pre(self.student.get_submodule(path), partial(self._note_arguments, path), again=True)
+            self.own_forward_pre(self.student.get_submodule(path), partial(self._note, f"{path} reads"), again=True)
         for path in self.says:
-            self.own_forward(self.student.get_submodule(path), partial(self._note_result, path), again=True)
+            self.own_forward(self.student.get_submodule(path), partial(self._note, path), again=True)
 
-    def _note_arguments(self, path: str, module: nn.Module, arguments: Any, named: Any) -> None:
+    def _note(self, key: str, module: nn.Module, arguments: Any, named: Any, *result: Any) -> None:
         if torch.is_grad_enabled() and not recomputing():
-            self.noted[f"{path} reads"] = arguments
-
-    def _note_result(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
-        if torch.is_grad_enabled() and not recomputing():
-            self.noted[path] = result
+            self.noted[key] = result[0] if result else arguments
 
     def teach(self) -> list[Said]:
         """Return what the teacher's heads say of the last batch that the student saw."""
