@@ -21,6 +21,7 @@ from prunekit.hooks.owner import HookOwner
 SURE = 0.1
 """Least probability that a place holds an object, from which the teacher's box there is compared."""
 FAMILIES = (FasterRCNN, RetinaNet, FCOS, SSD)
+"""The detectors of torchvision."""
 ANCHORS = ("sizes", "scales", "aspect_ratios", "steps")
 """Attributes of torchvision's generators that anchors follow from."""
 
@@ -242,27 +243,3 @@ def _of_torchvision(model: Any, anchors: Any, *coders: Any) -> dict[str, Any]:
         "coding of boxes": [getattr(one, "weights", getattr(one, "normalize_by_size", None)) for one in coders],
         "normalization": (list(model.transform.image_mean), list(model.transform.image_std)),
     }
-
-
-def compared_heads(student: nn.Module, teacher: nn.Module, *, of_torchvision: bool) -> DetectorHeads:
-    """Return the comparison of two detectors of one library, unwrapped.
-
-    Raises:
-        ModelError: their heads cannot be compared, or differ in more than their channels.
-    """
-    if of_torchvision:
-        family = next(kind for kind in FAMILIES if isinstance(student, kind))
-        if not isinstance(teacher, family):
-            raise ModelError(
-                f"distill: expected a teacher that is a {family.__name__}, as the student is, got "
-                f"{type(teacher).__name__}; give the dense model that it was pruned from, or leave distill out"
-            )
-        return (TwoStage if family is FasterRCNN else OneStage)(student, teacher)
-    for model in (student, teacher):
-        head = model.model[-1]  # type: ignore[index]
-        if "Detect" not in {kind.__name__ for kind in type(head).__mro__}:
-            raise ModelError(
-                f"distill: the answers of {type(head).__name__} cannot be compared with a teacher's, because each "
-                "model chooses itself what places they are of; leave distill out"
-            )
-    return Yolo(student, teacher)
