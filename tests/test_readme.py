@@ -24,6 +24,7 @@ from prunekit.jobs import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import Target
+from prunekit.settings.train import DistillSettings
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.training.callbacks.distillation import feature_paths
 
@@ -237,7 +238,7 @@ def shown(block: str, folder: Path) -> JobSettings:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    depth, latency, gradual, training, exports, zeros = (
+    depth, latency, gradual, training, unlabeled, exports, zeros = (
         block
         for name in ("blocks", "faster", "finetune", "onnx_int8", "single_weights")
         for block in blocks("yaml", [GUIDE / "how_to" / f"{name}.md"])
@@ -252,9 +253,9 @@ def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
     assert shown(zeros, tmp_path).prune.pattern == PatternSettings("2:4")
     assert shown(gradual, tmp_path).prune.pattern == PatternSettings("unstructured", 0.8)
     job = shown(training, tmp_path)
-    assert job.sparsify is not None
-    assert job.finetune.distill is not None
+    assert isinstance(job.finetune.distill, DistillSettings)
     assert job.finetune.distill.features is not None
+    assert (job.finetune.lr, job.data.labels, shown(unlabeled, tmp_path).data.labels) == ("auto", True, False)
     model = torchvision.models.resnet34()
     assert feature_paths(model, job.finetune.distill) == ["layer1", "layer2", "layer3", "layer4"]
 

@@ -69,7 +69,7 @@ def test_all_settings_check_themselves_and_their_defaults_pass(settings: type) -
         (lambda: DataSettings(mean=(0.5,)), r"mean: expected a tuple \(.*\) of 3 items, or None, got \(0.5,\)"),
         (lambda: AugmentSettings(flip=1.5), "flip: expected a number of at least 0 and of at most 1, got 1.5"),
         (lambda: RepairSettings(fit="all"), "fit: expected one of 'bias'"),
-        (lambda: TrainSettings(lr=0), "lr: expected a number above 0, got 0"),
+        (lambda: TrainSettings(lr=0), "lr: expected a number above 0, or 'auto', got 0"),
         (lambda: CalibrationSettings(images="many"), "images: expected a whole number of at least 1, got 'many'"),
     ],
 )  # fmt: skip

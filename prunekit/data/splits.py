@@ -123,10 +123,12 @@ def split_off(
         members = np.flatnonzero(labels == label)
         if len(members) < 2:
             left = f"{len(members)} image{'s'[: len(members) != 1]} left"
-            whose, of = (f"class {name!r} has ", " of each class") if classes else ("", "")
+            drawn_too = "(3 where validation and test are both drawn)"
+            if not classes:
+                raise DataError(f"{where}: {left}, and a split needs at least 2 {drawn_too}; add images")
             raise DataError(
-                f"{where}: {whose}{left}, and a {'stratified ' if classes else ''}split needs at least 2{of} (3 where "
-                f"validation and test are both drawn); add images{' or remove the class' if classes else ''}"
+                f"{where}: class {name!r} has {left}, and a stratified split needs at least 2 of each class "
+                f"{drawn_too}; add images or remove the class"
             )
         count = min(max(round(len(members) * share), 1), len(members) - 1)
         drawn[generator.permutation(members)[:count]] = True

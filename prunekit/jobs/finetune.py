@@ -200,7 +200,7 @@ class FinetuneRun:
     def sparsify(self, model: nn.Module, plan: Plan | None = None) -> nn.Module:
         """Return the dense model after the job's `sparsify`, which runs before there is a plan, or with it."""
         assert self.job.sparsify is not None
-        settings = on_labels(self.job.sparsify) if self.job.data.labels else self.job.sparsify
+        settings = on_labels(self.job.sparsify)
         chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self._stage("sparsify"):

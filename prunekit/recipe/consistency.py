@@ -260,6 +260,10 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         elif isinstance(section.get("distill"), Mapping) and values.get("task") == "embedding":
             text = "expected nothing, because task is 'embedding', which learns the dense model's outputs already"
             yield (name, "distill"), f"{text}, got {show(section['distill'])}"
+        elif isinstance(taught := section.get("distill"), Mapping) and taught.get("blend") is True:
+            mixes = next((key for key in ("mixup", "cutmix") if section.get(key)), None)
+            if mixes is not None:
+                yield (name, "distill", "blend"), f"expected false, because {name}.{mixes} blends images too, got true"
         regularize = section.get("regularize")
         if name != "sparsify" and isinstance(regularize, Mapping) and regularize.get("method") == "growing":
             text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"

@@ -128,8 +128,9 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
         values["repair"] = {"fit": "patch", "sequential": True}
     else:
         values["prune"] = {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform"}
+        values["repair"] = {}
     values |= {
-        "finetune": {"epochs": 8, "lr": 0.02} | ({} if labeled else {"distill": {}}),
+        "finetune": {"epochs": 8, "lr": 0.02},
         "latency": {"batches": [1] if textual else [1, 16], "threads": [1]},
         "device": "auto",
         "output": "runs",
@@ -277,7 +278,7 @@ def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     most = 5e-5 if textual and has_weights(prepared.job.model) else most
     epochs = min(90, max(3, 600 // steps))
     rate = "auto" if len(prepared.splits.validation) >= FEWEST else most / 2.5
-    made = values | {"finetune": values["finetune"] | {"epochs": max(2, epochs // 3), **rates, "lr": rate}}
+    made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": rate}}
     if "baseline" in values:
         made["baseline"] = {"epochs": epochs, **rates, "lr": most}
     if images < CalibrationSettings.images:

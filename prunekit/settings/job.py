@@ -135,9 +135,9 @@ def unlabeled_contradictions(values: Mapping[str, Any]) -> Iterator[tuple[tuple[
         if section is None or not section.get("epochs", TrainSettings.epochs):
             continue
         distill = section.get("distill", TrainSettings.distill)
-        if distill is None:
+        if distill is None or (distill == "auto" and name == "sparsify"):  # where `auto` means labels alone
             text = f"expected a mapping such as {{}}, {because}, so that only the dense model can be learned from"
-            yield (name, "distill"), f"{text}, got null"
+            yield (name, "distill"), f"{text}, got {distill or 'null'}"
         elif isinstance(distill, Mapping) and distill.get("labels"):
             yield (name, "distill", "labels"), f"expected 0, {because}, got {distill['labels']}"
         if section.get("label_smoothing"):

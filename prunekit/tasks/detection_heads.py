@@ -136,9 +136,9 @@ class DetectorHeads(HookOwner):
     def register(self) -> None:
         """Note what modules of the student read and say in passes with gradients."""
         for path in self.reads:
-            self.own_forward_pre(self.student.get_submodule(path), partial(self._note, f"{path} reads"), again=True)
+            self.own_forward_pre(self.student.get_submodule(path), partial(self._note, f"{path} reads"))
         for path in self.says:
-            self.own_forward(self.student.get_submodule(path), partial(self._note, path), again=True)
+            self.own_forward(self.student.get_submodule(path), partial(self._note, path))
 
     def _note(self, key: str, module: nn.Module, arguments: Any, named: Any, *result: Any) -> None:
         if torch.is_grad_enabled() and not recomputing():

@@ -79,7 +79,6 @@ def test_for_a_folder_of_images_without_labels(home: Path) -> None:
     assert "3 classes" in shown  # of the model
     text, job = (home / "mine.yaml").read_text(), load("mine.yaml")
     assert (job.data.labels, job.data.root, job.baseline) == (False, Path("all"), None)
-    assert job.finetune.distill is not None
     assert "baseline" not in text
     planned("--model", "own.py:net")
     refused = run("init", "--model", "resnet8", "--data", "all", "other.yaml", code=2)

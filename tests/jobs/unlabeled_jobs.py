@@ -46,7 +46,7 @@ model: {name: own, zoo: own}
 data: {source: imagefolder, root: photos, labels: false, image_size: 16, batch: 10, augment: flip}
 calibration: {images: 20}
 prune: {budget: {channels: 0.5}}
-finetune: {epochs: 2, lr: 0.01, mixup: 0.2, distill: {}}
+finetune: {epochs: 2, lr: 0.01, distill: auto}
 checkpoint: {every_steps: 1}
 latency: {batches: [1], threads: [1], repeats: 5, explain: false}
 device: cpu
@@ -107,4 +107,4 @@ def evaluated(folder: Path, run: Path) -> tuple[dict[str, Any], str]:
 
 def in_group(folder: Path, output: Path, run: Path) -> tuple[tuple[dict[str, Any], str], dict[str, Any]]:
     """In each process of a group: what the pruned model of a run reaches, and the metrics of a run of their own."""
-    return evaluated(folder, run), ran(folder, output, "finetune.epochs=1")[1]
+    return evaluated(folder, run), ran(folder, output, "finetune.epochs=1", "finetune.mixup=0.2")[1]

@@ -20,8 +20,8 @@ from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
 from prunekit.report import rendering
-from prunekit.report.figures.charts import curves
-from prunekit.report.headline import blocks, clamped, compared, masked, sentence, tiles
+from prunekit.report.figures.charts import curves, rates
+from prunekit.report.headline import blocks, clamped, compared, masked, searched, sentence, tiles
 from prunekit.report.pages.run_page import again, lines, missing, write_report
 from prunekit.report.rendering import how
 from prunekit.report.run_data import read_run
@@ -491,6 +491,27 @@ def test_the_start_is_the_point_at_epoch_0_and_is_said_where_no_epoch_beat_it(tm
         (folder / "metrics.json").write_text(json.dumps(found))
         assert Page(write_report(folder).read_text(encoding="utf-8")).text["curves"].count(said) == times
         assert lines({**found, "shortfalls": []}, folder).count(f"Training of {said}") == times
+
+
+def test_rates_that_were_tried_are_shown_with_the_start_and_the_one_taken(tmp_path: Path) -> None:
+    tried = [(0.0, 0.47), (3e-4, 0.45), (5.5e-3, 0.41), (0.1, None)]
+    trained = {"lr": 5.5e-3, "rates": [{"rate": rate, "steps": 4, "held_out_loss": loss} for rate, loss in tried]}
+    drawn = rates({"pruned": trained, "control": {"epochs": 1}})
+    for text in ("Learning rates tried: pruned", "taken: 0.0055", ">start<", "held-out loss"):
+        assert text in str(drawn)
+    assert rates({"control": {"epochs": 1}}) is None
+    said = "pruned: lr 0.0055 was taken of 3 tried (held-out loss 0.410; start 0.470)"
+    folder, found = write_run(tmp_path / "run", only=("history",)), {**metrics(), "trainings": {"pruned": trained}}
+    (folder / "metrics.json").write_text(json.dumps(found))
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert said in page.text["curves"]
+    assert "taken: 0.0055" in page.text["curves"]
+    unhelped = {"lr": 3e-4, "rates": [{**row, "held_out_loss": 0.5 + row["rate"]} for row in trained["rates"]]}
+    unhelped["rates"][0]["held_out_loss"] = 0.4
+    assert list(searched({"trainings": {"pruned": unhelped, "control": {"lr": 0.0055, "rates": []}}})) == [
+        "pruned: lr 0.0003 was taken of 3 tried, the lowest, because none helped (held-out loss 0.500; start 0.400)",
+        "control: lr 0.0055 was taken, the middle of its range: 5 % of the steps are too few to try others",
+    ]
 
 
 def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from prunekit.settings.inputs import DataSettings
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
 from prunekit.tasks.detection import DETECTION
 from prunekit.tasks.detection_heads import Said, head_error
-from prunekit.training.callbacks.callback import TrainingRun
+from prunekit.training import rate_search
+from prunekit.training.callbacks.callback import EpochRow, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.selection import task_loss, with_teacher
 from prunekit.training.loop import fit
@@ -200,17 +202,35 @@ def test_the_error_is_the_formula() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ssd, fcos, faster_rcnn, yolo])
-def test_a_detector_trains_with_it(make: Callable[[], nn.Module]) -> None:
+def test_a_detector_trains_with_it(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = made(make, 1), made(make, 2)
     layer = "model.1" if make is yolo else "backbone.3"
     features = FeatureSettings((layer,), weight=0.1)
     settings = TrainSettings(epochs=2, optimizer="adamw", lr=1e-3, distill=DistillSettings(features=features))
     part = Distillation(teacher, settings.distill, task="detection")  # type: ignore[arg-type]
     before = copy.deepcopy(student.state_dict())
-    history = fit(student, shapes(), settings, device=CPU, seed=0, batch=4, callbacks=[part])
+    moved: list[bool] = []
+
+    def compare(row: EpochRow) -> None:
+        moved.append(any(not torch.equal(value, before[name]) for name, value in student.state_dict().items()))
+
+    history = fit(student, shapes(), settings, device=CPU, seed=0, batch=4, callbacks=[part], on_epoch=compare)
     assert len(history.rows) == 2
-    assert any(not torch.equal(value, before[name]) for name, value in student.state_dict().items())
+    assert moved == [True, True]
     assert part.cost.seconds > 0
+    monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    monkeypatch.setattr(rate_search, "FEWEST", 1)
+    found, losses = [], []
+    for lr in ("auto", None):
+        model = made(make, 1)
+        settings = replace(settings, epochs=3, lr=lr or found[0].lr)
+        part = Distillation(teacher, settings.distill, task="detection")  # type: ignore[arg-type]
+        found.append(fit(model, shapes(), settings, device=CPU, seed=0, batch=4, callbacks=[part]))
+        losses.append([row.train_loss for row in found[-1].rows])
+    assert losses[0] == losses[1]
+    tried = {row.held_out_loss for row in found[0].rates}
+    assert len(tried) == len(found[0].rates) >= 4
+    assert None not in tried
 
 
 def test_what_no_teacher_can_show_is_said_or_left_out() -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from statistics import mean
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,7 @@ from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
-from prunekit.report.headline import searched, unbeaten
+from prunekit.report.headline import searched, taught, unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import described_task
@@ -193,10 +194,11 @@ class Trainings:
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
         for part in asked:
             if isinstance(part, Distillation):
-                cost = part.cost
-                self._teaching[name] = asdict(cost)
-                of = f"{share(cost.step_share)} of the training steps"
-                self._log(f"{training_name(name)}: the teacher took {cost.seconds:.1f} s, {of}")
+                speed = mean(row.images_per_s for row in history.rows) if history.rows else None
+                self._teaching[name] = asdict(part.cost) | {"images_per_s": speed}
+                what = {"samples": self._prepared.splits.task.samples}
+                for line in taught({"teacher": {name: self._teaching[name]}, "task": what}):
+                    self._log(f"teacher's time: {line}")
         return model.cpu()
 
     def _note(
