@@ -160,7 +160,7 @@ def source_of_parts(
         parts = {name: NumberedImages(part, f"{where} {name}") for name, part in parts.items()}
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
     corrupt = CorruptImages.allowing(settings.max_corrupt, images)
-    transform = replace(_image_transform(settings), own=own)
+    transform = replace(image_transform_of(settings), own=own)
     made = {name: mapped(part, settings, transform, f"{where} {name}", corrupt) for name, part in parts.items()}
     train, test, validation = made["train"], made.get("test"), made.get("validation")
     if any(part.shape != train.shape for part in made.values()):
@@ -173,10 +173,5 @@ def source_of_parts(
 
 def image_transform_of(settings: DataSettings) -> ImageTransform:
     """Return the transform of image files by these settings."""
-    return _image_transform(settings, HALF, HALF) if settings.source == "digits" else _image_transform(settings)
-
-
-def _image_transform(
-    settings: DataSettings, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
-) -> ImageTransform:
+    mean, std = (HALF, HALF) if settings.source == "digits" else (IMAGENET_MEAN, IMAGENET_STD)
     return ImageTransform(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)

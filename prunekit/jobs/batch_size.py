@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import nn
 
 from prunekit.channels.trace import trace
 from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
@@ -252,17 +251,15 @@ class Rehearsal:
     def _masks(self, training: TrainingRun) -> Iterator[None]:
         changing = self._prepared.job.prune.schedule is not None  # such masks hold what is pruned
         kind = ChangingMasks if changing else partial(masked)
+        settings, thresholds = self._prepared.job.activations, None
+        if settings is not None:
+            chosen = dict.fromkeys(chosen_paths(training.model, settings), SMALL)
+            thresholds = ActivationThresholds(chosen, {}, None, settings.side, 0)
         with (
             kind(training.model, self._plan, training.optimizer),
-            masks(training.model, self._thresholds(training.model)),
+            masks(training.model, thresholds),
         ):
             yield
-
-    def _thresholds(self, model: nn.Module) -> ActivationThresholds | None:
-        settings = self._prepared.job.activations
-        if settings is None:
-            return None
-        return ActivationThresholds(dict.fromkeys(chosen_paths(model, settings), SMALL), {}, None, settings.side, 0)
 
 
 def _some(dataset: SampleDataset, count: int) -> SampleDataset:

@@ -48,6 +48,14 @@ class ActivationBudget:
         """`spread`, or `uniform` where that does better on held-out samples."""
         return better_way(self.errors)
 
+    @property
+    def compared(self) -> str:
+        """The way, and the errors of both."""
+        spread, uniform = (share(self.errors[way], 2) for way in ("spread", "uniform"))
+        if self.way == "spread":
+            return f"spread by errors: output error {spread} of its variance, {uniform} with one share for all"
+        return f"one share for all: output error {uniform} of its variance, {spread} if spread by errors"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ActivationThresholds(Displayed, Mapping[str, float]):
@@ -123,7 +131,7 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         if self.budget is not None:
             by = {"macs": "MACs", "values": "values"}[self.budget.by]
             told = f"{share(self.overall)} of zeros overall by {by} (budget {share(self.budget.overall)})"
-            return f"{masked}, {told}, {_compared_errors(self.budget)}; {passes}"
+            return f"{masked}, {told}, {self.budget.compared}; {passes}"
         target = "" if self.target is None else f", target {share(self.target)} of zeros"
         off = f", {len(self.off_target())} off it" if self.off_target() else ""
         return f"{masked}{target}{off}; {passes}"
@@ -172,13 +180,6 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         if not budget["weights"].keys() == found["thresholds"].keys() == found["reached"].keys():
             raise ArtifactError(f"{path}: budget: weights: expected one for each threshold; the file is damaged")
         return cls(**found, budget=ActivationBudget(**budget))
-
-
-def _compared_errors(budget: ActivationBudget) -> str:
-    spread, uniform = (share(budget.errors[way], 2) for way in ("spread", "uniform"))
-    if budget.way == "spread":
-        return f"spread by errors: output error {spread} of its variance, {uniform} with one share for all"
-    return f"one share for all: output error {uniform} of its variance, {spread} if spread by errors"
 
 
 def _number(value: Any) -> bool:

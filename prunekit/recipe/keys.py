@@ -32,6 +32,11 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def settings_in(hint: Any) -> list[Any]:
+    """Return the types of settings that a key may hold as a mapping."""
+    return [part for part in _parts(hint) if is_dataclass(part)]
+
+
 def _inner(hint: Any, key: str | int) -> Any:
     if is_dataclass(hint):
         beside = beside_of(hint)
@@ -70,13 +75,13 @@ def is_open_mapping(path: KeyPath) -> bool:
 
 def allows(path: KeyPath, key: str) -> bool:
     """Return whether settings at `path` have a key: a field, or a name of a registry."""
-    marks = [beside_of(part) for part in _parts(hint_at(path)) if is_dataclass(part)]
+    marks = [beside_of(part) for part in settings_in(hint_at(path))]
     return key in (keys_of(path) or ()) or any(mark is not None and mark.knows(key) for mark in marks)
 
 
 def keys_of(path: KeyPath) -> list[str] | None:
     """Return the keys that are allowed below `path`; None if any key is."""
-    listed = [part for part in _parts(hint_at(path)) if is_dataclass(part)]
+    listed = settings_in(hint_at(path))
     return [key for part in listed for key in _keys(part)] if listed else None
 
 

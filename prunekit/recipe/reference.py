@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.errors import UsageError, nearest
-from prunekit.recipe.keys import beside_of, describe, own_keys, split_key
+from prunekit.recipe.keys import beside_of, describe, own_keys, settings_in, split_key
 from prunekit.recipe.yaml_positions import KeyPath
-from prunekit.settings.job import JobSettings, yaml_value
+from prunekit.settings.job import JobSettings, changed_values, yaml_value
 from prunekit.utils.files import write_text
 from prunekit.utils.registry import Registered
 
@@ -192,7 +192,7 @@ def all_keys() -> tuple[RecipeKey, ...]:
 def _sections(kind: Any, path: KeyPath, optional: bool) -> Iterator[tuple[KeyPath, Any]]:
     yield path, kind
     for name, hint in own_keys(kind).items():
-        for part in _settings_in(hint):
+        for part in settings_in(hint):
             if optional or part is hint:
                 yield from _sections(part, (*path, name), optional)
 
@@ -203,19 +203,12 @@ def _keys_of(kind: Any, path: KeyPath, homes: Mapping[type, KeyPath]) -> Iterato
         required, default = _is_required(known[name]), _default(known[name])
         example = _example(kind, name, hint, default)
         yield RecipeKey((*path, name), hint, required, default, said.get(name, ""), example, (*homes[kind], name))
-        for part in _settings_in(hint):
+        for part in settings_in(hint):
             yield from _keys_of(part, (*path, name), homes)
 
 
 def _is_required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
-
-
-def _settings_in(hint: Any) -> list[Any]:
-    """Return the types of settings that a key may hold as a mapping."""
-    if get_origin(hint) in (UnionType, Union):
-        return [part for part in get_args(hint) if is_dataclass(part)]
-    return [hint] if is_dataclass(hint) else []
 
 
 def _registries(hint: Any) -> list[Any]:
@@ -240,18 +233,8 @@ def meanings(kind: Any) -> dict[str, str]:
 def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         made = field.default_factory()
-        return _non_defaults(made) if is_dataclass(made) else yaml_value(made, field.name)
+        return yaml_value(changed_values(made), field.name)
     return None if field.default is MISSING else yaml_value(field.default, field.name)
-
-
-def _non_defaults(settings: Any) -> dict[str, Any]:
-    """Return the values of settings that are not the defaults of their fields."""
-    found = {}
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if value != (field.default if field.default_factory is MISSING else field.default_factory()):
-            found[field.name] = yaml_value(value, field.name)
-    return found
 
 
 def _example(kind: Any, name: str, hint: Any, default: Any) -> Any:
@@ -260,7 +243,7 @@ def _example(kind: Any, name: str, hint: Any, default: Any) -> Any:
         return EXAMPLES[given]
     if isinstance(default, bool):
         return not default
-    for part in _settings_in(hint):
+    for part in settings_in(hint):
         shown = [one for one in fields(part) if _is_required(one)] or fields(part)[:1]
         return {one.name: _example(part, one.name, own_keys(part)[one.name], _default(one)) for one in shown}
     named = () if isinstance(default, list) else (name for one in _registries(hint) for name in one.declared)

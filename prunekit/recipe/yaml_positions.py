@@ -68,7 +68,11 @@ def parse(text: str, origin: Origin) -> Document:
         visitor.visit(root, ())
         values = None if visitor.problems else json_values(construct(text, duplicates=True))
     except YAMLError as error:
-        return Document(None, places={(): origin}, problems=(_syntax_problem(error, origin),))
+        place = place_of(error)
+        at = Origin(origin.source, *place) if place is not None and origin.line else origin
+        return Document(
+            None, places={(): origin}, problems=(Problem(at, (), f"expected YAML, but {reason_of(error)}"),)
+        )
     return Document(values, visitor.keys, visitor.places, tuple(visitor.problems))
 
 
@@ -122,10 +126,3 @@ class _OriginVisitor:
 
 def _is_merge(pair: tuple[Node, Node]) -> bool:
     return bool(pair[0].tag == "tag:yaml.org,2002:merge")
-
-
-def _syntax_problem(error: YAMLError, origin: Origin) -> Problem:
-    place = place_of(error)
-    if place is not None and origin.line:
-        origin = Origin(origin.source, *place)
-    return Problem(origin, (), f"expected YAML, but {reason_of(error)}")

@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -156,27 +155,26 @@ def dump(job: JobSettings, *, defaults: bool = True) -> str:
     stream = io.StringIO()
     values = asdict(job)
     if not defaults:
-        values = _changed(job)
+        values = changed_values(job)
     if budget := values.get("prune", {}).get("budget"):
         budget |= budget.pop("others", {})  # all budgets stand beside each other
     yaml.dump(yaml_value(values, ""), stream)
     return stream.getvalue()
 
 
-def _changed(value: Any, default: Any = None) -> Any:
+def changed_values(value: Any, default: Any = None) -> Any:
     """Return the fields of settings that differ from their defaults; of an optional section, from its own."""
     if isinstance(value, tuple):
-        return [_changed(item) for item in value]
+        return [changed_values(item) for item in value]
     if not is_dataclass(value):
         return value
-    known = default if isinstance(default, type(value)) else SimpleNamespace(**_defaults(value))
-    pairs = ((name, getattr(value, name), getattr(known, name, known)) for name in (one.name for one in fields(value)))
-    return {name: _changed(now, then) for name, now, then in pairs if now != then}
-
-
-def _defaults(settings: Any) -> dict[str, Any]:
-    made = {one.name: one.default_factory() for one in fields(settings) if one.default_factory is not MISSING}
-    return made | {one.name: one.default for one in fields(settings) if one.default is not MISSING}
+    changed = {}
+    for one in fields(value):
+        made = one.default if one.default_factory is MISSING else one.default_factory()
+        then = getattr(default, one.name) if isinstance(default, type(value)) else made
+        if (now := getattr(value, one.name)) != then:
+            changed[one.name] = changed_values(now, then)
+    return changed
 
 
 def yaml_value(value: Any, path: str) -> Any:

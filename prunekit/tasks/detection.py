@@ -14,7 +14,7 @@ from torchvision.ops import box_convert
 
 from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.tasks.detection_heads import DetectorHeads, compared_heads
+from prunekit.tasks.detection_heads import FAMILIES, DetectorHeads, OneStage, TwoStage, Yolo
 from prunekit.tasks.mean_precision import MeanAveragePrecision
 from prunekit.tasks.task import Score, Task, register_task
 from prunekit.utils.inputs import described
@@ -31,18 +31,12 @@ DETECTIONS = 300
 """The most detections in an image of an ultralytics model."""
 SECONDS = 1e6
 """Time limit of ultralytics' suppression for an image: what is found must not depend on the machine."""
-OF_TORCHVISION = (
-    torchvision_detectors.FasterRCNN,
-    torchvision_detectors.RetinaNet,
-    torchvision_detectors.FCOS,
-    torchvision_detectors.ssd.SSD,
-)
 
 
 def detector_kind(model: nn.Module) -> Kind | None:
     """Return whose detector a model is: torchvision's, or one of ultralytics; None for others."""
     inner = unwrapped(model)
-    if isinstance(inner, OF_TORCHVISION):
+    if isinstance(inner, FAMILIES):
         return "torchvision"
     modules = {f"{kind.__module__}.{kind.__name__}" for kind in type(inner).__mro__}
     return "ultralytics" if "ultralytics.nn.tasks.DetectionModel" in modules else None
@@ -72,14 +66,29 @@ def class_count(model: nn.Module) -> int | None:
 
 
 def heads(student: nn.Module, teacher: nn.Module) -> DetectorHeads:
-    """Return the comparison of two detectors' heads; raise a `ModelError` where they are of different kinds."""
+    """Return the comparison of two detectors' heads; raise a `ModelError` where they differ in more than channels."""
     (one, kind), (other, kind_of_teacher) = _require_kind(student), _require_kind(teacher)
     if (kind, class_count(student)) != (kind_of_teacher, class_count(teacher)):
         raise ModelError(
             f"distill: expected a teacher that is a detector of {kind} with {class_count(student)} classes, as the "
             f"student is, got one of {kind_of_teacher} with {class_count(teacher)}"
         )
-    return compared_heads(one, other, of_torchvision=kind == "torchvision")
+    if kind == "torchvision":
+        family = next(kind for kind in FAMILIES if isinstance(one, kind))
+        if not isinstance(other, family):
+            raise ModelError(
+                f"distill: expected a teacher that is a {family.__name__}, as the student is, got "
+                f"{type(other).__name__}; give the dense model that it was pruned from, or leave distill out"
+            )
+        return (TwoStage if family is torchvision_detectors.FasterRCNN else OneStage)(one, other)
+    for model in (one, other):
+        head = model.model[-1]  # type: ignore[index]
+        if "Detect" not in {kind.__name__ for kind in type(head).__mro__}:
+            raise ModelError(
+                f"distill: the answers of {type(head).__name__} cannot be compared with a teacher's, because each "
+                "model chooses itself what places they are of; leave distill out"
+            )
+    return Yolo(one, other)
 
 
 def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Targets]:
@@ -154,7 +163,7 @@ def _require_part(model: nn.Module, targets: Targets, name: str) -> None:
 def _require_points(model: nn.Module, targets: Targets, count: int) -> None:
     given = targets[0]["keypoints"].shape[1]
     if given != count:
-        argument = "model.arguments.num_keypoints" if isinstance(model, OF_TORCHVISION) else "its number of keypoints"
+        argument = "model.arguments.num_keypoints" if isinstance(model, FAMILIES) else "its number of keypoints"
         raise ModelError(
             f"{type(model).__name__}: it knows {count} keypoints of an object, and the data has {given}; set {argument}"
         )

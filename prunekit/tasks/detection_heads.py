@@ -21,6 +21,7 @@ from prunekit.hooks.owner import HookOwner
 SURE = 0.1
 """Least probability that a place holds an object, from which the teacher's box there is compared."""
 FAMILIES = (FasterRCNN, RetinaNet, FCOS, SSD)
+"""The detectors of torchvision."""
 ANCHORS = ("sizes", "scales", "aspect_ratios", "steps")
 """Attributes of torchvision's generators that anchors follow from."""
 
@@ -30,9 +31,8 @@ class Said:
     """The answers of a head about N places: anchors of all images, or proposals."""
 
     scores: Tensor  # logits (N, classes)
-    boxes: (
-        Tensor  # deltas or distances (N, 4), those of each class (N, classes, 4), or logits of distances (N, 4, bins)
-    )
+    # deltas or distances (N, 4), those of each class (N, classes, 4), or logits of distances (N, 4, bins)
+    boxes: Tensor
     background: bool = False  # whether the scores share one softmax, with the background first; else a sigmoid each
     centerness: Tensor | None = None  # logits (N, 1)
 
@@ -112,7 +112,14 @@ class DetectorHeads(HookOwner):
         self.student: Any = student
         self.teacher: Any = teacher
         self.noted: dict[str, Any] = {}
-        self._require_same()
+        one, other = self.facts(student), self.facts(teacher)
+        for name, value in one.items():
+            if value != other[name]:
+                raise ModelError(
+                    f"distill: expected a teacher whose heads answer as the student's do; {name}: {other[name]} of the "
+                    f"teacher, {value} of the student. Give the dense model that it was pruned from, or leave distill "
+                    "out"
+                )
 
     def facts(self, model: Any) -> Mapping[str, Any]:
         """Return what student and teacher must have in common, by its name."""
@@ -126,31 +133,16 @@ class DetectorHeads(HookOwner):
         """Yield what heads say, from what they return."""
         raise NotImplementedError
 
-    def _require_same(self) -> None:
-        """Raise unless the heads of both say the same kind of things of the same places."""
-        one, other = self.facts(self.student), self.facts(self.teacher)
-        for name, value in one.items():
-            if value != other.get(name):
-                raise ModelError(
-                    f"distill: expected a teacher whose heads answer as the student's do; {name}: {other.get(name)} of "
-                    f"the teacher, {value} of the student. Give the dense model that it was pruned from, or leave "
-                    "distill out"
-                )
-
     def register(self) -> None:
         """Note what modules of the student read and say in passes with gradients."""
         for path in self.reads:
-            self.own_forward_pre(self.student.get_submodule(path), partial(self._note_arguments, path))
+            self.own_forward_pre(self.student.get_submodule(path), partial(self._note, f"{path} reads"))
         for path in self.says:
-            self.own_forward(self.student.get_submodule(path), partial(self._note_result, path))
+            self.own_forward(self.student.get_submodule(path), partial(self._note, path))
 
-    def _note_arguments(self, path: str, module: nn.Module, arguments: Any, named: Any) -> None:
+    def _note(self, key: str, module: nn.Module, arguments: Any, named: Any, *result: Any) -> None:
         if torch.is_grad_enabled() and not recomputing():
-            self.noted[f"{path} reads"] = arguments
-
-    def _note_result(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
-        if torch.is_grad_enabled() and not recomputing():
-            self.noted[path] = result
+            self.noted[key] = result[0] if result else arguments
 
     def teach(self) -> list[Said]:
         """Return what the teacher's heads say of the last batch that the student saw."""
@@ -251,27 +243,3 @@ def _of_torchvision(model: Any, anchors: Any, *coders: Any) -> dict[str, Any]:
         "coding of boxes": [getattr(one, "weights", getattr(one, "normalize_by_size", None)) for one in coders],
         "normalization": (list(model.transform.image_mean), list(model.transform.image_std)),
     }
-
-
-def compared_heads(student: nn.Module, teacher: nn.Module, *, of_torchvision: bool) -> DetectorHeads:
-    """Return the comparison of two detectors of one library, unwrapped.
-
-    Raises:
-        ModelError: their heads cannot be compared, or differ in more than their channels.
-    """
-    if of_torchvision:
-        family = next(kind for kind in FAMILIES if isinstance(student, kind))
-        if not isinstance(teacher, family):
-            raise ModelError(
-                f"distill: expected a teacher that is a {family.__name__}, as the student is, got "
-                f"{type(teacher).__name__}; give the dense model that it was pruned from, or leave distill out"
-            )
-        return (TwoStage if family is FasterRCNN else OneStage)(student, teacher)
-    for model in (student, teacher):
-        head = model.model[-1]  # type: ignore[index]
-        if "Detect" not in {kind.__name__ for kind in type(head).__mro__}:
-            raise ModelError(
-                f"distill: the answers of {type(head).__name__} cannot be compared with a teacher's, because each "
-                "model chooses itself what places they are of; leave distill out"
-            )
-    return Yolo(student, teacher)

@@ -20,7 +20,6 @@ from prunekit.utils.availability import ADAPTERS, missing_packages
 from prunekit.utils.context import seeded
 from prunekit.utils.globs import matching
 
-KEY = "finetune.adapter.modules"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ABLE = "layers of Linear, convolutions without groups and dilation, and transformers' Conv1D, with weights of their own"
 
@@ -90,7 +89,11 @@ def adaptable(model: nn.Module) -> list[str]:
     found = [
         path
         for path, module in model.named_modules()
-        if path and _is_able(module) and owners[id(module.weight)] == 1 and not _within_attention(model, path)
+        if path
+        and _is_able(module)
+        and owners[id(module.weight)] == 1
+        # attention reads the weight of its projection, and does not call it
+        and not isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
     ]
     return [path for path in found if any(part.isdigit() for part in path.split("."))] or found
 
@@ -107,11 +110,6 @@ def _is_able(module: nn.Module) -> bool:
     return plain and isinstance(module.weight, nn.Parameter) and module.weight.numel() > 0
 
 
-def _within_attention(model: nn.Module, path: str) -> bool:
-    """Return whether a layer is in a MultiheadAttention, which reads its weight and does not call it."""
-    return isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
-
-
 def require_adaptable(model: nn.Module, settings: AdapterSettings) -> None:
     """Raise, before anything runs, if peft is not installed, or a dense model has no layers that can be adapted."""
     if missing := missing_packages(["peft"], ADAPTERS):
@@ -120,7 +118,7 @@ def require_adaptable(model: nn.Module, settings: AdapterSettings) -> None:
     if not able:
         raise ModelError(f"finetune.adapter: expected {ABLE}, and {type(model).__name__} has none; leave it out")
     for pattern in settings.modules or ():
-        matching(pattern, able, KEY, what=f"layer that can be adapted ({ABLE})")
+        matching(pattern, able, "finetune.adapter.modules", what=f"layer that can be adapted ({ABLE})")
 
 
 def require_adapted(model: nn.Module, settings: TrainSettings) -> None:

@@ -76,13 +76,12 @@ from prunekit.training.parallel import (
 from prunekit.training.rate_search import (
     HELD_OUT,
     RateSearch,
-    held_out_loss,
     middle_rate,
     require_searchable,
     taken_rate,
 )
 from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
-from prunekit.utils.context import seeded, training_mode
+from prunekit.utils.context import same_draws, seeded, training_mode
 from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device
 from prunekit.utils.progress import make_bar, make_counter, wanted
@@ -176,7 +175,9 @@ def fit(
     clamps = GradientClamps(model, optimizer, settings, scaler)
     run = TrainingRun(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
     active = called.active(run)
-    facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
+    facts, warn = {}, partial(warnings.warn, category=CheckpointWarning)
+    if checkpoints is not None:
+        facts, warn = checkpoints.facts, checkpoints.warn
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, called, **facts)
     path, main = None if checkpoint is None else Path(checkpoint), splits.task.main
@@ -220,10 +221,6 @@ def fit(
             give_back_buffers(model, given.to(device))
         best.restore()
     return History(position.rows, best.epoch, clamps.rows(), compilation, None, position.start, lr, position.rates)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -304,10 +301,14 @@ class TrainingLoop:
             return self._held_out_loss()
 
     def _held_out_loss(self) -> float:
-        def loss_of(batch: Batch) -> tuple[Tensor, int]:
-            return self._loss(self.state.model, batch)[0], self.task.weighed(batch[1])
-
-        return held_out_loss(self.state.model, self.task, self.held_out, loss_of)
+        """Return the mean over the held-out samples of all processes of the loss that is trained."""
+        model, sums = self.state.model, EpochSums()
+        # with gradients, which a comparison of features asks for; the next batch frees them
+        with same_draws(model), self.task.mode_for_loss(model), torch.enable_grad():
+            for batch in self.held_out:
+                loss = self._loss(model, batch)[0]
+                sums.add(loss.item(), None, len(batch[1]), self.task.weighed(batch[1]))
+        return sums.of_all().mean_loss
 
     def _search_rate(self) -> None:
         """Set the learning rate that does best in short trials; see `rate_search`."""

@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 
 import torch
-from torch import Tensor, nn
 
 from prunekit.data.loader import Batch
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import everyone, local_part
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.settings.train import OWN_RATES, REWOUND_RATES, TrainSettings
-from prunekit.tasks.task import Task
 from prunekit.training.callbacks.callback import RateRow
 from prunekit.training.optimizers import rate_factor, set_rate
-from prunekit.training.run_state import EpochSums, RunState
+from prunekit.training.run_state import RunState
 from prunekit.utils.context import same_attributes, same_draws
 
 SHARE = 0.05
@@ -127,22 +125,6 @@ class RateSearch:
         return everyone(self.state.non_finite_tensor() is None)
 
 
-def held_out_loss(
-    model: nn.Module,
-    task: Task,
-    held_out: Iterable[Batch],  # this process's share of every batch
-    loss_of: Callable[[Batch], tuple[Tensor, int]],  # the loss that is trained of a batch, and its weight in means
-) -> float:
-    """Return the mean over the held-out samples of all processes of the loss that is trained."""
-    sums = EpochSums()
-    # with gradients, which a comparison of features asks for; the next batch frees them
-    with same_draws(model), task.mode_for_loss(model), torch.enable_grad():
-        for batch in held_out:
-            loss, weight = loss_of(batch)
-            sums.add(loss.item(), None, len(batch[1]), weight)
-    return sums.of_all().mean_loss
-
-
 @contextmanager
 def unchanged(state: RunState) -> Iterator[None]:
     """Train inside as before the first step; afterwards all that steps change is as it was, bit for bit.
@@ -151,12 +133,13 @@ def unchanged(state: RunState) -> Iterator[None]:
     numbers, counts of clamps, and what callbacks keep.
     """
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
-    tensors = [(local_part(tensor), local_part(tensor).detach().clone()) for tensor in _tensors(model)]
+    tensors = [
+        (local_part(tensor), local_part(tensor).detach().clone())
+        for tensor in chain(model.parameters(), model.buffers())
+    ]
     clamps, scale = state.clamps.state_dict(), None if scaler is None else scaler.state_dict()
     try:
-        with ExitStack() as stack:
-            for context in (same_attributes(model), same_draws(model), state.callbacks.around_trial()):
-                stack.enter_context(context)
+        with same_attributes(model), same_draws(model), state.callbacks.around_trial():
             yield
     finally:
         optimizer.zero_grad()
@@ -167,8 +150,3 @@ def unchanged(state: RunState) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in tensors:
                 tensor.copy_(value)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()

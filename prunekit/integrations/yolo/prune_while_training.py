@@ -36,6 +36,7 @@ from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pruner import Pruner
 from prunekit.settings.pruning import ScheduleKind
+from prunekit.utils.context import restored
 from prunekit.utils.files import atomic_file
 
 PLAN = "pruning_plan"
@@ -277,14 +278,10 @@ class PruneWhileTraining:
 
 def _save_model(trainer: Any, pruner: Pruner, save: Callable[[], Any]) -> Any:
     """Save as the trainer does, but write no `best.pt` before the final plan, and no hooks into checkpoints."""
-    best = trainer.best_fitness
-    if not pruner.done:
-        trainer.best_fitness = float("nan")  # equals no fitness
-    try:
-        with without_own_hooks(trainer.ema.ema):
-            return save()
-    finally:
-        trainer.best_fitness = best
+    with restored([trainer], "best_fitness"), without_own_hooks(trainer.ema.ema):
+        if not pruner.done:
+            trainer.best_fitness = float("nan")  # equals no fitness
+        return save()
 
 
 @contextmanager

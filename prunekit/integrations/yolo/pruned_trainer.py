@@ -27,7 +27,7 @@ from ultralytics.utils.patches import torch_load
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.integrations.yolo.pruned_yolo import KEY, forget_image_size, is_marked
-from prunekit.utils.context import same_random_state
+from prunekit.utils.context import restored, same_random_state
 
 
 class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no types
@@ -128,12 +128,9 @@ START = -1
 @contextmanager
 def _holding(trainer: BaseTrainer, state: dict[str, Any]) -> Iterator[None]:
     """Set attributes of a trainer for a while."""
-    before = {name: getattr(trainer, name) for name in state}
-    try:
-        trainer.__dict__.update(state)
+    with restored([trainer], *state):
+        vars(trainer).update(state)
         yield
-    finally:
-        trainer.__dict__.update(before)
 
 
 @cache
@@ -216,11 +213,9 @@ def _tuning(method: Method) -> Method:
 def _training_here(trainer: type) -> Iterator[None]:
     """Have ultralytics' tuner train in this process, by a trainer, in place of processes of the command `yolo`."""
     before = getattr(engine, MULTIPLE)
-    try:
+    with restored([engine], MULTIPLE):
         setattr(engine, MULTIPLE, lambda given, *rest, **named: before(given or trainer, *rest, **named))
         yield
-    finally:
-        setattr(engine, MULTIPLE, before)
 
 
 def _is_pruned(yolo: Any) -> bool:

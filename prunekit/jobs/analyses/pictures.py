@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.data.loader import Batches
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.layer_hooks import Layers, channels_of, select_layers
 from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
@@ -108,7 +107,10 @@ def write_statistics(
     with threads(job.threads):
         for name, model in pair.models.items():
             model.to(device)
-            histograms += _histograms(name, model, images, device, layers)
+            weights = weight_distributions(model)
+            activations = activation_distributions(model, images, layers, device=device)
+            for kind, each in (("weights", weights), ("activations", activations)):
+                histograms += rows_of(each, model=name, kind=kind)
             found, channels[name] = channel_findings(model, images, device, threshold, layers)
             findings += [{"model": name, **row} for row in found]
             model.cpu()
@@ -134,14 +136,6 @@ def _filters(pair: ModelPair, folder: Path) -> str | None:
     except UsageError:  # the model takes no images
         return None
     return write_png(folder / "filters.png", draw_filters(found, pair.name)).name
-
-
-def _histograms(
-    name: str, model: nn.Module, images: Batches, device: torch.device, layers: Layers | None
-) -> Sequence[Row]:
-    weights = weight_distributions(model)
-    activations = activation_distributions(model, images, layers, device=device)
-    return [*rows_of(weights, model=name, kind="weights"), *rows_of(activations, model=name, kind="activations")]
 
 
 def channel_findings(

@@ -313,27 +313,23 @@ def require_sources(job: JobSettings, own: Own) -> None:
 
 def _require_source_of_task(job: JobSettings, own: Own) -> None:
     """Raise a `UsageError` if the data is of another task than the job."""
-    if own.data is not None:
+    source, textual = job.data.source, get_task(job.task).texts is not None
+    if own.data is not None or (textual and source in ("text", "huggingface")):
         return
-    textual = get_task(job.task).texts is not None
-    if job.data.source == "text" and not textual:
-        raise UsageError(
-            f"task is {job.task!r} and data.source is 'text': expected task {' or '.join(TEXTUAL)}, or one of your own "
-            "with `texts`; or data.source 'own' together with --data file.py:factory"
-        )
-    if textual and job.data.source in ("text", "huggingface"):
+    if job.data.targets and source not in (*BOXED, "text"):
+        raise UsageError(f"data.targets: source {source!r} has no boxes; expected one of {', '.join(BOXED)}")
+    holds, tasks = "images with a label each", repr("image_classification")
+    if source in BOXED:
+        holds, tasks = "images with boxes", repr("detection")
+    elif source == "text":
+        holds, tasks = "texts", f"{' or '.join(TEXTUAL)}, or one of your own with `texts`"
+    if repr(job.task) == tasks:
         return
-    wanted = "detection" if job.data.source in BOXED else "image_classification"
-    if job.data.targets and wanted != "detection":
-        raise UsageError(f"data.targets: source {job.data.source!r} has no boxes; expected one of {', '.join(BOXED)}")
-    if job.task == wanted:
-        return
-    holds = "images with boxes" if wanted == "detection" else "images with a label each"
     others = f"one of {', '.join(BOXED)}, or 'own'" if job.task == "detection" else "'own'"
     others = "'text' or 'huggingface', or 'own'" if textual else others
     raise UsageError(
-        f"task is {job.task!r} and data.source is {job.data.source!r}, which holds {holds}: expected data.source to be "
-        f"{others} together with --data file.py:factory; or task {wanted!r}"
+        f"task is {job.task!r} and data.source is {source!r}, which holds {holds}: expected data.source to be {others} "
+        f"together with --data file.py:factory; or task {tasks}"
     )
 
 

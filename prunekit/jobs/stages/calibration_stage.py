@@ -21,6 +21,7 @@ from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.run.run_folder import digest, weights_digest
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.pruning.sample_statistics import needs_activations, patch_statistics, share_check
+from prunekit.pruning.schedule_planner import StepInputs, StepStatistics
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.channel_stats_collector import Collectors, RankCollector, StatsCollector
@@ -202,16 +203,22 @@ def criterion_inputs(
     return CriterionInputs(stats, gradients, patches, job.seed, check)
 
 
-def calibrate_again(prepared: JobSubject, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
-    """Return statistics and Taylor terms of a model in training, if the criterion needs them; no file is written.
+class JobStatistics(StepStatistics):
+    """The statistics of a job's calibration images, collected again at each step of the schedule; writes no file."""
 
-    Processes share the batches, and the main one gets the results. The random state is restored.
-    """
-    needs, images, stats = CRITERIA.get(prepared.job.prune.criterion).needs, prepared.calibration_batches(), None
-    share_buffers(model)  # BatchNorm statistics differ between two steps
-    with seeded(prepared.job.seed):
-        if needs_activations(prepared.job.prune.criterion):
-            collectors = collectors_for(prepared.job, model)
-            stats = merged_statistics(collectors, model, images, prepared.device)
-            stats.require_finite()
-        return stats, merged_gradients(prepared, model, images) if "gradients" in needs else None
+    def __init__(self, prepared: JobSubject) -> None:
+        self._prepared = prepared
+
+    def collect(self, model: nn.Module) -> StepInputs:
+        """Return statistics and Taylor terms of the model as it is now, if the criterion needs them.
+
+        Processes share the batches, and the main one gets the results. The random state is restored.
+        """
+        job, images, stats = self._prepared.job, self._prepared.calibration_batches(), None
+        share_buffers(model)  # BatchNorm statistics differ between two steps
+        with seeded(job.seed):
+            if needs_activations(job.prune.criterion):
+                stats = merged_statistics(collectors_for(job, model), model, images, self._prepared.device)
+                stats.require_finite()
+            wanted = "gradients" in CRITERIA.get(job.prune.criterion).needs
+            return stats, merged_gradients(self._prepared, model, images) if wanted else None

@@ -56,28 +56,24 @@ class Deployed:
 
 def require_deployable(prepared: JobSubject) -> None:
     """Raise if a deployment would do nothing, before hours of work."""
-    problems = list(_idle(prepared))
-    if problems:
-        raise UsageError("; ".join(problems))
-
-
-def _idle(prepared: JobSubject) -> Iterator[str]:
-    wanted, model = prepared.job.deploy, prepared.model
+    wanted, model, problems = prepared.job.deploy, prepared.model, list[str]()
     if wanted.fold_batchnorm:
         found = norms_after_layers(model, prepared.example_inputs)
         if not found.pairs:
             reasons = [f"{path}: {reason}" for path, reason in found.kept.items()][:3] or ["it has none"]
-            yield (
+            problems.append(
                 "deploy.fold_batchnorm: expected a BatchNorm that alone reads a convolution or a linear layer, and "
                 f"{type(model).__name__} has none ({'; '.join(reasons)}); set it to false"
             )
     if wanted.channels_last and not any(tensor.dim() in MEMORY_FORMATS for _, tensor in named_tensors(model)):
-        yield (
+        problems.append(
             "deploy.channels_last: expected a model with kernels of four or five axes, and "
             f"{type(model).__name__} has none; set it to false"
         )
     elif wanted.channels_last and (problem := channels_last_problem(model, prepared.example_inputs)):
-        yield problem
+        problems.append(problem)
+    if problems:
+        raise UsageError("; ".join(problems))
 
 
 def deploy(prepared: JobSubject, run: RunFolder, dense: nn.Module, plan: Plan) -> Deployed | None:

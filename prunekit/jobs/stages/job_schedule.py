@@ -7,14 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from prunekit.compaction.compact_model import compact
 from prunekit.distributed.process_group import computed_by_main
 from prunekit.errors import UsageError
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.jobs.stages.calibration_stage import calibrate_again
+from prunekit.jobs.stages.calibration_stage import JobStatistics
 from prunekit.masks.scheduled_masks import PlanChange
 from prunekit.measure.verification import verify
 from prunekit.planning.candidates import Scores
@@ -22,7 +21,7 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import Timeline, timeline
 from prunekit.pruning.pattern_zeros import RESOURCE, schedule_planner
 from prunekit.pruning.plan_search import Planned, library_of
-from prunekit.pruning.schedule_planner import ChannelPlanner, StepInputs, StepStatistics, final_shares
+from prunekit.pruning.schedule_planner import ChannelPlanner, final_shares
 from prunekit.settings.pruning import WITH_REPAIR, PruneSettings, prune_contradictions
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule, steps_per_epoch
 from prunekit.utils.display import shares_left
@@ -50,17 +49,6 @@ def require_schedule(prepared: JobSubject, *, training: bool) -> Timeline | None
         raise UsageError("; ".join(problems))
     steps = steps_per_epoch(job.finetune, len(prepared.splits.train), job.data.batch)
     return timeline(settings, epochs=job.finetune.epochs, steps=steps)
-
-
-class JobStatistics(StepStatistics):
-    """The statistics of a job's calibration images, collected again at each step of the schedule."""
-
-    def __init__(self, prepared: JobSubject) -> None:
-        self._prepared = prepared
-
-    def collect(self, model: nn.Module) -> StepInputs:
-        """Return statistics and Taylor terms of the model as it is now, if the criterion needs them."""
-        return calibrate_again(self._prepared, model)
 
 
 class JobSchedule:

@@ -226,7 +226,10 @@ def write_detections(prepared: JobSubject, models: Mapping[str, nn.Module], run:
     rows = []
     for number, i in enumerate(chosen):
         sides = {"labeled": targets[i], **{name: each[number] for name, each in found.items()}}
-        counts = {name: _count(side) for name, side in sides.items()}
+        counts = {
+            name: len(side["labels"]) if "scores" not in side else int((side["scores"] >= CONFIDENCE).sum())
+            for name, side in sides.items()
+        }
         said = ", ".join(f"{name} {count}" for name, count in counts.items())
         heading = (
             f"Test image {int(spread[i])}",
@@ -245,11 +248,6 @@ def _detected(model: nn.Module, images: Tensor) -> Targets:
     with training_mode(model, False), torch.inference_mode():
         found: Targets = DETECTION.scored(model, example, call(model, example))
     return found
-
-
-def _count(found: Mapping[str, Tensor]) -> int:
-    scores = found.get("scores")
-    return len(found["labels"]) if scores is None else int((scores >= CONFIDENCE).sum())
 
 
 SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))

@@ -16,7 +16,6 @@ from torch import nn
 from prunekit.backends.backend import FORMATS, FileBackend
 from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.files.exported_model import ExportedModel
-from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
@@ -118,7 +117,9 @@ def quantize_export(
         aside.mkdir()
         found = kind.quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
         if target.splits is not None and target.splits.task.main.lower_is_better:
-            found = _with_lower_better(found)
+            # its scores in place of their negatives, which it was chosen by
+            scores = [None if merit is None else -merit for merit in (found.float_score, found.score)]
+            found = replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
         run = kind.open_trusted(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
@@ -154,12 +155,6 @@ def _calibration(
         chosen = (inputs_as_example(target.model, inputs) for inputs, _ in file_batches(train, interface, order))
     for example in chosen:
         yield {name: tensor.numpy() for name, tensor in zip(names, gather(example), strict=True)}
-
-
-def _with_lower_better(found: Quantized) -> Quantized:
-    """Return a quantized file with its scores in place of their negatives, which it was chosen by."""
-    scores = [None if merit is None else -merit for merit in (found.float_score, found.score)]
-    return replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
 
 
 def _validation_merit(kind: FileBackend, interface: ModelInterface, target: Subject, file: Path) -> float:

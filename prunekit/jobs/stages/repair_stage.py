@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -35,10 +34,10 @@ def repair_masked(
 
     The main process repairs once in a run, and shares weights and masks. There is no report if nothing was fitted.
     """
-    work = partial(_once_in_a_run, prepared, dense, plan, run, training)
-    model, report, made = work() if is_main() else (copied(dense), None, None)
+    made = _once_in_a_run(prepared, dense, plan, run, training) if is_main() else (copied(dense), None, None)
+    model, report, masks = made
     share_model(model, "the masked model")
-    return model, report, plan if prepared.job.prune.pattern is None else share_plan(made)
+    return model, report, plan if prepared.job.prune.pattern is None else share_plan(masks)
 
 
 def _once_in_a_run(
@@ -113,18 +112,14 @@ def _with_zeros(
 def _write_report(run: RunFolder, report: RepairReport) -> None:
     """Write a report's layers as a table, and log it."""
     write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)
-    for line in _lines(report):
-        run.log(f"repair: {line}")
-
-
-def _lines(report: RepairReport) -> list[str]:
     change = f"output error on held-out images {report.before:.4g} -> {report.after:.4g} of its variance"
     lines = [change, *(note.removeprefix("repair: ") for note in report.notes)]
     applied = Counter(layer.applied for layer in report.layers if layer.applied)
     left = [layer for layer in report.layers if not layer.applied]
     done = ", ".join(f"{count} by {how}" for how, count in applied.items()) or "none"
     lines.append(f"layers refitted: {done}; left as they were: {len(left)}")
-    return lines + reasons_of(report.layers)
+    for line in (*lines, *reasons_of(report.layers)):
+        run.log(f"repair: {line}")
 
 
 def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:

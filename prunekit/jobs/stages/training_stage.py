@@ -25,7 +25,7 @@ from prunekit.jobs.stages.job_schedule import JobSchedule
 from prunekit.jobs.stages.tensorboard_log import watched_before, watching
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.masked_model import masked, sparsity
-from prunekit.masks.thresholds import ActivationBudget, ActivationThresholds, calibrate_thresholds, chosen_paths
+from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.report.headline import searched, taught, unbeaten
@@ -339,17 +339,10 @@ def find_thresholds(prepared: JobSubject, compact: nn.Module, *, log: Log) -> Ac
     asked, where = (settings.target, "") if found.budget is None else (found.budget.overall, " overall")
     log(f"activations: thresholds of {len(found)} layers for {share(asked)} zeros{where}, passes: {found.rounds}")
     if found.budget is not None:
-        log(f"activations: {_spread(found.budget)}")
+        log(f"activations: {found.budget.compared}")
     for path, zeros in found.off_target().items():
         log(f"activations: {path} has {share(zeros)} zeros at threshold {found[path]:.3g}")
     return found
-
-
-def _spread(budget: ActivationBudget) -> str:
-    spread, uniform = (share(budget.errors[way], 2) for way in ("spread", "uniform"))
-    if budget.way == "spread":
-        return f"spread by errors: on held-out images the output differs by {spread} of its variance, uniform {uniform}"
-    return f"one share for all layers: on held-out images the output differs by {uniform}, spread by errors {spread}"
 
 
 def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -234,6 +234,15 @@ class ContextCallback(Callback):
         return self.metrics()
 
 
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter contexts one after the other, each made once those before it are entered."""
+    with ExitStack() as entered:
+        for context in contexts:
+            entered.enter_context(context)
+        yield
+
+
 class CallbackList:
     """Several callbacks, whose contexts, losses and answers are put together."""
 
@@ -243,29 +252,17 @@ class CallbackList:
     def __iter__(self) -> Iterator[Callback]:
         return iter(self.callbacks)
 
-    @contextmanager
-    def active(self, run: TrainingRun) -> Iterator[None]:
+    def active(self, run: TrainingRun) -> AbstractContextManager[None]:
         """Enter every callback; if one raises, those before it are left."""
-        with ExitStack() as entered:
-            for callback in self.callbacks:
-                entered.enter_context(callback.active(run))
-            yield
+        return _entered(callback.active(run) for callback in self.callbacks)
 
-    @contextmanager
-    def around_validation(self) -> Iterator[None]:
+    def around_validation(self) -> AbstractContextManager[None]:
         """Enter the validation context of every callback."""
-        with ExitStack() as entered:
-            for callback in self.callbacks:
-                entered.enter_context(callback.around_validation())
-            yield
+        return _entered(callback.around_validation() for callback in self.callbacks)
 
-    @contextmanager
-    def around_trial(self) -> Iterator[None]:
+    def around_trial(self) -> AbstractContextManager[None]:
         """Enter the context of a trial of every callback."""
-        with ExitStack() as entered:
-            for callback in self.callbacks:
-                entered.enter_context(callback.around_trial())
-            yield
+        return _entered(callback.around_trial() for callback in self.callbacks)
 
     def learning_rate_restarts(self, run: TrainingRun) -> tuple[int, ...]:
         """Return the restarts of all callbacks, each once."""

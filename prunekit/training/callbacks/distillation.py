@@ -241,11 +241,8 @@ class _DivergenceOfMany(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, counted: Tensor | None, temperature: float) -> Tensor:
         """Return the sum, and keep its gradient, which is softmax(student) - softmax(teacher), over T."""
-        ctx.gradient, total, size = (
-            torch.zeros_like(student),
-            student.new_zeros(()),
-            max(AT_ONCE // student.shape[1], 1),
-        )
+        ctx.gradient, total = torch.zeros_like(student), student.new_zeros(())
+        size = max(AT_ONCE // student.shape[1], 1)
         for start in range(0, len(student), size):
             rows = slice(start, start + size)
             part, chosen = student[rows].detach().requires_grad_(True), None if counted is None else counted[rows]
