@@ -30,7 +30,7 @@ from prunekit.backends.folders.model_file import (
     FileContents,
     text_of_file,
 )
-from prunekit.channels.float64 import largest_gap, largest_value
+from prunekit.channels.float64 import relative_difference
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.execution import first_outputs
 from prunekit.channels.tracing.storages import parts_of
@@ -303,14 +303,9 @@ def first_difference(
     """Return the path of the first module whose output differs by more than a share of its largest value."""
     found = first_outputs(model, example)
     for path, tensor in expected.items():
-        there = found.get(path)
-        if there is None or there.shape != tensor.shape:
+        if path not in found:
             return path
-        if not tensor.is_floating_point():
-            if not torch.equal(there, tensor):
-                return path
-        elif tensor.numel():
-            distance = largest_gap(there.double(), tensor.double())
-            if not distance <= tolerance * max(largest_value(tensor), 1e-30):
-                return path
+        want, got = (one.double() if one.is_floating_point() else one for one in (tensor, found[path]))
+        if not relative_difference(want, got, 0.0)[0] <= tolerance:
+            return path
     return ""

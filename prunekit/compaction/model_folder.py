@@ -16,7 +16,6 @@ import psutil
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from prunekit.channels.cut.model_match import own_buffers, require_compact
 from prunekit.channels.cut.shorter_model import shorten_
@@ -29,7 +28,13 @@ from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.errors import ArtifactError, ModelError, UsageError
-from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors
+from prunekit.hooks.model_copy import (
+    foreign_methods,
+    hidden_parameters,
+    named_tensors,
+    with_tensors,
+    without_values,
+)
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.known_names import is_export_name
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
@@ -411,31 +416,13 @@ def _dense(
             f"load it with prunekit.load({str(folder)!r}, model=...), that code or the dense model that it builds"
         )
     with seeded(0):
-        with suppress(Exception), _empty_weights():
+        with suppress(Exception), without_values():
             empty = _folded(folder, manifest, _construct(folder, manifest, model))
             own = {name for name, _ in named_tensors(empty) if name in names or not _is_gone(name, shorter)}
             if own == names - _unmade(empty):
                 return empty
         # a constructor that looks at its weights, or ties them: empty ones do not stay tied
         return _folded(folder, manifest, _construct(folder, manifest, model))
-
-
-@contextmanager
-def _empty_weights() -> Iterator[None]:
-    """Make parameters that modules are given take no memory in this context; buffers are real."""
-
-    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if type(parameter) is not nn.Parameter or parameter.is_meta:  # one that is registered twice stays one
-            return None
-        made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        vars(made).update(vars(parameter))
-        return made
-
-    handle = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # torch's is too narrow
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:

@@ -11,12 +11,14 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -116,6 +118,24 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
             "expected a module whose attributes copy.deepcopy understands (no locks or open files)"
         ) from error
     return clone
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Make parameters of modules that are built take no memory and no time; buffers are real."""
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if type(parameter) is not nn.Parameter or parameter.is_meta:  # one that is registered twice stays one
+            return None
+        made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        return made
+
+    hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]  # torch's is too narrow
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _not_copied(model: nn.Module, tables: Iterable[Mapping[int, Any]]) -> str:

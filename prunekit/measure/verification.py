@@ -20,8 +20,7 @@ from prunekit.channels.float64 import (
     Float64WhileRunning,
     RunPrecision,
     float64_copy,
-    largest_gap,
-    largest_value,
+    relative_difference,
     rounding,
 )
 from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
@@ -234,23 +233,10 @@ def largest_difference(want: Any, got: Any) -> tuple[float, str]:
 
 def _tensor_difference(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
     """Return the relative difference of two tensors of one dtype, infinite if they cannot be compared, in words too."""
-    if want.shape != got.shape:
-        return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    if want.is_complex() and got.is_complex():
-        want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
-    if not want.is_floating_point():
-        return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
-    if want.isnan().any() or got.isnan().any():
+    if want.shape == got.shape and bool(want.isnan().any() or got.isnan().any()):
         return inf, "NaN in the output"
-    finite = want.isfinite()
-    if not torch.equal(want[~finite], got[~finite]):
-        return inf, "Inf in one output only"
-    if not finite.any():
-        return 0.0, ""
-    if not finite.all():
-        want, got = want[finite], got[finite]
-    found = largest_gap(want, got) / max(largest_value(want), torch.finfo(want.dtype).tiny)
-    return found, f"outputs differ by {found:.3g} of the largest"
+    difference, reason, _ = relative_difference(want, got, 0.0)
+    return difference, f"in the output, {reason}"
 
 
 @dataclass(frozen=True, eq=False)

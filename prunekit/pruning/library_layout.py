@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.backends.folders.included_parts import without_values
 from prunekit.channels.labels.constraints import EqualWidths, Family, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError, first_line
-from prunekit.hooks.model_copy import copied
+from prunekit.hooks.model_copy import copied, without_values
 from prunekit.masks.weight_masks import WeightMasks
 from prunekit.models.hugging_face import Changes, ConfigSearch, library_model, quiet_library, shapes_of
 from prunekit.planning.plan import Plan

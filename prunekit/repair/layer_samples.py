@@ -16,10 +16,9 @@ from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, find_la
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall
 from prunekit.statistics.patches import PatchGeometry, sample_rows, with_strides_of
 from prunekit.statistics.resumable_forward import DivergedError, Lifetimes, PassState, ResumableRun
-from prunekit.utils.tensors import gather, is_finite, map_tensors
+from prunekit.utils.tensors import is_finite, map_tensors
 
 Sizes = tuple[int, ...]
-Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +85,10 @@ class SampleGatherer:
 
     A route is the list of calls that a pass makes. Batches may take several: batches of another size do if the model
     loops over images, and so do images of another size. A pass that leaves its route, or reads a tensor that was not
-    saved, raises `DivergedError`. Then the batch is run in the next of four ways:
+    saved, raises `DivergedError`. Then the batch is run in the next of three ways:
 
         continue    from its saved state, by its route           nearly always
         restart     from the first call, by its route            the state lacks a tensor
-        known       from the first call, by the route that another batch with inputs of these shapes has found
         survey      from the first call, by a route of its own, which watching its calls finds
 
     1. `_states[i]` is the state of batch i before call `_saved_at[i]` of `_routes[i]`; None at call 0.
@@ -112,7 +110,7 @@ class SampleGatherer:
         self._run, self._batches, self._fitted = run, batches, fitted
         self._states: list[PassState | None] = [None] * len(batches)
         self._saved_at = [0] * len(batches)
-        self._cuts, self._by_size = cuts, dict[Shapes, PassRoute]()
+        self._cuts = cuts
         self.route = self._route(run.survey(batches[0]) if found is None else found)  # the expected one
         self._routes = [self.route] * len(batches)
 
@@ -147,8 +145,8 @@ class SampleGatherer:
         )
 
     def _run_batch(self, i: int, requests: Sequence[SampleRequest], step: int, *, ahead: bool) -> bool:
-        """Run a batch in the first of four ways in which its pass makes the calls of its route; False if none is."""
-        for prepare in (None, self._restart, self._take_known_route, self._find_route):
+        """Run a batch in the first of three ways in which its pass makes the calls of its route; False if none is."""
+        for prepare in (None, self._restart, self._find_route):
             if prepare is not None and not prepare(i):  # this way is the same as one that was tried
                 continue
             try:
@@ -185,20 +183,10 @@ class SampleGatherer:
         self._states[i], before, self._saved_at[i] = None, self._saved_at[i], 0
         return before > 0
 
-    def _take_known_route(self, i: int) -> bool:
-        """Give a batch the route of an earlier one with inputs of its shapes; return whether there is another one."""
-        known = self._by_size.get(_shapes(self._batches[i]))
-        self._restart(i)
-        if known is None or known is self._routes[i]:
-            return False
-        self._routes[i] = known
-        return True
-
     def _find_route(self, i: int) -> bool:
         """Give a batch a route of its own."""
         self._restart(i)
-        batch = self._batches[i]
-        self._routes[i] = self._by_size[_shapes(batch)] = self._route(self._run.survey(batch))
+        self._routes[i] = self._route(self._run.survey(self._batches[i]))
         return True
 
 
@@ -367,11 +355,6 @@ def _sampled_calls(samples: Sequence[_CallSample]) -> SampledCalls:
     tensors = {name: _concatenated([sample.taken.pop(name) for sample in samples]) for name in names}
     window = next((sample.window for sample in samples if sample.window), ())
     return SampledCalls(tensors, tuple(sample.total for sample in samples), window)
-
-
-def _shapes(batch: Batch) -> Shapes:
-    """Return the shapes of a batch's tensors, on which its calls may depend."""
-    return tuple(tensor.shape for tensor in gather(batch.inputs))
 
 
 def crop_windows(

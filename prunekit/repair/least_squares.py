@@ -219,20 +219,25 @@ def _with_best_ridge(
 
 def _factored(moments: Tensor, ridge: float, rows: int, rank: int, biased: bool) -> _Solver:
     """Return the Cholesky factor of the Gram matrix with a ridge on all but the constant column."""
-    diagonal = moments.diagonal()
-    mean = float(diagonal[: len(diagonal) - biased].mean()) or 1.0  # all inputs are dead: any value does
     if rows < len(moments):
         ridge *= 10
     while True:
-        pull = torch.full_like(diagonal, ridge * mean)
-        if biased:
-            pull[-1] = 0
-        damped = moments.clone()
-        damped.diagonal().add_(pull)
-        factor, failed = torch.linalg.cholesky_ex(damped)
+        _, factor, failed = _damped(moments, ridge, biased=biased)
         if not int(failed):
             return _Solver(factor, rank, ridge)
         ridge *= 10
+
+
+def _damped(gram: Tensor, ridge: float, *, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Gram matrices (..., d, d) with a ridge, their Cholesky factors, and a number above 0 for failed ones."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal[..., : diagonal.shape[-1] - biased].mean(-1, keepdim=True)
+    pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()  # of dead inputs any value does
+    if biased:
+        pull[..., -1] = 0
+    found = gram.clone()
+    found.diagonal(dim1=-2, dim2=-1).add_(pull)
+    return found, *torch.linalg.cholesky_ex(found)
 
 
 def _rank(moments: Tensor) -> int:
@@ -326,13 +331,7 @@ def ridged(gram: Tensor, ridge: float, *, biased: bool) -> tuple[Tensor, Tensor]
 
     More is added where they cannot be factored.
     """
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal[..., : diagonal.shape[-1] - biased].mean(-1, keepdim=True)
-    pull = (ridge * torch.where(mean > 0, mean, 1.0)).expand_as(diagonal).clone()
-    if biased:
-        pull[..., -1] = 0
-    found = gram + torch.diag_embed(pull)
-    factor, info = torch.linalg.cholesky_ex(found)
+    found, factor, info = _damped(gram, ridge, biased=biased)
     failed = (info > 0)[..., None, None]
     if not bool(failed.any()):
         return found, factor

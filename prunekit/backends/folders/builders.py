@@ -15,9 +15,9 @@ import torchvision
 from torch import nn
 
 from prunekit.backends.folders.bundled_source import call_of, importable_module
-from prunekit.backends.folders.included_parts import without_values
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError
+from prunekit.hooks.model_copy import without_values
 from prunekit.models.cifar import CifarResNet
 from prunekit.models.names import DEPTHS
 from prunekit.models.zoo import as_build, load_factory, zoo_candidates

@@ -1,4 +1,4 @@
-"""Parts that every standalone file includes as they are here: tensors from a file, a structure that takes them, images.
+"""Parts that every standalone file includes as they are here: tensors from a file, put into a structure, and images.
 
 They use torch, NumPy, Pillow and safetensors alone, and each is on its own: what it reads is defined in this module or
 imported at its top.
@@ -7,8 +7,7 @@ imported at its top.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from prunekit.models.preprocessing import in_rgb
 
@@ -30,24 +28,6 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
         raise RuntimeError(f"{path}: its checksum is not the expected one; the file is damaged or was exchanged")
     # copies: the file's own layout is not aligned, which changes the last bit of results of CPU kernels
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Make parameters of modules that are built take no memory and no time; they are replaced afterwards."""
-
-    def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if type(parameter) is not nn.Parameter:
-            return None
-        made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        vars(made).update(vars(parameter))
-        return made
-
-    hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def set_tensors(

@@ -193,7 +193,7 @@ def _change(contents: FileContents, bundle: Bundle) -> str:
         bundle.imports["copy"] = "import copy"
         bundle.imports["Callable"] = "from collections.abc import Callable"
     elif contents.empty:
-        bundle.include(_PARTS, "without_values")
+        bundle.include("prunekit.hooks.model_copy", "without_values")
     if changes.folded:
         bundle.imports["OrderedDict"] = "from collections import OrderedDict"
     if any("torch." in text for named in changes.attributes.values() for text in named.values()):

@@ -358,7 +358,7 @@ def _failed(observation: Observation, failure: Failure, expected: str, advice: s
     received = ", ".join(given) if given and not failure.module else shapes_text(failure.received)
     came = f"{received}, in {failure.stage}; {at}{failure.error}"
     if failure.trail:
-        came += f"; its way: {' -> '.join(map(str, failure.trail))}"
+        came += f"; before it ran {' -> '.join(map(str, failure.trail))}"
     evidence = {
         "received": [list(shape) for shape in failure.received],
         "operands": {name: list(shape) for name, shape in failure.operands.items()},

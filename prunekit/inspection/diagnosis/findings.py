@@ -155,14 +155,14 @@ class Failure:
     operands: Mapping[str, Shape]
     error: str  # type and first line of the message
     line: str  # line of the model's code that raised
-    trail: tuple[TrailStep, ...]  # how the tensor was computed, up to there
+    trail: tuple[TrailStep, ...]  # the modules without children that ran last
     of_shapes: bool  # whether it raised because sizes do not fit together
     stage: str = "the forward pass"  # which pass raised
 
 
 @dataclass(frozen=True)
 class TrailStep:
-    """One step in how a tensor was computed: a module, or a torch function between modules, and its output shape."""
+    """A module that ran, and the shape of its output."""
 
     name: str
     shape: Shape

@@ -1,6 +1,6 @@
 """Recorders of a running model: the modules that run, what nonlinearities are given, and gradients.
 
-If the model raises an exception, `failure_of` says which module ran, and how its tensors came about.
+If the model raises an exception, `failure_of` says which module ran, and which ran before it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import inspect
 import math
 import re
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,13 @@ class ExecutionRecorder(ModuleStack):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, self._entered, self._left)
         self.order: dict[str, int] = {}  # place in the order in which modules are first entered, by path
-        self.calls: list[RecordedCall] = []  # of modules without children, in the latest forward pass
+        self.steps: list[TrailStep] = []  # modules without children that ran in the latest forward pass
         self.received: list[list[Tensor]] = []  # input tensors of every module that is running, outermost first
         self.last = ""  # path of the module without children that ran last
 
     def begin(self) -> None:
         """Forget the previous pass."""
-        self.calls.clear()
+        self.steps.clear()
         self.received.clear()
         self.paths[1:] = []
         self.last = ""
@@ -76,68 +75,8 @@ class ExecutionRecorder(ModuleStack):
         self.last = path
         tensors = gather(output)
         if tensors:
-            step = TrailStep(f"{path or type(module).__name__} ({type(module).__name__})", tuple(tensors[0].shape))
-            self.calls.append(RecordedCall(path, step, tensors[0].grad_fn))
-
-    def trail(self, tensors: list[Tensor]) -> tuple[TrailStep, ...]:
-        """Return how the first of some tensors was computed: by modules, and functions between them.
-
-        Without an autograd graph, as in frozen models, these are the modules that ran last.
-        """
-        node = next((tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None), None)
-        if node is None:
-            return tuple(ran.step for ran in self.calls[-TRAIL:])
-        known = {ran.node: ran for ran in self.calls if ran.node is not None}
-        steps: list[TrailStep] = []
-        while node is not None and len(steps) < TRAIL:
-            between, node = _back(node, known)
-            steps += between
-            if node is not None:
-                steps.append(known[node].step)
-                node = _before(node, known)
-        return tuple(reversed(steps[:TRAIL]))
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedCall:
-    """One call of a module, with the autograd node of its first output."""
-
-    path: str
-    step: TrailStep
-    node: Any
-
-
-def _before(node: Any, known: Mapping[Any, RecordedCall]) -> Any:
-    """Return the first input of a module's output node that leads to the output of another module."""
-    for following, _ in node.next_functions:
-        if following is not None and _back(following, known)[1] is not None:
-            return following
-    return None
-
-
-def _back(start: Any, known: Mapping[Any, RecordedCall]) -> tuple[list[TrailStep], Any]:
-    """Return the functions between a node and the nearest module output before it, and that output's node or None."""
-    queue, parents = deque([start]), {start: None}
-    while queue:
-        node = queue.popleft()
-        if node in known:
-            way: list[TrailStep | None] = []
-            at = parents[node]
-            while at is not None:
-                way.append(_function(at))
-                at = parents[at]
-            return [step for step in reversed(way) if step is not None], node
-        for following, _ in node.next_functions:
-            if following is not None and following not in parents:
-                parents[following] = node
-                queue.append(following)
-    return [], None
-
-
-def _function(node: Any) -> TrailStep | None:
-    """Return a function between modules, by autograd's name."""
-    shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", ())]
-    return TrailStep(re.sub(r"Backward\d*$", "", node.name()).lower(), shapes[0]) if shapes else None
+            name = f"{path or type(module).__name__} ({type(module).__name__})"
+            self.steps.append(TrailStep(name, tuple(tensors[0].shape)))
 
 
 class NonlinearityRecorder(OperatorMode):
@@ -231,14 +170,13 @@ def failure_of(error: Exception, execution: ExecutionRecorder, stage: str) -> Fa
     text = str(error).strip().splitlines()
     line, operands = _own_line(error)
     received = execution.received[-1] if execution.received else []
-    inside = execution.paths[-1] != ""
     return Failure(
         module=execution.current,
         received=shapes_of(received),
         operands={name: tuple(tensor.shape) for name, tensor in operands.items()},
         error=f"{type(error).__name__}: {text[0] if text else ''}",
         line=line,
-        trail=execution.trail([*(received if inside else []), *operands.values()]),
+        trail=tuple(execution.steps[-TRAIL:]),
         of_shapes=not isinstance(error, (TypeError, AttributeError)) and bool(SHAPE_WORDS.search(str(error))),
         stage=stage,
     )

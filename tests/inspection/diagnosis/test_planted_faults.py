@@ -169,7 +169,7 @@ class Planted:
 PLANTED = [
     Planted(
         "shape_mismatch", "fc1", wrong_size,
-        "conv3 (Conv2d) (64, 16, 3, 3) -> relu (64, 16, 3, 3) -> flatten (Flatten) (64, 144)",
+        "conv3 (Conv2d) (64, 16, 3, 3) -> flatten (Flatten) (64, 144)",
     ),
     Planted("shape_mismatch", "", nothing, "low (64, 12, 8, 8), high (64, 16, 8, 8), in the forward pass", AddsUnequal),
     Planted("non_finite", "conv2", nan_weight, "conv2.weight hold NaN or Inf"),
