@@ -251,8 +251,8 @@ class Rehearsal:
     def _masks(self, training: TrainingRun) -> Iterator[None]:
         changing = self._prepared.job.prune.schedule is not None  # such masks hold what is pruned
         kind = ChangingMasks if changing else partial(masked)
-        settings, thresholds = self._prepared.job.activations, None
-        if settings is not None:
+        thresholds: ActivationThresholds | None = None
+        if (settings := self._prepared.job.activations) is not None:
             chosen = dict.fromkeys(chosen_paths(training.model, settings), SMALL)
             thresholds = ActivationThresholds(chosen, {}, None, settings.side, 0)
         with (

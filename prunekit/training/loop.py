@@ -175,9 +175,9 @@ def fit(
     clamps = GradientClamps(model, optimizer, settings, scaler)
     run = TrainingRun(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
     active = called.active(run)
-    facts, warn = {}, partial(warnings.warn, category=CheckpointWarning)
-    if checkpoints is not None:
-        facts, warn = checkpoints.facts, checkpoints.warn
+    facts: dict[str, Any] = {} if checkpoints is None else checkpoints.facts
+    warn: Callable[[str], None] = partial(warnings.warn, category=CheckpointWarning)
+    warn = warn if checkpoints is None else checkpoints.warn
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, called, **facts)
     path, main = None if checkpoint is None else Path(checkpoint), splits.task.main
