@@ -54,7 +54,6 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
 @groups_option
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
-@click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
 def features_command(
     console: Console,
@@ -65,7 +64,6 @@ def features_command(
     layers: tuple[str, ...],
     groups: tuple[str, ...],
     most: int,
-    one_scale: bool,
     output: Path | None,
 ) -> None:
     """Draw feature maps of layers for one image as PNG files and a page, channels numbered, pruned ones crossed out.
@@ -77,15 +75,14 @@ def features_command(
     or a test image of the recipe. Pictures of a run are in its report too. Vectors are shown as bars, tokens of a
     transformer in their places.
     """
-    from prunekit.inspection.visualize.image_grids import GridSettings
     from prunekit.jobs.analyses.pictures import write_features
     from prunekit.report.sections.pictures import write_features as write_page
 
     with console.running():
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
-        chosen, grid = pair.layers(layers, groups), GridSettings(most or None, one_scale)
-        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, grid))
+        chosen = pair.layers(layers, groups)
+        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, most or None))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
