@@ -279,7 +279,6 @@ ON_OTHERS: dict[str, Callable[[], object]] = {
     ),
     "class_activation_map": lambda: pk.class_activation_map(SMALL, GRAY),
     "saliency": lambda: pk.saliency(SMALL, GRAY),
-    "smoothed saliency": lambda: pk.saliency(SMALL, GRAY, method="smooth_grad"),
     "summary": lambda: pk.summary(SMALL, GRAY),
 }
 

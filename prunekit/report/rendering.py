@@ -280,7 +280,7 @@ METHODS = {
     "Layers before and after": "Output channels of the dense and the compact model, as their weights have them.",
     "Where the models look": (
         "Class activation maps: activations of a layer, weighted by the class's gradient (Grad-CAM, Selvaraju et al. "
-        "2017) or as the title says; saliency: the gradient of every pixel."
+        "2017); saliency: the gradient of every pixel."
     ),
     "Feature maps": "Outputs of layers for one image, copied while the models ran in eval mode.",
     "Importance scores": "A score for each channel by prune.criterion of the recipe; see prunekit list criteria.",

@@ -258,4 +258,3 @@ def test_a_plan_by_elimination_leaves_its_curves_where_the_report_finds_them(tmp
     assert not (run.folder / "report.html").exists()
     page = write_report(run.folder).read_text()
     assert 'id="sensitivity"' in page
-    assert "kept by the plan" in page

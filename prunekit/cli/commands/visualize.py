@@ -33,7 +33,7 @@ from prunekit.utils.display import table
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from prunekit.inspection.visualize.class_maps import CamMethod, ClassMap, SaliencyMethod
+    from prunekit.inspection.visualize.class_maps import ClassMap
     from prunekit.inspection.visualize.image_files import Pixels
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
     from prunekit.jobs.run.model_pair import ModelPair
@@ -54,7 +54,6 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
 @groups_option
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
-@click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
 def features_command(
     console: Console,
@@ -65,7 +64,6 @@ def features_command(
     layers: tuple[str, ...],
     groups: tuple[str, ...],
     most: int,
-    one_scale: bool,
     output: Path | None,
 ) -> None:
     """Draw feature maps of layers for one image as PNG files and a page, channels numbered, pruned ones crossed out.
@@ -77,15 +75,14 @@ def features_command(
     or a test image of the recipe. Pictures of a run are in its report too. Vectors are shown as bars, tokens of a
     transformer in their places.
     """
-    from prunekit.inspection.visualize.image_grids import GridSettings
     from prunekit.jobs.analyses.pictures import write_features
     from prunekit.report.sections.pictures import write_features as write_page
 
     with console.running():
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
-        chosen, grid = pair.layers(layers, groups), GridSettings(most or None, one_scale)
-        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, grid))
+        chosen = pair.layers(layers, groups)
+        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, most or None))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
@@ -140,35 +137,29 @@ def filters_command(
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 
 
-CAMS = {"grad_cam": "Grad-CAM", "grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM"}
-GRADIENTS = {"gradient": "Gradient", "smooth_grad": "SmoothGrad"}
+METHODS = {"grad_cam": "Grad-CAM", "gradient": "Gradient"}
 
 
-def _map_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        default = next(iter(methods))
-        for option in (
-            model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]", runs=True),
-            click.option(
-                "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
-            ),
-            click.option("--method", type=click.Choice(list(methods)), default=default, show_default=True),
-            image_options,
-            click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
-        ):
-            function = option(function)
-        return function
-
-    return decorate
+def _map_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]", runs=True),
+        click.option(
+            "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
+        ),
+        image_options,
+        click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
+    ):
+        function = option(function)
+    return function
 
 
 @visualize_group.command("cam", short_help="Show where in an image a layer sees a class.")
-@_map_options(CAMS)
+@_map_options
 @click.option(
     "--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one of at least 7 x 7 places]"
 )
-def cam_command(console: Console, given: ModelOptions, method: CamMethod, layer: str | None, **options: Any) -> None:
-    """Draw a class activation map over an image, which shows where a model sees a class.
+def cam_command(console: Console, given: ModelOptions, layer: str | None, **options: Any) -> None:
+    """Draw a class activation map (Grad-CAM) over an image, which shows where a model sees a class.
 
     For classifiers of images, and for segmentation, where the score of a class is its mean over the pixels.
 
@@ -181,30 +172,23 @@ def cam_command(console: Console, given: ModelOptions, method: CamMethod, layer:
     def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
         from prunekit.inspection.visualize.class_maps import class_activation_map
 
-        return class_activation_map(model, image, where, method=method, target=target)
+        return class_activation_map(model, image, where, target=target)
 
     _show_maps(console, given, find, layer, **options)
 
 
 @visualize_group.command("saliency", short_help="Show which pixels of an image a class depends on.")
-@_map_options(GRADIENTS)
-@click.option("--samples", default=25, show_default=True, type=click.IntRange(min=1), help="Noisy copies of the image.")
-@click.option(
-    "--noise", default=0.15, show_default=True, type=click.FloatRange(min=0), help="Deviation, as a share of its range."
-)
-def saliency_command(
-    console: Console, given: ModelOptions, method: SaliencyMethod, samples: int, noise: float, **options: Any
-) -> None:
-    """Draw the gradient of a class's score at every pixel; smooth_grad averages it over noisy copies.
+@_map_options
+def saliency_command(console: Console, given: ModelOptions, **options: Any) -> None:
+    """Draw the gradient of a class's score at every pixel.
 
     MODEL and tasks are as for `visualize cam`. Saliency needs no layer. Pictures of a run are in its report too.
     """
 
     def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
-        from prunekit.inspection.visualize.class_maps import Smoothing, saliency
+        from prunekit.inspection.visualize.class_maps import saliency
 
-        how = Smoothing(samples, noise, given.seed or 0)
-        return saliency(model, image, method=method, target=target, smoothing=how)
+        return saliency(model, image, target=target)
 
     _show_maps(console, given, find, None, **options)
 
@@ -252,7 +236,7 @@ def _maps_title(found: ClassMaps) -> str:
     first = found.first
     height, width = first.values.shape[1:]
     place = f" at {first.layer} ({height} x {width})" if first.layer else ""
-    title = f"{(CAMS | GRADIENTS)[first.method]}{place}, class {int(first.classes[0])}"
+    title = f"{METHODS[first.method]}{place}, class {int(first.classes[0])}"
     if len(found.maps) < 2:
         return title
     return f"{title}: " + (

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prunekit.channels.tracing.execution import without_fast_path
-from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.inspection.visualize.spatial_outputs import SpatialActivations, SpatialCall
+from prunekit.inspection.visualize.spatial_outputs import SpatialActivations
 from prunekit.models.interface import logits
 from prunekit.modes.public_call import public_call
 from prunekit.utils.context import taking_gradients, training_mode
 from prunekit.utils.display import Displayed, Table, plural, share
 from prunekit.utils.inputs import running
 
-CamMethod = Literal["grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"]
-CAM_METHODS: tuple[CamMethod, ...] = get_args(CamMethod)
 LEAST_PLACES = 7
 """Fewest rows and columns of a map that shows places, as the last layers of networks for ImageNet have them."""
-SaliencyMethod = Literal["gradient", "smooth_grad"]
-SALIENCY_METHODS: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
 ClassIndex = int | Sequence[int] | Tensor | None
 """A class, or one for each image; None: the class of the highest score."""
-Formula = Callable[[Tensor, Tensor], Tensor]
-"""A function of activations (B, C, h, w) and the score's gradients of them that returns maps (B, h, w)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassMap(Displayed):
     """Maps of where in each image a model sees a class, on the CPU."""
 
-    method: str  # the method that computed the maps
+    method: str  # the method that computed the maps: `grad_cam`, or `gradient` for maps of pixels
     layer: str | None  # path of the layer whose activations were used; None for maps of pixels
     values: Tensor  # (B, h, w), float32 or float64, not negative
     classes: Tensor  # (B,) int64, the class of each map
@@ -61,30 +55,23 @@ class ClassMap(Displayed):
         yield Table(("image", "class", "probability", "predicted"), cells)
 
 
-@dataclass(frozen=True)
-class Smoothing:
-    """Settings of SmoothGrad."""
-
-    samples: int = 25  # number of noisy copies of each image
-    noise: float = 0.15  # standard deviation of the noise, as a share of the range of the image's values
-    seed: int = 0  # seed of the noise
-    batch: int = 8  # number of copies in a batch
-
-
 @public_call
 def class_activation_map(
     model: nn.Module,
     images: Tensor,
     layer: str | None = None,
     *,
-    method: CamMethod = "grad_cam",
     target: ClassIndex = None,
 ) -> ClassMap:
     """Return where in each image a model sees a class, by one forward pass, and one backward pass to the layer.
 
+    This is Grad-CAM (Selvaraju et al. 2017): relu(sum_c w_c A_c) of the layer's channels A_c, with w_c the mean over
+    places of the score's gradient. Where a linear classifier reads the mean of the layer over all places, it is CAM
+    (Zhou et al. 2016, "Learning deep features for discriminative localization") up to a factor (section 3.1).
+
     For dense, masked and compact models of classification and of segmentation, convolutional ones and those of tokens,
     which are put back into their places. The model runs in eval mode; modes, hooks, parameters and their gradients are
-    afterwards what they were. See `prunekit.inspection.visualize.class_maps` for the methods and their papers.
+    afterwards what they were.
 
     Args:
         model: returns class logits (B, classes); or (B, classes, H, W), alone or as `out` of a mapping, of which the
@@ -93,15 +80,12 @@ def class_activation_map(
         layer: path of a module whose output has a height and width, or is the tokens of patches. None: the last one
             with at least 7 x 7 places, before the scores of pixels (the last one at all where none has as many); for
             models of tokens, the last one on whose patches the score depends.
-        method: `eigen_cam` depends on no class. CAM itself (Zhou et al. 2016, "Learning deep features for
-            discriminative localization") is `grad_cam` up to a factor where a linear classifier reads the mean of the
-            layer over all places (Selvaraju et al. 2017, section 3.1).
         target: the class, or one for each image; None: the class of the highest score.
 
     Raises:
         ModelError: there is no such layer, its output is no image, or the score does not depend on it; or the model is
             compiled, or returns no logits.
-        UsageError: there is no such method or class.
+        UsageError: there is no such class.
 
     Example:
         >>> import prunekit as pk, torch
@@ -114,32 +98,22 @@ def class_activation_map(
     """
     model = unwrapped(model, offloaded=True)
     require_trainable(model, "a class map")
-    if method not in CAM_METHODS:
-        raise UsageError(f"method {method!r}: {nearest(method, CAM_METHODS)}")
     require_images(images)
-    backward = method in FORMULAS
     kept = SpatialActivations(model, layer, images.shape, LEAST_PLACES)
-    with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
+    with training_mode(model, False), without_fast_path(), torch.enable_grad(), kept:
         # The image requires a gradient in case all weights are frozen; a first layer may overwrite its input.
         with running(model, images):
-            output = model(images.detach().requires_grad_(backward).clone())
+            output = model(images.detach().requires_grad_().clone())
         found = class_scores(output)
         scores = found.values
         classes = class_indices(scores, target)
         picked = scores.gather(1, classes[:, None])
         if found.of_pixels:
             kept.step_back(scores.shape[1])
-        call = kept.backward(picked.sum()) if backward else kept.found()
-        values = _values(call, method)
-    return class_map(method, call.layer, values, found, classes)
-
-
-def _values(call: SpatialCall, method: CamMethod) -> Tensor:
-    activations = _wide(call.values)
-    if method == "eigen_cam":
-        return eigen_cam(activations)
-    assert call.gradient is not None
-    return FORMULAS[method](activations, _wide(call.gradient))
+        call = kept.backward(picked.sum())
+        assert call.gradient is not None
+        values = grad_cam(_wide(call.values), _wide(call.gradient))
+    return class_map("grad_cam", call.layer, values, found, classes)
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -152,27 +126,22 @@ def saliency(
     model: nn.Module,
     images: Tensor,
     *,
-    method: SaliencyMethod = "gradient",
     target: ClassIndex = None,
-    smoothing: Smoothing | None = None,
 ) -> ClassMap:
     """Return the largest absolute gradient of a class's logit over the channels of each pixel.
 
-    `gradient` is that of the image (Simonyan et al. 2014, "Deep inside convolutional networks"), `smooth_grad` the mean
-    gradient of noisy copies of it (Smilkov et al. 2017), with the same noise for the same seed. For every model whose
-    logits have a gradient; it runs in eval mode. Modes, random states, parameters and their gradients are afterwards
-    what they were, and no hook is used.
+    The saliency of Simonyan et al. 2014, "Deep inside convolutional networks". For every model whose logits have a
+    gradient; it runs in eval mode. Modes, parameters and their gradients are afterwards what they were, and no hook is
+    used.
 
     Args:
         model: returns class logits, as for `class_activation_map`.
         images: (B, C, H, W), on the model's device.
-        method: `gradient` or `smooth_grad`.
-        target: the class, or one for each image; None: the class of the highest score of the image without noise.
-        smoothing: settings of `smooth_grad`.
+        target: the class, or one for each image; None: the class of the highest score.
 
     Raises:
         ModelError: the logits do not depend on the image, or there are none.
-        UsageError: there is no such method or class, or a setting of the smoothing is out of range.
+        UsageError: there is no such class.
 
     Example:
         >>> import prunekit as pk, torch
@@ -180,29 +149,13 @@ def saliency(
         >>> found = pk.saliency(model, torch.randn(2, 3, 8, 8), target=7)
         >>> tuple(found.values.shape), found.classes.tolist()
         ((2, 8, 8), [7, 7])
-        >>> noisy = pk.saliency(model, torch.randn(2, 3, 8, 8), method="smooth_grad")
     """
     model = unwrapped(model, offloaded=True)
     require_trainable(model, "a class map")
-    if method not in SALIENCY_METHODS:
-        raise UsageError(f"method {method!r}: {nearest(method, SALIENCY_METHODS)}")
     require_images(images)
-    with training_mode(model, False), torch.enable_grad():
-        if method == "gradient":
-            gradients, found, classes = _gradients(model, images, target)
-        else:
-            with torch.no_grad(), running(model, images):
-                output = model(images.clone())
-            found = class_scores(output)
-            classes = class_indices(found.values, target)
-            gradients = _smoothed(model, images, classes, smoothing or Smoothing())
-    return class_map(method, None, gradients.abs().amax(1), found, classes)
-
-
-def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Tensor, ClassScores, Tensor]:
-    """Return gradients (B, C, H, W), scores and classes (B,)."""
     leaf = images.detach().clone().requires_grad_()
-    with taking_gradients([parameter for parameter in model.parameters() if parameter.requires_grad], False):
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with training_mode(model, False), torch.enable_grad(), taking_gradients(learned, False):
         with running(model, images):
             output = model(leaf.clone())  # a first layer may overwrite its input
         found = class_scores(output)
@@ -210,29 +163,12 @@ def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Te
         picked = found.values.gather(1, classes[:, None]).sum()
         if picked.requires_grad:
             picked.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
-    gradients = leaf.grad
-    if gradients is None:
+    if leaf.grad is None:
         raise ModelError(
             f"{type(model).__name__}: the logits have no gradient with respect to the image; the model detaches "
             "something, or computes without gradients"
         )
-    return gradients, found, classes
-
-
-def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing) -> Tensor:
-    if how.samples < 1 or how.batch < 1 or how.noise < 0:
-        raise UsageError(f"expected samples >= 1, batch >= 1 and noise >= 0, got {how}")
-    draw = torch.Generator().manual_seed(how.seed)
-    flat = images.flatten(1)
-    deviation = (how.noise * (flat.amax(1) - flat.amin(1)))[:, None, None, None]
-    total = torch.zeros_like(images)
-    for _ in range(how.samples):
-        noise = torch.randn(images.shape, generator=draw, dtype=images.dtype).to(images.device)
-        noisy = images + deviation * noise
-        for start in range(0, len(images), how.batch):
-            part = slice(start, start + how.batch)
-            total[part] += _gradients(model, noisy[part], classes[part])[0]
-    return total / how.samples
+    return class_map("gradient", None, leaf.grad.abs().amax(1), found, classes)
 
 
 def class_map(method: str, layer: str | None, values: Tensor, scores: ClassScores, classes: Tensor) -> ClassMap:
@@ -302,46 +238,6 @@ def correlation(first: Tensor, second: Tensor) -> list[float | None]:
     return [None if empty else float(value) for value, empty in zip(values, flat.tolist(), strict=True)]
 
 
-def _weighted(activations: Tensor, weights: Tensor) -> Tensor:
-    """Return relu(sum_c w_c A_c) of activations A (B, C, h, w) and weights w (B, C)."""
-    return torch.einsum("bchw,bc->bhw", activations, weights).relu()
-
-
 def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Return Grad-CAM: relu(sum_c w_c A_c), w_c the mean of the gradient over places (Selvaraju et al. 2017)."""
-    return _weighted(activations, gradients.mean((2, 3)))
-
-
-def grad_cam_pp(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Return Grad-CAM++: w_c = sum_ij a_ij relu(g_ij), a = g^2 / (2 g^2 + (sum A) g^3) (Chattopadhay et al. 2018).
-
-    The score of the paper is exp(S) of the logit S, so that all its derivatives are powers of those of S;
-    the factor exp(S) in the relu scales the whole map and is left out.
-    """
-    square = gradients.square()
-    below = 2 * square + activations.sum((2, 3), keepdim=True) * square * gradients
-    shares = torch.where(below != 0, square / torch.where(below != 0, below, 1), 0)
-    return _weighted(activations, (shares * gradients.relu()).sum((2, 3)))
-
-
-def layer_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Return Layer-CAM: relu(sum_c relu(g_c) A_c), with a weight for each place (Jiang et al. 2021)."""
-    return (activations * gradients.relu()).sum(1).relu()
-
-
-def eigen_cam(activations: Tensor) -> Tensor:
-    """Return Eigen-CAM: activations projected on their first right singular vector (Muhammad & Yeasin 2020).
-
-    It depends on no class. Places are the rows, channels the columns, and nothing is centered, as in the paper. The
-    sign of a singular vector is arbitrary; here it makes the sum of the map positive.
-    """
-    rows = activations.flatten(2).transpose(1, 2)  # (B, h w, C)
-    left, values, _ = torch.linalg.svd(rows, full_matrices=False)
-    first = left[..., 0] * values[..., :1]  # (B, h w)
-    sign = torch.where(first.sum(1, keepdim=True) < 0, -1, 1)
-    maps: Tensor = (first * sign).reshape(len(first), *activations.shape[2:])
-    return maps.relu()
-
-
-FORMULAS: dict[CamMethod, Formula] = {"grad_cam": grad_cam, "grad_cam_pp": grad_cam_pp, "layer_cam": layer_cam}
-"""The methods that need gradients."""
+    """Return relu(sum_c w_c A_c) of activations A (B, C, h, w), with w_c the mean of the gradient over places."""
+    return torch.einsum("bchw,bc->bhw", activations, gradients.mean((2, 3))).relu()

@@ -218,7 +218,7 @@ class SpatialActivations(HookOwner):
         if not reached:
             raise ModelError(
                 f"layer {call.layer!r}: the score does not depend on what it returns, or the model detaches that; name "
-                "another layer, or use eigen_cam, which needs no gradient"
+                "another layer"
             )
         for one in reversed(reached):
             alone = one.layout.order != "tokens" and one is reached[-1]

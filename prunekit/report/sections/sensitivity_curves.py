@@ -1,4 +1,4 @@
-"""Sensitivity: errors of all groups as a table of colors, and of some groups as lines.
+"""Sensitivity: errors of channel groups as a table of colors.
 
 A run whose plan was made from such errors shows them in a section; an analysis has a page of its own.
 """
@@ -14,18 +14,7 @@ import pandas as pd
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from prunekit.report.figures.canvas import (
-    COLORS,
-    GRAY,
-    INK,
-    WIDTH,
-    are_drawn,
-    canvas,
-    colormap,
-    stacked,
-    svg,
-    wide_and_narrow,
-)
+from prunekit.report.figures.canvas import INK, WIDTH, are_drawn, canvas, colormap, svg, wide_and_narrow
 from prunekit.report.figures.charts import shortened
 from prunekit.report.headline import Tile, capital, samples, scores, unit
 from prunekit.report.run_data import Run
@@ -33,12 +22,7 @@ from prunekit.report.sections.section import register_section
 from prunekit.utils.display import digits, in_unit, share
 
 WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
-WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
 MAX_ROWS = 64
-MAX_LINES = 12
-COLUMNS = 4
-LEAST = 4
-"""Number of the least sensitive groups among the lines."""
 EIGHTHS = range(7, 0, -1)
 LOWEST, HIGHEST = 1e-3, 1.0
 HEAT = ("#fdfdfb", "#fdeecb", "#fbc766", "#e3812b", "#a93a1c", "#5c1414")
@@ -48,12 +32,12 @@ Kept = Mapping[str, int]
 
 @register_section("sensitivity", about="error against kept channels, which a plan was made from", order=150)
 def curves_of_plan(run: Run) -> dict[str, Any] | None:
-    """Return the curves, with where the plan stands; None if the plan was not made from such curves."""
+    """Return the errors, with where the plan stands; None if the plan was not made from such errors."""
     if run.sensitivity is None or not ways(run.sensitivity) or not are_drawn():
         return None
     groups = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")
     kept = None if groups is None else groups["kept"].to_dict()
-    return {"sensitivity": (heatmap(run.sensitivity, kept), lines(run.sensitivity, kept))}
+    return {"sensitivity": heatmap(run.sensitivity, kept)}
 
 
 def values(run: Run) -> dict[str, Any]:
@@ -64,7 +48,6 @@ def values(run: Run) -> dict[str, Any]:
         "facts": run.analysis,
         "tiles": _tiles(run),
         "heatmap": heatmap(rows) if there else None,
-        "lines": lines(rows) if there else None,
         "both": rows is not None and len(ways(rows)) == 2,
     }
 
@@ -175,42 +158,3 @@ def _mark(axes: Any, shares: Sequence[float]) -> None:
     places, rows = [8 * (1 - share) - 1 for share in shares], np.arange(len(shares)) + 0.34
     axes.plot(places, rows, "^", color=INK, markersize=4.5, markeredgecolor="white", markeredgewidth=0.7, clip_on=False)
     axes.set_xlim(-1.4, len(EIGHTHS) - 0.4)
-
-
-def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, int]:
-    """Return error against the share of channels kept, of the most and the least sensitive groups; see `heatmap`."""
-    ranked, shown = most_sensitive(rows), ways(rows)
-    few = len(ranked) <= MAX_LINES
-    chosen = ranked if few else [*ranked[: MAX_LINES - LEAST], *ranked[-LEAST:]]
-    count = math.ceil(len(chosen) / COLUMNS)
-    with canvas(COLUMNS, count, 1.9 * count + 0.6, "lines", used=len(chosen)) as (figure, panels):
-        for axes, name in zip(panels, chosen, strict=False):
-            _panel(axes, name, rows[rows["group"] == name], shown, None if kept is None else kept.get(name))
-            axes.set_ylabel("error, %", fontsize=9)
-            axes.set_xlabel("channels kept, %", fontsize=9)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=1)
-        label = "Error against kept channels of the most and the least sensitive groups"
-        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(ranked)
-
-
-def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept: int | None) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    size = int(frame["channels"].iloc[0])
-    for way in shown:
-        part = frame[frame[way].notna() & (frame["kept"] < size)]
-        style = {"color": WAY_COLORS[way], "label": WAYS[way], "linewidth": 1.4}
-        marks = {"marker": "o", "markersize": 3} if way == "error_measured" or len(part) < 3 else {}
-        axes.plot(100 * part["kept"] / size, (100 * part[way]).clip(lower=0.01), **style, **marks)
-    if kept is not None:
-        axes.axvline(100 * kept / size, color=INK, linewidth=1, linestyle="--", label="kept by the plan")
-    axes.set_yscale("log")
-    axes.set(xlim=(102, -2), ylim=(0.008, 400))
-    axes.yaxis.set_major_locator(FixedLocator([0.01, 0.1, 1, 10, 100]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(FixedLocator([75, 50, 25]))
-    for limit in (1, 10):
-        axes.axhline(limit, color=GRAY, linewidth=0.7, linestyle=":")
-    axes.set_title(shortened(f"{name} ({size})", 24), fontsize=9.5)
-    axes.tick_params(labelsize=9)

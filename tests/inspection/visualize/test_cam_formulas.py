@@ -1,55 +1,17 @@
-"""The formulas of class activation maps against the papers', written out index by index."""
+"""Grad-CAM against CAM, and the layouts of outputs that are images."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.inspection.visualize.class_maps import class_activation_map, eigen_cam, grad_cam_pp, layer_cam
+from prunekit.inspection.visualize.class_maps import class_activation_map
 from prunekit.inspection.visualize.spatial_outputs import layout_of
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_grad_cam_plus_plus_is_equation_19_with_the_exponential_of_the_score() -> None:
-    activations, gradients, score = draw(1, 3, 2, 4).relu(), draw(1, 3, 2, 4, seed=1), 0.7
-    gradients[0, 0, 0, 0] = 0
-    expected = torch.zeros(2, 4, dtype=torch.float64)
-    for channel, gradient in zip(activations[0], gradients[0], strict=True):
-        weight = 0.0
-        for g in gradient.flatten().tolist():
-            first, second, third = (math.exp(score) * g**power for power in (1, 2, 3))  # of Y = exp(S)
-            below = 2 * second + float(channel.sum()) * third
-            weight += (second / below if below else 0.0) * max(first, 0.0)
-        expected += weight * channel
-    torch.testing.assert_close(grad_cam_pp(activations, gradients)[0] * math.exp(score), expected.relu())
-    assert torch.isfinite(grad_cam_pp(activations, torch.zeros_like(gradients))).all()
-
-
-def test_layer_cam_weighs_each_place_by_its_own_positive_gradient() -> None:
-    activations, gradients = draw(2, 3, 2, 2), draw(2, 3, 2, 2, seed=1)
-    found = layer_cam(activations, gradients)
-    for image, row, column in [(0, 0, 0), (1, 1, 0)]:
-        pairs = zip(activations[image, :, row, column].tolist(), gradients[image, :, row, column].tolist(), strict=True)
-        assert float(found[image, row, column]) == pytest.approx(max(0, sum(a * max(g, 0) for a, g in pairs)))
-
-
-def test_eigen_cam_is_what_the_first_principal_direction_of_the_places_sees() -> None:
-    profile, mixture = draw(6).abs(), draw(5).abs()
-    activations = torch.einsum("c,p->cp", mixture, profile).unflatten(1, (2, 3))[None]
-    # Of rank one, the map is the profile of places, whatever the signs of the channels.
-    expected = profile.unflatten(0, (2, 3)) * mixture.norm()
-    torch.testing.assert_close(eigen_cam(activations)[0], expected)
-    torch.testing.assert_close(eigen_cam(-activations)[0], expected)
-    noisy = activations + 0.1 * draw(1, 5, 2, 3, seed=2)
-    rows = noisy[0].flatten(1).T
-    vector = torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -1]
-    torch.testing.assert_close(eigen_cam(noisy)[0].flatten(), (rows @ vector).abs())
 
 
 def test_grad_cam_is_cam_where_a_classifier_reads_the_mean() -> None:

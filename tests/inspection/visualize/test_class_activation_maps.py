@@ -17,7 +17,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 import prunekit
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.visualize.class_maps import FORMULAS, class_activation_map, correlation, eigen_cam
+from prunekit.inspection.visualize.class_maps import class_activation_map, correlation, grad_cam
 from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 
@@ -119,16 +119,14 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["as it is", "through a view", "as a view"])
-@pytest.mark.parametrize("method", ["grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"])
-def test_outputs_that_are_overwritten_later(how: str, method: Any) -> None:
+def test_outputs_that_are_overwritten_later(how: str) -> None:
     model, x = InPlace(how).double(), images(16)
-    found = class_activation_map(model, x, model.layer, method=method, target=1)
+    found = class_activation_map(model, x, model.layer, target=1)
     inner: list[Tensor] = []
     score = model(x, inner)[:, 1].sum()
     (gradient,) = torch.autograd.grad(score, inner[0])
     assert float(inner[0].detach().min()) < 0  # what the activation was before it was overwritten
-    values = inner[0].detach()
-    expected = eigen_cam(values) if method == "eigen_cam" else FORMULAS[method](values, gradient)
+    expected = grad_cam(inner[0].detach(), gradient)
     torch.testing.assert_close(found.values, expected)
     assert float(expected.max()) > 0
 
@@ -164,15 +162,14 @@ def test_dense_masked_and_compact_models() -> None:
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5), criterion="l2")
     plan = prunekit.plan(model, x[:1], settings=settings)
     small = prunekit.compact(model, plan).double()
-    for method in ("grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"):
-        dense = class_activation_map(model, x, method=method, target=1)
-        with prunekit.masked(model, plan, restore=True):
-            masked = class_activation_map(model, x, method=method, target=1)
-        compact = class_activation_map(small, x, method=method, target=1)
-        assert dense.layer == masked.layer == compact.layer == "layer2"
-        top = float(masked.values.abs().max())
-        torch.testing.assert_close(compact.values, masked.values, rtol=1e-9, atol=1e-9 * top)
-        assert not torch.allclose(dense.values, masked.values, rtol=1e-3)
+    dense = class_activation_map(model, x, target=1)
+    with prunekit.masked(model, plan, restore=True):
+        masked = class_activation_map(model, x, target=1)
+    compact = class_activation_map(small, x, target=1)
+    assert dense.layer == masked.layer == compact.layer == "layer2"
+    top = float(masked.values.abs().max())
+    torch.testing.assert_close(compact.values, masked.values, rtol=1e-9, atol=1e-9 * top)
+    assert not torch.allclose(dense.values, masked.values, rtol=1e-3)
     assert count_hooks(model) == count_hooks(small) == 0
 
 
@@ -214,8 +211,6 @@ def test_what_no_gradient_comes_to_is_said() -> None:
         class_activation_map(vit, x, "encoder.layers.encoder_layer_0.self_attention.out_proj")
     with pytest.raises(UsageError, match="class 4: the model has 4 classes, 0 to 3"):
         class_activation_map(vit, x, target=4)
-    with pytest.raises(UsageError, match="did you mean 'grad_cam'"):
-        class_activation_map(vit, x, method="gradcam")  # type: ignore[arg-type]
 
 
 def test_a_classifier_of_zeros_sees_no_class_anywhere() -> None:
