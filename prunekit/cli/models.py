@@ -270,16 +270,6 @@ def image_options(function: Decorated) -> Decorated:
     )(function)
 
 
-def groups_option(function: Decorated) -> Decorated:
-    """Add `--groups`, which chooses layers by channel groups."""
-    return click.option(
-        "--groups",
-        multiple=True,
-        metavar="GLOB",
-        help="Channel groups whose layers are shown too; may be repeated. `prunekit inspect` lists the names.",
-    )(function)
-
-
 def find_model_pair(
     arguments: Sequence[str], options: ModelOptions, console: Console, *, of_classes: str = ""
 ) -> ModelPair:

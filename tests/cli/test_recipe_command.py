@@ -40,13 +40,13 @@ def test_a_clone_without_links_has_them_beside_the_package(tmp_path: Path) -> No
 
 
 def test_recipes_are_listed_with_a_line_each() -> None:
-    listed = json.loads(run("recipe", "list", "--json"))["recipes"]
+    listed = json.loads(run("list", "recipes", "--json"))["recipes"]
     assert [row["name"] for row in listed] == list(recipe_names())
     assert "resnet34" in recipe_names()
     for row in listed:
-        assert 30 < len(row["summary"]) < 120
-        assert row["summary"].endswith(".")
-    assert len(run("recipe", "list").splitlines()) == len(listed) + 1
+        assert 30 < len(row["about"]) < 120
+        assert row["about"].endswith(".")
+    assert len(run("list", "recipes").splitlines()) == len(listed) + 1
 
 
 @pytest.mark.parametrize("name", ["resnet34", "resnet34.yaml"])

@@ -14,7 +14,6 @@ from prunekit.cli.options import Zoo, common_options, input_shape_option, split_
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.recipe.draft_request import DraftRequest, require_known
-from prunekit.utils.display import table
 from prunekit.utils.files import write_text
 
 force_option = click.option("--force", is_flag=True, help="Overwrite an existing file.")
@@ -30,24 +29,13 @@ _INDENTED: dict[str, Any] = {
 
 @click.group()
 def recipe_group() -> None:
-    """Show recipes that come with the package, and the reference of every key.
+    """Show recipes that come with the package (prunekit list recipes), and the reference of every key.
 
     A command that takes a recipe takes a file, or the name of one of these: prunekit finetune resnet34
     """
 
 
-register_command("recipe", about="List, show and copy recipes; explain their keys.", place=17)(recipe_group)
-
-
-@recipe_group.command("list", short_help="List the recipes that come with the package.")
-@common_options
-def list_recipes(as_json: bool) -> None:
-    """List the recipes that come with the package, with a line each."""
-    from prunekit.recipe.loading import recipe_names, recipe_summary
-
-    found = [(name, recipe_summary(name)) for name in recipe_names()]
-    payload = {"recipes": [{"name": name, "summary": summary} for name, summary in found]}
-    Console(as_json).result(payload, table(("recipe", "summary"), found, text=("recipe", "summary")))
+register_command("recipe", about="Show and copy recipes; explain their keys.", place=17)(recipe_group)
 
 
 @recipe_group.command("show", short_help="Print a recipe.")

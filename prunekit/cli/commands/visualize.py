@@ -19,7 +19,6 @@ from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
     find_model_pair,
-    groups_option,
     image_options,
     model_command,
     pictures_folder,
@@ -52,9 +51,7 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @image_options
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
-@groups_option
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
-@click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
 def features_command(
     console: Console,
@@ -63,9 +60,7 @@ def features_command(
     image: Path | None,
     index: int,
     layers: tuple[str, ...],
-    groups: tuple[str, ...],
     most: int,
-    one_scale: bool,
     output: Path | None,
 ) -> None:
     """Draw feature maps of layers for one image as PNG files and a page, channels numbered, pruned ones crossed out.
@@ -77,15 +72,13 @@ def features_command(
     or a test image of the recipe. Pictures of a run are in its report too. Vectors are shown as bars, tokens of a
     transformer in their places.
     """
-    from prunekit.inspection.visualize.image_grids import GridSettings
     from prunekit.jobs.analyses.pictures import write_features
     from prunekit.report.sections.pictures import write_features as write_page
 
     with console.running():
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
-        chosen, grid = pair.layers(layers, groups), GridSettings(most or None, one_scale)
-        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, grid))
+        payload = plain(write_features(pair, pair.input(image, index), folder, list(layers) or None, most or None))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
@@ -284,7 +277,6 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> I
     metavar="GLOB",
     help="Whose activations and correlations.  [default: convolutions and linear]",
 )
-@groups_option
 @click.option(
     "--threshold",
     default=0.99,
@@ -302,7 +294,6 @@ def histograms_command(
     given: ModelOptions,
     arguments: tuple[str, ...],
     layers: tuple[str, ...],
-    groups: tuple[str, ...],
     threshold: float,
     device: str | None,
     output: Path | None,
@@ -323,7 +314,7 @@ def histograms_command(
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "histograms")
         where = resolve_device(device or (pair.job.device if pair.job else "cpu"))
-        payload = plain(write_statistics(pair, folder, where, pair.layers(layers, groups), threshold))
+        payload = plain(write_statistics(pair, folder, where, list(layers) or None, threshold))
     save(payload, folder, "histograms.json", console)
     page = write_histograms(folder, pair.run)
     shown = "\n".join(map(str, [page, *report_of(pair, folder, "histograms")]))

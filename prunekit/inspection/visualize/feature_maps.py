@@ -49,16 +49,12 @@ class LayerFeatures:
         """The path, with the number of the call if it is not the first."""
         return f"{self.path}, call {self.call + 1}" if self.call else self.path
 
-    def limits(self, together: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the least and greatest finite value of each channel in all models, (C,), or of all `together`."""
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return the least and greatest finite value of each channel in all models, (C,)."""
         sides = [values for values in self.sides.values() if len(values) == self.channels]
         every = torch.cat([values.flatten(1) for values in sides], 1)
         finite = every.isfinite()
-        low = torch.where(finite, every, torch.inf).amin(1)
-        high = torch.where(finite, every, -torch.inf).amax(1)
-        if together:
-            low, high = low.amin().expand_as(low), high.amax().expand_as(high)
-        return low, high
+        return torch.where(finite, every, torch.inf).amin(1), torch.where(finite, every, -torch.inf).amax(1)
 
 
 def feature_maps(

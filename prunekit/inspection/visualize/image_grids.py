@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,29 +30,20 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class GridSettings:
-    """Settings of a grid."""
-
-    most: int | None = 64  # limit of channels, which are evenly spread; None: all
-    # whether all channels of a layer have one scale; else each has its own, the same in all models
-    together: bool = False
-
-
-def draw(features: LayerFeatures, settings: GridSettings = GridSettings(), title: str = "") -> Pixels:
-    """Return the picture of a layer, (H, W, 3): a panel for each model."""
-    chosen = spread(features.channels, settings.most)
+def draw(features: LayerFeatures, most: int | None = 64, title: str = "") -> Pixels:
+    """Return the picture of a layer, (H, W, 3): a panel for each model, with at most so many channels; None: all."""
+    chosen = spread(features.channels, most)
     if features.view == "bars":
-        return _bars(features, _heading(features, len(chosen), settings, title))
-    low, high = features.limits(settings.together)
+        return _bars(features, _heading(features, len(chosen), title))
+    low, high = features.limits()
     panels = []
     for name, values in features.sides.items():
         own = len(values) == features.channels
-        index = chosen if own else spread(len(values), settings.most)
+        index = chosen if own else spread(len(values), most)
         bounds = (low, high) if own else (values.flatten(1).amin(1), values.flatten(1).amax(1))
         crossed = ~features.kept if features.kept is not None else np.zeros(len(values), bool)
         panels.append((name, _panel(values, index, bounds, crossed)))
-    return page(panels, _heading(features, len(chosen), settings, title))
+    return page(panels, _heading(features, len(chosen), title))
 
 
 def spread(channels: int, most: int | None) -> NDArray[np.int64]:
@@ -170,14 +160,14 @@ def kept_of(kept: NDArray[np.bool_] | None) -> list[str]:
     return ["none pruned" if left == len(kept) else f"{left} of {len(kept)} kept"]
 
 
-def _heading(features: LayerFeatures, count: int, settings: GridSettings, title: str) -> tuple[str, str]:
+def _heading(features: LayerFeatures, count: int, title: str) -> tuple[str, str]:
     parts = [features.what, *kept_of(features.kept)]
     if features.view == "bars" and features.kept is not None and not features.kept.all():
         parts.append("pruned ones are orange and crossed out")
     if features.view != "bars":
         if count < features.channels:
             parts.append(f"{count} shown, evenly spread")
-        parts.append(f"dark to bright: {'all channels' if settings.together else 'each channel'} from least to most")
+        parts.append("dark to bright: each channel from least to most")
     return headed(features.name, title, parts, features.note)
 
 

@@ -18,7 +18,7 @@ from prunekit.inspection.visualize.distributions import activation_distributions
 from prunekit.inspection.visualize.feature_maps import feature_maps
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_files import write_png
-from prunekit.inspection.visualize.image_grids import GridSettings, draw
+from prunekit.inspection.visualize.image_grids import draw
 from prunekit.jobs.run.job_subject import chosen_batches
 from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.statistics.channel_stats_collector import StatsCollector
@@ -30,15 +30,15 @@ INPUT = "input.png"
 
 
 def write_features(
-    pair: ModelPair, image: tuple[Tensor, str], folder: Path, layers: Layers | None, grid: GridSettings
+    pair: ModelPair, image: tuple[Tensor, str], folder: Path, layers: Layers | None, most: int | None
 ) -> dict[str, Any]:
-    """Draw what layers of a pair (None: its children) make of an image, a PNG file for each layer."""
+    """Draw what layers of a pair (None: its children) make of an image, a PNG file for each, with `most` channels."""
     values, name = image
     found = feature_maps(pair.models, values, layers, kept=pair.kept)
     rows = []
     for features in found:
         file = f"{features.path}{f'.{features.call}' if features.call else ''}.png"
-        write_png(folder / file, draw(features, grid, name))
+        write_png(folder / file, draw(features, most, name))
         facts = {name: getattr(features, name) for name in ("path", "call", "view", "what", "channels", "kept", "note")}
         kept = None if features.kept is None else int(features.kept.sum())
         rows.append({**facts, "kept": kept, "picture": file})
