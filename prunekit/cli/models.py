@@ -46,12 +46,6 @@ class ModelOptions:
     task: str | None = None
     allow_code: bool = False
 
-    def __post_init__(self) -> None:
-        if self.zoo is not None and self.zoo.startswith("python:"):
-            if self.factory is not None:
-                raise UsageError(f"expected one model, got two: --model {self.factory} and --zoo {self.zoo}")
-            self.factory, self.zoo = self.zoo, None
-
     @property
     def labeled_images(self) -> bool:
         """Whether `--data` is a folder or an archive, and not code."""

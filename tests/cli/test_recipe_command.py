@@ -56,19 +56,6 @@ def test_a_recipe_is_shown_as_it_is(name: str) -> None:
     assert recipe_summary(name) in text
 
 
-def test_a_copy_never_takes_the_place_of_a_file_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "prunekit finetune resnet34.yaml" in run("recipe", "copy", "resnet34")
-    copy = tmp_path / "resnet34.yaml"
-    assert load("resnet34.yaml") == load(INSTALLED / "resnet34.yaml")
-    copy.write_text("mine")
-    assert "resnet34.yaml: the file exists already" in run("recipe", "copy", "resnet34", code=2)
-    assert copy.read_text() == "mine"
-    run("recipe", "copy", "resnet34", "--force")
-    run("recipe", "copy", "resnet34.yaml", "deep/other.yaml")
-    assert copy.read_text() == (tmp_path / "deep" / "other.yaml").read_text() == (INSTALLED / copy.name).read_text()
-
-
 def test_a_name_that_no_recipe_has_gets_the_nearest() -> None:
     assert "did you mean 'resnet34'" in run("recipe", "show", "resnet3", code=2)
 

@@ -181,23 +181,16 @@ def cam_command(console: Console, given: ModelOptions, method: CamMethod, layer:
 
 @visualize_group.command("saliency", short_help="Show which pixels of an image a class depends on.")
 @_map_options(GRADIENTS)
-@click.option("--samples", default=25, show_default=True, type=click.IntRange(min=1), help="Noisy copies of the image.")
-@click.option(
-    "--noise", default=0.15, show_default=True, type=click.FloatRange(min=0), help="Deviation, as a share of its range."
-)
-def saliency_command(
-    console: Console, given: ModelOptions, method: SaliencyMethod, samples: int, noise: float, **options: Any
-) -> None:
-    """Draw the gradient of a class's score at every pixel; smooth_grad averages it over noisy copies.
+def saliency_command(console: Console, given: ModelOptions, method: SaliencyMethod, **options: Any) -> None:
+    """Draw the gradient of a class's score at every pixel; smooth_grad averages it over 25 noisy copies.
 
     MODEL and tasks are as for `visualize cam`. Saliency needs no layer. Pictures of a run are in its report too.
     """
 
     def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
-        from prunekit.inspection.visualize.class_maps import Smoothing, saliency
+        from prunekit.inspection.visualize.class_maps import saliency
 
-        how = Smoothing(samples, noise, given.seed or 0)
-        return saliency(model, image, method=method, target=target, smoothing=how)
+        return saliency(model, image, method=method, target=target, seed=given.seed or 0)
 
     _show_maps(console, given, find, None, **options)
 

@@ -25,6 +25,8 @@ LEAST_PLACES = 7
 """Fewest rows and columns of a map that shows places, as the last layers of networks for ImageNet have them."""
 SaliencyMethod = Literal["gradient", "smooth_grad"]
 SALIENCY_METHODS: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
+SAMPLES, NOISE, TOGETHER = 25, 0.15, 8
+"""Noisy copies of an image in SmoothGrad, their deviation as a share of its range, and images in a batch."""
 ClassIndex = int | Sequence[int] | Tensor | None
 """A class, or one for each image; None: the class of the highest score."""
 Formula = Callable[[Tensor, Tensor], Tensor]
@@ -59,16 +61,6 @@ class ClassMap(Displayed):
         yield f"Class map: {self._headline()}"
         cells = [(row["image"], row["class"], share(row["probability"]), row["predicted"]) for row in self.rows()]
         yield Table(("image", "class", "probability", "predicted"), cells)
-
-
-@dataclass(frozen=True)
-class Smoothing:
-    """Settings of SmoothGrad."""
-
-    samples: int = 25  # number of noisy copies of each image
-    noise: float = 0.15  # standard deviation of the noise, as a share of the range of the image's values
-    seed: int = 0  # seed of the noise
-    batch: int = 8  # number of copies in a batch
 
 
 @public_call
@@ -154,7 +146,7 @@ def saliency(
     *,
     method: SaliencyMethod = "gradient",
     target: ClassIndex = None,
-    smoothing: Smoothing | None = None,
+    seed: int = 0,
 ) -> ClassMap:
     """Return the largest absolute gradient of a class's logit over the channels of each pixel.
 
@@ -168,11 +160,11 @@ def saliency(
         images: (B, C, H, W), on the model's device.
         method: `gradient` or `smooth_grad`.
         target: the class, or one for each image; None: the class of the highest score of the image without noise.
-        smoothing: settings of `smooth_grad`.
+        seed: of the noise of `smooth_grad`: 25 copies, with a deviation of 15 % of the range of the image's values.
 
     Raises:
         ModelError: the logits do not depend on the image, or there are none.
-        UsageError: there is no such method or class, or a setting of the smoothing is out of range.
+        UsageError: there is no such method or class.
 
     Example:
         >>> import prunekit as pk, torch
@@ -195,7 +187,7 @@ def saliency(
                 output = model(images.clone())
             found = class_scores(output)
             classes = class_indices(found.values, target)
-            gradients = _smoothed(model, images, classes, smoothing or Smoothing())
+            gradients = _smoothed(model, images, classes, seed)
     return class_map(method, None, gradients.abs().amax(1), found, classes)
 
 
@@ -219,20 +211,18 @@ def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Te
     return gradients, found, classes
 
 
-def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing) -> Tensor:
-    if how.samples < 1 or how.batch < 1 or how.noise < 0:
-        raise UsageError(f"expected samples >= 1, batch >= 1 and noise >= 0, got {how}")
-    draw = torch.Generator().manual_seed(how.seed)
+def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
     flat = images.flatten(1)
-    deviation = (how.noise * (flat.amax(1) - flat.amin(1)))[:, None, None, None]
+    deviation = (NOISE * (flat.amax(1) - flat.amin(1)))[:, None, None, None]
     total = torch.zeros_like(images)
-    for _ in range(how.samples):
+    for _ in range(SAMPLES):
         noise = torch.randn(images.shape, generator=draw, dtype=images.dtype).to(images.device)
         noisy = images + deviation * noise
-        for start in range(0, len(images), how.batch):
-            part = slice(start, start + how.batch)
+        for start in range(0, len(images), TOGETHER):
+            part = slice(start, start + TOGETHER)
             total[part] += _gradients(model, noisy[part], classes[part])[0]
-    return total / how.samples
+    return total / SAMPLES
 
 
 def class_map(method: str, layer: str | None, values: Tensor, scores: ClassScores, classes: Tensor) -> ClassMap:

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.inspection.visualize.class_maps import Smoothing, class_activation_map, saliency
+from prunekit.inspection.visualize import class_maps
+from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
 from prunekit.statistics.taylor_terms import collect_gradients
 
 
@@ -19,7 +20,7 @@ def images(size: int = 32) -> Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_saliency_is_captums_largest_channel() -> None:
+def test_saliency_is_captums_largest_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = models.resnet18(num_classes=4).double().eval(), images()
     found = saliency(model, x, target=[2, 0])
@@ -27,7 +28,9 @@ def test_saliency_is_captums_largest_channel() -> None:
     torch.testing.assert_close(found.values, expected)
     assert found.layer is None
     assert all(parameter.grad is None for parameter in model.parameters())
-    smooth = saliency(model, x, method="smooth_grad", target=[2, 0], smoothing=Smoothing(samples=2, noise=0))
+    monkeypatch.setattr(class_maps, "SAMPLES", 2)
+    monkeypatch.setattr(class_maps, "NOISE", 0.0)
+    smooth = saliency(model, x, method="smooth_grad", target=[2, 0])
     torch.testing.assert_close(smooth.values, expected)
     tunnel = NoiseTunnel(Saliency(model)).attribute(
         x, nt_type="smoothgrad", nt_samples=1, stdevs=0.0, target=torch.tensor([2, 0]), abs=False
@@ -42,19 +45,21 @@ class Squares(nn.Module):
         return x.square_().flatten(2).sum(2)  # overwrites what it is given
 
 
-def test_smooth_grad_averages_gradients_of_noisy_copies() -> None:
+def test_smooth_grad_averages_gradients_of_noisy_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     x = images(8)
-    smoothing = Smoothing(samples=3, noise=0.2, seed=5, batch=1)
+    monkeypatch.setattr(class_maps, "SAMPLES", 3)
+    monkeypatch.setattr(class_maps, "TOGETHER", 1)
     before = torch.random.get_rng_state()
-    found = saliency(Squares(), x, method="smooth_grad", target=1, smoothing=smoothing)
+    found = saliency(Squares(), x, method="smooth_grad", target=1, seed=5)
     assert torch.equal(before, torch.random.get_rng_state())
     draw, mean = torch.Generator().manual_seed(5), torch.zeros_like(x)
-    spread = 0.2 * torch.stack([image.max() - image.min() for image in x])[:, None, None, None]
+    spread = 0.15 * torch.stack([image.max() - image.min() for image in x])[:, None, None, None]
     for _ in range(3):
         mean += 2 * (x + spread * torch.randn(x.shape, generator=draw, dtype=x.dtype)) / 3
     torch.testing.assert_close(found.values, mean[:, 1].abs())
     assert torch.equal(x, images(8))
-    together = saliency(Squares(), x, method="smooth_grad", target=1, smoothing=Smoothing(samples=3, noise=0.2, seed=5))
+    monkeypatch.setattr(class_maps, "TOGETHER", 8)
+    together = saliency(Squares(), x, method="smooth_grad", target=1, seed=5)
     torch.testing.assert_close(together.values, found.values)
     assert not torch.equal(saliency(Squares(), x, target=1).values, found.values)
 
@@ -66,8 +71,6 @@ def test_models_without_a_gradient_and_wrong_settings_are_refused() -> None:
         saliency(nn.Flatten(2), images(8))
     with pytest.raises(UsageError, match="did you mean 'smooth_grad'"):
         saliency(Squares(), images(8), method="smoothgrad")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="samples >= 1"):
-        saliency(Squares(), images(8), method="smooth_grad", smoothing=Smoothing(samples=0))
     with pytest.raises(UsageError, match=r"images: expected one or more, \(B, C, H, W\), got .*\(3, 8, 8\)"):
         saliency(Squares(), images(8)[0])
 
