@@ -46,12 +46,6 @@ class ModelOptions:
     task: str | None = None
     allow_code: bool = False
 
-    def __post_init__(self) -> None:
-        if self.zoo is not None and self.zoo.startswith("python:"):
-            if self.factory is not None:
-                raise UsageError(f"expected one model, got two: --model {self.factory} and --zoo {self.zoo}")
-            self.factory, self.zoo = self.zoo, None
-
     @property
     def labeled_images(self) -> bool:
         """Whether `--data` is a folder or an archive, and not code."""
@@ -267,16 +261,6 @@ def image_options(function: Decorated) -> Decorated:
     )(function)
     return click.option(
         "--image", type=click.Path(path_type=Path), metavar="FILE", help="An image.  [default: a test image]"
-    )(function)
-
-
-def groups_option(function: Decorated) -> Decorated:
-    """Add `--groups`, which chooses layers by channel groups."""
-    return click.option(
-        "--groups",
-        multiple=True,
-        metavar="GLOB",
-        help="Channel groups whose layers are shown too; may be repeated. `prunekit inspect` lists the names.",
     )(function)
 
 

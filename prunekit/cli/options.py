@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
 
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
-ZOO = "The zoo of MODEL; python:MODULE:FACTORY is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
@@ -98,16 +97,6 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
     return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}")
 
 
-class _Zoos(click.Choice[str]):
-    """A choice of zoos, or an installed module's factory."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value) if str(value).startswith("python:") else super().convert(value, param, ctx)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return f"[{'|'.join([*get_args(Zoo), 'python:MODULE:FACTORY'])}]"
-
-
 def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -121,14 +110,18 @@ input_shape_option = click.option(
 )
 
 
+zoo_option = click.option(
+    "--zoo", type=click.Choice(get_args(Zoo)), help="The zoo of the model.  [default: torchvision, else cifar]"
+)
+
+
 def model_options(function: Decorated, *, images: bool = False) -> Decorated:
     """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
-    zoos = _Zoos(get_args(Zoo))
     for option in (
         allow_code_option,
         task_option,
         images_option if images else data_option,
-        click.option("--zoo", type=zoos, help=ZOO),
+        zoo_option,
         input_shape_option,
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
         own_model_option,

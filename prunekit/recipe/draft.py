@@ -88,7 +88,6 @@ def _prepared(values: dict[str, Any], request: DraftRequest, command: list[str])
     """Read the data and build the model, with the first image size that the model takes, which is set."""
     data = values["data"]
     sizes = [None] if "image_size" not in data else list(dict.fromkeys([data["image_size"], 224, 299]))
-    sizes = sizes if request.input_shape is None else sizes[:1]
     refused: list[ModelError] = []
     for size in sizes:
         if size is not None:
@@ -113,11 +112,8 @@ def _proposed(path: Path, request: DraftRequest) -> tuple[dict[str, Any], list[s
         )
     if request.own[0] is not None and request.weights is None and labeled:
         notes.append(f"{request.model} is pruned as it is built; without its #, `baseline` below trains it")
-    if "image_size" in data:
-        sizes = (32,) if model.get("zoo") == "cifar" else (data["image_size"],)
-        data["image_size"] = (request.input_shape or sizes)[-1]
-    elif request.input_shape is not None:
-        raise UsageError(f"--input-shape goes with images: {request.data} says itself what an input is")
+    if "image_size" in data and model.get("zoo") == "cifar":
+        data["image_size"] = 32
     textual = data["source"] == "text"
     values: dict[str, Any] = {"name": name} | ({"task": _text_task(model)} if textual else {})
     values |= {"model": model, "data": data}

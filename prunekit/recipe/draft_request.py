@@ -28,7 +28,6 @@ class DraftRequest:
     zoo: str | None = None  # zoo of the model; None: torchvision, else cifar
     weights: str | None = None  # of the dense model, a file or one of torchvision's names; None: it is trained first
     changes: tuple[str, ...] = ()  # overrides of what is proposed, `key=value` each
-    input_shape: tuple[int, ...] | None = None  # of an input, batch first; None: images of the size of the data's
 
     @property
     def own(self) -> tuple[str | None, str | None]:
@@ -48,10 +47,6 @@ def require_known(request: DraftRequest) -> None:
         require_object(request.model, ModelError)
     elif zoos and request.model not in names and not Path(request.model).is_dir():
         raise unknown_model(request, zoos, names)
-    shape = request.input_shape
-    if shape is not None and (len(shape) != 4 or shape[1] != 3 or shape[2] != shape[3]):
-        got = "x".join(map(str, shape))
-        raise UsageError(f"--input-shape: expected that of square images in RGB, as 1x3x224x224, got {got}")
     if is_reference(request.data):
         require_object(request.data, DataError)
     elif not (request.data in ("digits", *SETS) or Path(request.data).exists() or is_hub_name(request.data)):

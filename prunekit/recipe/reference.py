@@ -42,12 +42,12 @@ _IN_LISTS: Any = {"subsequent_indent": "  ", "break_long_words": False, "break_o
 SIGNS = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
 INTRODUCTION = """# The keys of a recipe
 
-A recipe is a YAML file. `prunekit init` writes one, `prunekit recipe list` shows packaged ones. `prunekit recipe
+A recipe is a YAML file. `prunekit init` writes one, `prunekit list recipes` shows packaged ones. `prunekit recipe
 reference prune.budget` shows a part of this page. Any key can be set on the command line: `prunekit finetune mine.yaml
 prune.round_to=8`. A default of `null` means none, unless the text says otherwise.
 
-Editors complete and check recipes: run `prunekit recipe schema recipe.schema.json`, and begin a recipe beside that file
-with the line `# yaml-language-server: $schema=recipe.schema.json`.
+Editors complete and check recipes: run `prunekit recipe schema > recipe.schema.json`, and begin a recipe beside that
+file with the line `# yaml-language-server: $schema=recipe.schema.json`.
 
 `python -m prunekit.recipe.reference` makes this page from `prunekit.settings`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from quantized_nets import Array, Encoder, Residual, agreement, drawn, made
 from prunekit.backends.backend import FORMATS
 from prunekit.backends.files.export_source import ExportSource
 from prunekit.backends.files.onnx_program import NodeModules, export_onnx
+from prunekit.backends.files.openvino_core import MODULES
 from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
 from prunekit.backends.int8.quantizer import quantized_file, relative_error
 from prunekit.backends.openvino import OpenVino
@@ -72,13 +74,13 @@ def test_a_file_of_openvino_keeps_names_any_batch_and_its_information(outlier: P
     model = openvino.Core().read_model(outlier)
     model.reshape({"x": [-1, *SHAPE]})
     model.set_rt_info('{"task": "none"}', "prunekit")
+    model.set_rt_info(json.dumps(NodeModules(outlier).of_names), MODULES)
     openvino.save_model(model, tmp_path / "float.xml", compress_to_fp16=False)
     calibration = [{"x": drawn(count, SHAPE, count)} for count in (20, 43, 1)]
     settings = QuantizeSettings(max_drop=None)
-    float_file, modules = tmp_path / "float.xml", NodeModules(outlier).of_names
 
     def quantizer(folder: Path) -> OpenvinoQuantizer:
-        return OpenvinoQuantizer(float_file, folder, calibration, settings.images, modules)
+        return OpenvinoQuantizer(tmp_path / "float.xml", folder, calibration, settings.images)
 
     found = quantized_file(quantizer, tmp_path / "int8.xml", settings, None, lambda text: None)
     assert set(found.layers) == {"stem", "first", "second", "head"}

@@ -442,8 +442,8 @@ def test_inspect_looks_in_the_zoo_it_is_told() -> None:
     assert result["free_share"] > 0.95
 
 
-def test_a_factory_of_a_module_takes_the_place_of_a_zoo() -> None:
-    done = run("inspect", "--zoo", "python:torchvision.models:squeezenet1_1", "--input-shape", "1x3x64x64", "--json")
+def test_a_factory_of_a_module_makes_the_model() -> None:
+    done = run("inspect", "--model", "python:torchvision.models:squeezenet1_1", "--input-shape", "1x3x64x64", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["architecture"] == "SqueezeNet"
 
@@ -457,10 +457,9 @@ def test_a_factory_of_a_module_takes_the_place_of_a_zoo() -> None:
         (["inspect", "resnet18", "--zoo", "cifar"], "no model 'resnet18' in cifar"),
         (["inspect", "--zoo", "tim"], "'torchvision', 'cifar', 'timm', 'hf'"),
         (
-            ["inspect", "resnet18", "--zoo", "python:a:b"],
+            ["inspect", "resnet18", "--model", "python:a:b"],
             "expected one model, got two: resnet18 and --model python:a:b",
         ),
-        (["inspect", "--zoo", "python:a:b", "--model", "b.py:c"], "expected one model, got two: --model b.py:c and"),
     ],
 )
 def test_a_zoo_needs_a_name(arguments: list[str], message: str) -> None:

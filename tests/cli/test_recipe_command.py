@@ -40,13 +40,13 @@ def test_a_clone_without_links_has_them_beside_the_package(tmp_path: Path) -> No
 
 
 def test_recipes_are_listed_with_a_line_each() -> None:
-    listed = json.loads(run("recipe", "list", "--json"))["recipes"]
+    listed = json.loads(run("list", "recipes", "--json"))["recipes"]
     assert [row["name"] for row in listed] == list(recipe_names())
     assert "resnet34" in recipe_names()
     for row in listed:
-        assert 30 < len(row["summary"]) < 120
-        assert row["summary"].endswith(".")
-    assert len(run("recipe", "list").splitlines()) == len(listed) + 1
+        assert 30 < len(row["about"]) < 120
+        assert row["about"].endswith(".")
+    assert len(run("list", "recipes").splitlines()) == len(listed) + 1
 
 
 @pytest.mark.parametrize("name", ["resnet34", "resnet34.yaml"])
@@ -54,19 +54,6 @@ def test_a_recipe_is_shown_as_it_is(name: str) -> None:
     text = (ROOT / "recipes" / "resnet34.yaml").read_text()
     assert run("recipe", "show", name) == text
     assert recipe_summary(name) in text
-
-
-def test_a_copy_never_takes_the_place_of_a_file_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "prunekit finetune resnet34.yaml" in run("recipe", "copy", "resnet34")
-    copy = tmp_path / "resnet34.yaml"
-    assert load("resnet34.yaml") == load(INSTALLED / "resnet34.yaml")
-    copy.write_text("mine")
-    assert "resnet34.yaml: the file exists already" in run("recipe", "copy", "resnet34", code=2)
-    assert copy.read_text() == "mine"
-    run("recipe", "copy", "resnet34", "--force")
-    run("recipe", "copy", "resnet34.yaml", "deep/other.yaml")
-    assert copy.read_text() == (tmp_path / "deep" / "other.yaml").read_text() == (INSTALLED / copy.name).read_text()
 
 
 def test_a_name_that_no_recipe_has_gets_the_nearest() -> None:

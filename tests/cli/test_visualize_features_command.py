@@ -78,19 +78,6 @@ def test_pictures_of_a_run_are_in_its_folder_and_in_its_report(here: Path) -> No
         assert "img-src data:" in html
 
 
-@pytest.mark.slow
-def test_layers_are_chosen_by_the_channels_that_they_make(here: Path, tmp_path: Path) -> None:
-    for name in ("run", "resnet8"):
-        options = ("--zoo", "cifar", "--image", "image.png") if name == "resnet8" else ()
-        done = run(name, *options, "--groups", "layer1.0.conv*", "--output", str(tmp_path), "--json")
-        assert done.exit_code == 0, done.output
-        found = [row["path"] for row in json.loads(done.stdout)["layers"]]
-        assert found == ["layer1.0.conv1", "layer1.0.bn1"]
-    done = run("run", "--groups", "layer9*", "--output", str(tmp_path))
-    assert done.exit_code == 2
-    assert "groups: 'layer9*' matches no channel group; " in " ".join(done.stderr.split())
-
-
 def test_pictures_that_would_make_a_page_too_large_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prunekit.report.sections.pictures.LARGEST", 0)
     done = run("run", "--layers", "layer1.0.conv1", "--image", "image.png", "--output", "small")

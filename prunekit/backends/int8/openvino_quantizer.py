@@ -64,8 +64,7 @@ def _module_names(file: Path, model: Any) -> Mapping[str, str] | None:
 class OpenvinoQuantizer(Quantizer):
     """Quantizes a model in OpenVINO's format, in a folder for files, which are left there.
 
-    Layers have the names of `modules` (paths by the names of nodes), or those in the file; correcting biases changes no
-    time.
+    Correcting biases changes no time.
     """
 
     def __init__(
@@ -74,14 +73,13 @@ class OpenvinoQuantizer(Quantizer):
         folder: Path,
         batches: Iterable[Batch],
         images: int,
-        modules: Mapping[str, str] | None = None,
         *,
         correct_biases: bool = True,
     ) -> None:
         self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
         self.notes = [int8_note()]
         model = self._read(file)
-        self._modules = modules or _module_names(file, model)
+        self._modules = _module_names(file, model)
         self._nodes: dict[str, list[str]] = {}
         weighted = set[str]()
         for node in model.get_ordered_ops():

@@ -10,72 +10,56 @@ import click
 
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_command
-from prunekit.cli.options import checked_device, split_overrides
+from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import nearest
 from prunekit.known_names import RUNTIMES, DtypeName, MemoryFormat
 
-ParseOption = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
+
+def _list_option(name: str, item: Callable[[str], Any], **options: Any) -> Callable[..., Any]:
+    """Return an option for items with commas between them, each taken once; `item` makes the text of one its value."""
+
+    def items(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+        return None if value is None else tuple(dict.fromkeys(item(part.strip()) for part in value.split(",")))
+
+    return click.option(name, callback=items, show_default=True, **options)
 
 
-def _counts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    parts = value.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"expected positive whole numbers with commas between them, got {value!r}")
-    return tuple(dict.fromkeys(map(int, parts)))
+def _count(part: str) -> int:
+    if not part.isdecimal() or not int(part):
+        raise click.BadParameter(f"expected positive whole numbers with commas between them, got {part!r}")
+    return int(part)
 
 
-def _parts(value: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+def _runtime(part: str) -> str:
+    if (problem := RUNTIMES.problem(part)) is not None:
+        raise click.BadParameter(problem)
+    return part
 
 
-def _runtimes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    for part in _parts(value):
-        if (problem := RUNTIMES.problem(part)) is not None:
-            raise click.BadParameter(problem)
-    return _parts(value)
+def _names_option(name: str, default: str, allowed: tuple[str, ...], what: str) -> Callable[..., Any]:
+    def known(part: str) -> str:
+        if part not in allowed:
+            raise click.BadParameter(f"{part!r}: {nearest(part, allowed)}")
+        return part
 
-
-def _names(allowed: tuple[str, ...]) -> ParseOption:
-    def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-        parts = _parts(value)
-        for part in parts:
-            if part not in allowed:
-                raise click.BadParameter(f"{part!r}: {nearest(part, allowed)}")
-        return parts
-
-    return names
-
-
-def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, **options: Any) -> Callable[..., Any]:
-    shown = f"{what}: {', '.join(allowed)}."
-    return click.option(name, default=default, show_default=True, callback=_names(allowed), help=shown, **options)
+    return _list_option(name, known, default=default, help=f"{what}: {', '.join(allowed)}.")
 
 
 @register_command("bench", about="Time one or more models beside each other.", place=9)
 @click.argument("arguments", nargs=-1, metavar="[MODEL]... [KEY=VALUE]...")
-@click.option(
+@_list_option(
     "--runtime",
+    _runtime,
     default="eager",
-    show_default=True,
     metavar="NAME,...",
-    callback=_runtimes,
     help="What runs the models, each in a process of its own: names with commas between them "
     "(prunekit list runtimes), or file.py:object of your own.",
 )
-@click.option("--batch", default=None, callback=_counts, help="Batch sizes.  [default: 1,16; with --max-latency-ms: 1]")
-@click.option("--threads", default="1", show_default=True, callback=_counts, help="CPU thread counts.")
-@click.option(
-    "--device",
-    default="auto",
-    metavar="auto|cpu,cuda[:n]",
-    callback=checked_device,
-    help="Where to run.  [default: auto]",
-)
-@_list_option("--dtype", "fp32", get_args(DtypeName), "What the models compute in")
-@_list_option("--memory-format", "contiguous", get_args(MemoryFormat), "Layout in torch's own runtimes")
+@_list_option("--batch", _count, help="Batch sizes.  [default: 1,16; with --max-latency-ms: 1]")
+@_list_option("--threads", _count, default="1", help="CPU thread counts.")
+@_names_option("--dtype", "fp32", get_args(DtypeName), "What the models compute in")
+@_names_option("--memory-format", "contiguous", get_args(MemoryFormat), "Layout in torch's own runtimes")
 @click.option("--repeats", default=30, show_default=True, type=click.IntRange(min=5), help="Timed runs of each.")
 @click.option(
     "--max-latency-ms",
@@ -83,7 +67,7 @@ def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, *
     help="Exit with 1 unless the last model is shown to be this fast in every setting that is timed: the median, or "
     "where it is unstable the whole interval.",
 )
-@model_command("bench.json.", device=False)
+@model_command("bench.json.")
 def bench_command(
     console: Console,
     given: ModelOptions,
@@ -91,7 +75,7 @@ def bench_command(
     runtime: tuple[str, ...],
     batch: tuple[int, ...] | None,
     threads: tuple[int, ...],
-    device: str,
+    device: str | None,
     dtype: tuple[DtypeName, ...],
     memory_format: tuple[MemoryFormat, ...],
     repeats: int,
@@ -103,8 +87,8 @@ def bench_command(
     MODEL is a recipe (its dense model), a model folder, an exported file, or the name of a torchvision or CIFAR model;
     --model adds your own as the first, or replaces a recipe's model. Without --runtime a file is timed in its own
     runtime: .onnx in ONNX Runtime, .xml in OpenVINO, .pt2 by PyTorch; onnxruntime and openvino take an .onnx as it is.
-    A latency is that of the whole batch. Without --device the CPU is timed, and CUDA if there is one; files on the CPU
-    alone. Lists are combined as far as their items are compatible.
+    A latency is that of the whole batch. Without --device, which takes several with commas, the CPU is timed, and CUDA
+    if there is one; files on the CPU alone. Lists are combined as far as their items are compatible.
 
     Every runtime is checked against eager float32 first; if it differs, it is not timed and the exit code is 1.
     A figure that the samples do not support is marked unstable, with what would make it stable.
@@ -118,8 +102,8 @@ def bench_command(
     batch = batch or ((1, 16) if max_latency_ms is None else (1,))
     settings = LatencySettings(batch, threads, repeats, runtime, dtype, memory_format)
     with console.running():
-        devices(device, settings)  # before models are built, which may take long
-        found = bench_targets(all_targets(targets, overrides, given), settings, device, log=console.log)
+        devices(device or "auto", settings)  # before models are built, which may take long
+        found = bench_targets(all_targets(targets, overrides, given), settings, device or "auto", log=console.log)
     result = found.figures()
     gates = [] if max_latency_ms is None else gated(result["latency"], max_latency_ms)
     passed = all(fast for _, fast in gates) and not result["failures"]

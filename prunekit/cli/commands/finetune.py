@@ -58,7 +58,7 @@ def finetune_command(**arguments: Any) -> None:
 
     Train or load the dense model, calibrate, prune, fine-tune, compact, verify, measure, and write a report.
 
-    RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
+    RECIPE is a file, or the name of a recipe that comes with the package (prunekit list recipes).
 
     KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. --model replaces the recipe's model, --data its
     images; model.weights and the other data settings still apply, unless --data returns Splits.
@@ -199,7 +199,7 @@ def prune_command(**arguments: Any) -> None:
     Load the dense model (or train it if it has no weights), collect the statistics that the criterion needs, prune,
     repair the remaining layers as `repair` says, compact, verify, measure, and write a report.
 
-    RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
+    RECIPE is a file, or the name of a recipe that comes with the package (prunekit list recipes).
 
     KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. --model replaces the recipe's model, --data its
     images; model.weights and the other data settings still apply, unless --data returns Splits.

@@ -17,19 +17,6 @@ from prunekit.utils.display import table
 from prunekit.utils.registry import Registry
 
 Row = dict[str, Any]
-SCOPES = {
-    "uniform": "the same share of every channel group",
-    "global": "the lowest scores of all groups",
-    "per_mac": "the lowest scores for their cost: MACs, or what the binding budget counts",
-    "capacity": "the widest layers that the budgets allow; scores only rank the channels of a group",
-}
-AUGMENTATIONS = {
-    "none": "training images as they are",
-    "shift": "moved by up to a tenth",
-    "flip": "left and right swapped",
-    "crop_flip": "cropped out of a padded image and flipped, as for CIFAR",
-    "resized_crop_flip": "a part of the image resized and flipped, as for ImageNet",
-}
 
 
 def _criteria() -> Iterator[Row]:
@@ -78,12 +65,6 @@ def _models() -> Iterator[Row]:
         yield from ({"name": name, "zoo": zoo} for name in names)
 
 
-def _rules() -> Iterator[Row]:
-    from prunekit.channels.rules.rule import RULES
-
-    yield from ({"name": name, "file": RULES[name].__module__} for name in sorted(RULES))
-
-
 def _of(registry: Registry[Any], *keys: str) -> Callable[[], Iterator[Row]]:
     """Return a function that yields the rows of a registry, with these keys of its registrations."""
 
@@ -94,22 +75,15 @@ def _of(registry: Registry[Any], *keys: str) -> Callable[[], Iterator[Row]]:
     return rows
 
 
-def _described(known: dict[str, str]) -> Callable[[], Iterator[Row]]:
-    return lambda: ({"name": name, "about": text} for name, text in known.items())
-
-
 KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "criteria": _criteria,
-    "scopes": _described(SCOPES),
     "budgets": _of(BUDGETS, "unit", "about"),
     "runtimes": _with_availability(RUNTIMES),
     "formats": _with_availability(FORMATS),
     "tasks": _of(TASKS, "data", "measures"),
     "sections": _of(SECTIONS, "about"),
-    "rules": _rules,
     "recipes": _recipes,
     "models": _models,
-    "augmentations": _described(AUGMENTATIONS),
 }
 
 

@@ -5,20 +5,15 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from textwrap import fill
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.options import Zoo, common_options, input_shape_option, split_overrides
+from prunekit.cli.options import common_options, split_overrides, zoo_option
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.recipe.draft_request import DraftRequest, require_known
-from prunekit.utils.display import table
-from prunekit.utils.files import write_text
-
-force_option = click.option("--force", is_flag=True, help="Overwrite an existing file.")
-
 
 _INDENTED: dict[str, Any] = {
     "initial_indent": "  ",
@@ -30,53 +25,24 @@ _INDENTED: dict[str, Any] = {
 
 @click.group()
 def recipe_group() -> None:
-    """Show recipes that come with the package, and the reference of every key.
+    """Show recipes that come with the package (prunekit list recipes), and the reference of every key.
 
     A command that takes a recipe takes a file, or the name of one of these: prunekit finetune resnet34
     """
 
 
-register_command("recipe", about="List, show and copy recipes; explain their keys.", place=17)(recipe_group)
-
-
-@recipe_group.command("list", short_help="List the recipes that come with the package.")
-@common_options
-def list_recipes(as_json: bool) -> None:
-    """List the recipes that come with the package, with a line each."""
-    from prunekit.recipe.loading import recipe_names, recipe_summary
-
-    found = [(name, recipe_summary(name)) for name in recipe_names()]
-    payload = {"recipes": [{"name": name, "summary": summary} for name, summary in found]}
-    Console(as_json).result(payload, table(("recipe", "summary"), found, text=("recipe", "summary")))
+register_command("recipe", about="Show recipes, and explain their keys.", place=17)(recipe_group)
 
 
 @recipe_group.command("show", short_help="Print a recipe.")
 @click.argument("name")
 @common_options
 def show_recipe(name: str, as_json: bool) -> None:
-    """Print the recipe of this name, comments included."""
+    """Print the recipe of this name, comments included; to change it: prunekit recipe show resnet34 > mine.yaml."""
     from prunekit.recipe.loading import recipe_text
 
     text = recipe_text(name)
     Console(as_json).result({"name": name.removesuffix(".yaml"), "text": text}, text)
-
-
-@recipe_group.command("copy", short_help="Copy a recipe, to change it.")
-@click.argument("name")
-@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
-@force_option
-@common_options
-def copy_recipe(name: str, file: Path | None, force: bool, as_json: bool) -> None:
-    """Copy the recipe of this name to FILE, to change it.
-
-    The default of FILE is NAME.yaml in this folder.
-    """
-    from prunekit.recipe.loading import recipe_text
-
-    text = recipe_text(name)
-    path = file or Path(f"{name.removesuffix('.yaml')}.yaml")
-    write_new(path, text, force=force)
-    Console(as_json).result({"path": str(path)}, f"Wrote {path}; run it with: prunekit finetune {path}")
 
 
 @recipe_group.command("reference", short_help="Show what keys mean.")
@@ -105,34 +71,16 @@ def show_reference(key: str, as_json: bool) -> None:
     Console(as_json).result({"keys": payload}, text)
 
 
-@recipe_group.command("schema", short_help="Write the JSON schema of recipes, for editors.")
-@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
-@force_option
-def show_schema(file: Path | None, force: bool) -> None:
-    """Write the JSON schema of recipes to FILE, or print it.
+@recipe_group.command("schema", short_help="Print the JSON schema of recipes, for editors.")
+def show_schema() -> None:
+    """Print the JSON schema of recipes, for example: prunekit recipe schema > recipe.schema.json.
 
     Editors that know yaml-language-server complete and check a recipe that begins with the line
-    "# yaml-language-server: $schema=FILE".
+    "# yaml-language-server: $schema=recipe.schema.json".
     """
     from prunekit.recipe.reference import schema_text
 
-    if file is None:
-        Console(False).result({}, schema_text())
-        return
-    write_new(file, schema_text(), force=force)
-    Console(False).result({}, f"Wrote {file}; begin a recipe with: # yaml-language-server: $schema={file}")
-
-
-def write_new(path: Path, text: str, *, force: bool) -> None:
-    """Write a file whole or not at all; raise UsageError if it exists, unless `force` is given."""
-    refuse_present(path, force=force)
-    write_text(path, text)
-
-
-def refuse_present(path: Path, *, force: bool) -> None:
-    """Raise UsageError if a file exists, unless `force` is given."""
-    if path.exists() and not force:
-        raise UsageError(f"{path}: the file exists already; choose another name, or overwrite it with --force")
+    Console(False).result({}, schema_text())
 
 
 @register_command("init", about="Write a commented recipe for a model and a data set.", place=1)
@@ -144,12 +92,9 @@ def refuse_present(path: Path, *, force: bool) -> None:
     help="A zoo's model, the folder of one of transformers, or your own.",
 )
 @click.option("--data", required=True, metavar="DATA", help="The images or texts, see above.")
-@click.option(
-    "--zoo", type=click.Choice(get_args(Zoo)), help="The zoo of the model.  [default: torchvision, else cifar]"
-)
+@zoo_option
 @click.option("--weights", metavar="FILE|NAME", help="Of the dense model.  [default: it is trained first]")
-@input_shape_option
-@force_option
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @common_options
 def init_command(
     arguments: tuple[str, ...],
@@ -157,7 +102,6 @@ def init_command(
     data: str,
     zoo: str | None,
     weights: str | None,
-    input_shape: tuple[int, ...] | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -174,9 +118,10 @@ def init_command(
     if len(files) != 1:
         raise UsageError(f"expected one FILE for the recipe, such as mine.yaml, got {len(files)}: {' '.join(files)}")
     path = Path(files[0])
-    refuse_present(path, force=force)
+    if path.exists() and not force:
+        raise UsageError(f"{path}: the file exists already; choose another name, or overwrite it with --force")
     console = Console(as_json)
-    request = DraftRequest(model, data, zoo, weights, tuple(overrides), input_shape)
+    request = DraftRequest(model, data, zoo, weights, tuple(overrides))
     require_known(request)
     from prunekit.recipe.draft import write_draft
 

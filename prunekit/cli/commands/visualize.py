@@ -19,7 +19,6 @@ from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
     find_model_pair,
-    groups_option,
     image_options,
     model_command,
     pictures_folder,
@@ -52,7 +51,6 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @image_options
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
-@groups_option
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
 def features_command(
@@ -62,7 +60,6 @@ def features_command(
     image: Path | None,
     index: int,
     layers: tuple[str, ...],
-    groups: tuple[str, ...],
     most: int,
     output: Path | None,
 ) -> None:
@@ -268,7 +265,6 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> I
     metavar="GLOB",
     help="Whose activations and correlations.  [default: convolutions and linear]",
 )
-@groups_option
 @click.option(
     "--threshold",
     default=0.99,
@@ -286,7 +282,6 @@ def histograms_command(
     given: ModelOptions,
     arguments: tuple[str, ...],
     layers: tuple[str, ...],
-    groups: tuple[str, ...],
     threshold: float,
     device: str | None,
     output: Path | None,
@@ -307,7 +302,7 @@ def histograms_command(
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "histograms")
         where = resolve_device(device or (pair.job.device if pair.job else "cpu"))
-        payload = plain(write_statistics(pair, folder, where, pair.layers(layers, groups), threshold))
+        payload = plain(write_statistics(pair, folder, where, list(layers) or None, threshold))
     save(payload, folder, "histograms.json", console)
     page = write_histograms(folder, pair.run)
     shown = "\n".join(map(str, [page, *report_of(pair, folder, "histograms")]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prunekit.channels.trace import trace
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.datasets import ImageDataset
 from prunekit.data.splits import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
-from prunekit.inspection.capture.layer_hooks import Layers, attention_weights
+from prunekit.inspection.capture.layer_hooks import attention_weights
 from prunekit.inspection.visualize.image_files import Pixels, as_picture, stretched
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
 from prunekit.jobs.run.early_checks import MANIFEST, NO_IMAGE
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.zoo import build_model, from_build, load_factory
-from prunekit.planning.feasibility import chosen_groups
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.reading.array_files import read_tensors
 from prunekit.settings.inputs import DataSettings
@@ -111,16 +109,6 @@ class ModelPair(Subject):
                 f"{described(inputs)}; histograms are drawn for every task"
             )
         return inputs, f"test image {index}"
-
-    def layers(self, paths: Sequence[str], groups: Sequence[str]) -> Layers | None:
-        """Return the layers that globs select; None without globs."""
-        if not groups:
-            return list(paths) or None
-        if self.plan is not None:
-            chart = self.plan.channel_map
-        else:
-            chart = trace(self.model, (torch.zeros(1, *self.sample_shape),))
-        return [*paths, *chosen_groups(chart, groups)]
 
     def kept(self, path: str, call: int) -> Mask | None:
         """Return which channels of the dense output of a module are kept, (channels,); None if unknown."""

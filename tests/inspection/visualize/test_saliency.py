@@ -19,7 +19,7 @@ def images(size: int = 32) -> Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_saliency_is_captums_largest_channel() -> None:
+def test_saliency_is_captums_largest_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = models.resnet18(num_classes=4).double().eval(), images()
     found = saliency(model, x, target=[2, 0])
