@@ -78,8 +78,7 @@ def features_command(
     with console.running():
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "features")
-        chosen = pair.layers(layers, groups)
-        payload = plain(write_features(pair, pair.input(image, index), folder, chosen, most or None))
+        payload = plain(write_features(pair, pair.input(image, index), folder, list(layers) or None, most or None))
     save(payload, folder, "features.json", console)
     pages = [write_page(folder), *report_of(pair, folder, "features")]
     console.result({**payload, "pages": [str(page) for page in pages]}, _features_text(payload, folder, pages))
