@@ -28,7 +28,6 @@ from common import keep, ratio, shown_as_made
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.inspection.capture.recorder import size_of
 
 REDUCERS = ("mean", "moments", "extremes")
 COPIES = ("capture/copies", "torch/copies")
@@ -67,14 +66,17 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     wanted = {name: form for name, form in forms().items() if name.startswith(options.only)}
     clock = time.thread_time if options.cpu_time else time.perf_counter
     with torch.no_grad():
-        size = size_of(model, nn.Conv2d, "output", (images,))
+        with prunekit.capture(model, nn.Conv2d) as record:
+            model(images)
+        outputs = record.values()
         baseline, times, copies = _alternated(model, images, wanted, options.rounds, clock)
     for name in wanted:
-        row = {"name": f"{name}/{options.model}", **ratio(times[name], baseline), "outputs": size.tensors}
+        row = {"name": f"{name}/{options.model}", **ratio(times[name], baseline), "outputs": len(outputs)}
         if name in COPIES:
             added = statistics.median(times[name]) - statistics.median(baseline)
             copy = statistics.median(copies)
-            row |= {"mib": size.bytes / 2**20, "copy_ms": copy, "added_ms": added, "of_copy": added / copy}
+            mib = sum(one.nbytes for one in outputs) / 2**20
+            row |= {"mib": mib, "copy_ms": copy, "added_ms": added, "of_copy": added / copy}
         yield row | {"batch": options.batch, "size": options.size, "threads": options.threads, "dtype": "float32"}
 
 

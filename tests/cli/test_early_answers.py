@@ -59,8 +59,6 @@ MISTAKES = {
     "init --model resnt18 --data digits mine.yaml": "expected a model of torchvision or cifar, or file.py:factory",
     "init --model resnet18 --data nowhere mine.yaml": "there is no such file or folder; expected digits",
     "init --model net.py:Nut --data digits mine.yaml": "did you mean 'Net'?",
-    "init --model resnet18 --data digits --input-shape 1x1x32x32 mine.yaml": "expected that of square images in RGB",
-    "init --model resnet18 --data digits --input-shape 1x3x32x64 mine.yaml": "expected that of square images in RGB",
     "recipe show resnt34": "did you mean 'resnet34'",
 }
 """Command lines with a mistake, each with a part of what is said of it."""

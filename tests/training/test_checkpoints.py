@@ -206,7 +206,7 @@ def test_by_the_clock_they_take_a_twentieth_of_the_time_at_most(
         now[0] += 1
         if kept.due(step):
             due.append(now[0])
-            kept.write({}, epoch=1, batch=step, step=step)
+            kept.write({}, epoch=1, batch=step, work=step)
     assert due == [110.0, 152.0, 194.0, 236.0, 278.0]
     never = Checkpoints(tmp_path, CheckpointSettings(every_seconds=None))
     now[0] += 1e9

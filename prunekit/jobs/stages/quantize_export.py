@@ -16,6 +16,7 @@ from torch import nn
 from prunekit.backends.backend import FORMATS, FileBackend
 from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.files.exported_model import ExportedModel
+from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
@@ -117,9 +118,7 @@ def quantize_export(
         aside.mkdir()
         found = kind.quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
         if target.splits is not None and target.splits.task.main.lower_is_better:
-            # its scores in place of their negatives, which it was chosen by
-            scores = [None if merit is None else -merit for merit in (found.float_score, found.score)]
-            found = replace(found, float_score=scores[0], score=scores[1], lower_is_better=True)
+            found = _with_lower_better(found)
         run = kind.open_trusted(aside / path.name, threads=request.threads)
         model = one_copy(target.model)
         samples, real = real_samples(target)
@@ -140,6 +139,12 @@ def quantize_export(
     figures = found.as_dict() | {"path": str(path), "speedup": beside}
     size, notes, interface = bytes_written, tuple(found.notes), exported.interface
     return Exported(path, kind.format, size, (), real, scores, latency, interface, notes, figures)
+
+
+def _with_lower_better(found: Quantized) -> Quantized:
+    """Return a quantization with its scores in place of their negatives, which it was chosen by."""
+    before, after = (None if merit is None else -merit for merit in (found.float_score, found.score))
+    return replace(found, float_score=before, score=after, lower_is_better=True)
 
 
 def _calibration(
