@@ -101,7 +101,7 @@ def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySet
 
 def for_inference(model: nn.Module, example: tuple[Any, ...]) -> nn.Module:
     """Return a copy with norms folded and channels last; the model itself if that does not compute the same."""
-    if not any(tensor.dim() in FORMATS for _, tensor in named_tensors(model)):
+    if not any(kernel.dim() in FORMATS for kernel in model.parameters()):
         return model
     try:
         changed = transform_of(model, example, DeploySettings(fold_batchnorm=True))

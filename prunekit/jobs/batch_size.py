@@ -219,11 +219,8 @@ class Rehearsal:
         """Make two steps of each training in turn."""
         job, prepared = self._prepared.job, self._prepared
         for name, section in self._sections.items():
-            section = (
-                with_teacher(section, prepared.splits.task, prepared.model)
-                if name == "finetune"
-                else on_labels(section)
-            )
+            taught = partial(with_teacher, section, prepared.splits.task, prepared.model)
+            section = taught() if name == "finetune" else on_labels(section)
             settings = replace(section, epochs=1, accumulate=min(section.accumulate, 2), warmup=0.0)
             given, count = prepared.splits, batch * STEPS * settings.accumulate
             held_out = _some(given.validation, min(batch, len(given.validation)))  # at most one batch

@@ -39,7 +39,6 @@ from prunekit.training.callbacks.callback import (
     StartRow,
     TrainingRun,
 )
-from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.selection import require_callbacks, task_loss, with_teacher
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
 from prunekit.training.compatibility import check_fits, runs_channels_last
@@ -118,8 +117,8 @@ def fit(
     did. Where labels have no weight, the loss that is trained is compared in place of the score: the distance from the
     teacher, on blends of held-out images, which no weights have memorized. Under a pruning schedule the start is a
     candidate only if its plan is final, and never if its loss is NaN or Inf. A last batch that is not full is left out,
-    and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take part in the loss. Zero epochs
-    leave the model as it is.
+    and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take part in a loss on
+    labels. Zero epochs leave the model as it is.
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
@@ -143,8 +142,7 @@ def fit(
     if sharding := in_shards(settings):
         require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     if isinstance(settings.distill, DistillSettings):
-        changing = any(isinstance(callback, PruningSchedule) for callback in callbacks)
-        settings = with_teacher(settings, splits.task, changing=changing)
+        settings = with_teacher(settings, splits.task)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
     require_adapted(model, settings)
@@ -157,12 +155,12 @@ def fit(
     mixup, cutmix = (1.0, 1.0) if distill is not None and distill.blend else (settings.mixup, settings.cutmix)
     mixing = Mixing(len(splits.classes), mixup, cutmix) if mixup or cutmix else None
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
-    train, validation = shares(
-        reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
-        reading(splits.validation, shuffle_seed=None),
-    )
+    validation = reading(splits.validation, shuffle_seed=None)
     chosen = torch.linspace(0, len(splits.validation) - 1, min(HELD_OUT, len(splits.validation))).long()
-    held_out = reading(splits.validation, shuffle_seed=None, indices=chosen, mixing=mixing)
+    held_out = replace(validation, indices=chosen, mixing=mixing)  # read by the same workers
+    train, validation = shares(
+        reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing), validation
+    )
     given = model
     if sharding:
         model = sharded_copy(given, train, device)
@@ -190,7 +188,8 @@ def fit(
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
         stack.enter_context(gradient_checkpointing(model) if settings.gradient_checkpointing else nullcontext())
-        replica = replica_of(model, train)
+        read = splits.task.logits  # without labels, auxiliary heads are in no loss
+        replica = replica_of(model, train) if labels or read is None else replica_of(model, train, read)
         for context in (active, exact, *clamps.contexts, closing(bar.bar)):
             stack.enter_context(context)
         restarts = called.learning_rate_restarts(run)
@@ -205,7 +204,7 @@ def fit(
         state.resume()
         loop = TrainingLoop(
             state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
-            labels, laid, held_out.split(rank(), size()),
+            labels, laid, held_out.dealt(rank(), size()),
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
@@ -303,11 +302,13 @@ class TrainingLoop:
     def _held_out_loss(self) -> float:
         """Return the mean over the held-out samples of all processes of the loss that is trained."""
         model, sums = self.state.model, EpochSums()
-        # with gradients, which a comparison of features asks for; the next batch frees them
+        # with gradients, which a comparison of features asks for
         with same_draws(model), self.task.mode_for_loss(model), torch.enable_grad():
-            for batch in self.held_out:
+            for batch, counts in in_step(model, self.held_out, together=True):
                 loss = self._loss(model, batch)[0]
-                sums.add(loss.item(), None, len(batch[1]), self.task.weighed(batch[1]))
+                if counts:
+                    sums.add(loss.item(), None, len(batch[1]), self.task.weighed(batch[1]))
+                del loss  # with its graph, before the next one is made
         return sums.of_all().mean_loss
 
     def _search_rate(self) -> None:
@@ -335,8 +336,10 @@ class TrainingLoop:
         with self.state.callbacks.around_validation():
             share_buffers(self.state.model)  # those of averaged weights
             validation_loss, reached = self.validate(f"epoch {at.epoch}")
-            merit = reached if (distance := self._distance()) is None else distance
-            self.state.best.offer(at.epoch, merit if self.state.callbacks.eligible_for_best(at.epoch) else None)
+            distance = self._distance()
+            merit = reached if distance is None else distance
+            fit_to_keep = math.isfinite(merit) and self.state.callbacks.eligible_for_best(at.epoch)
+            self.state.best.offer(at.epoch, merit if fit_to_keep else None)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -347,7 +350,7 @@ class TrainingLoop:
             images_per_s=at.sums.samples / training_s,
             seconds=time.perf_counter() - start,
             skipped=self.steps - at.made,
-            held_out_loss=distance,
+            held_out_loss=distance if distance is not None and math.isfinite(distance) else None,
             score=self.task.main.name,
         )
 

@@ -67,12 +67,12 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
-def replica_of(model: nn.Module, train: Batches) -> nn.Module:
+def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] = lambda output: output) -> nn.Module:
     """Return the module to call in training steps: the model, or among several processes this one's replica of it.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Gradients are summed over the processes, not averaged: losses are divided by the images
-    of all processes, so that gradients are those of a single process.
+    of all processes, so that gradients are those of a single process. `read` takes from an output what the loss is of.
     """
     if is_sharded(model) or size() == 1:
         return model
@@ -80,7 +80,7 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
         inputs, _ = two_samples(train.dataset)
         given = to_device(inputs_as_example(model, inputs), next(model.parameters()).device)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _summed_output(model, given) as whole:
+    with _summed_output(model, given, read) as whole:
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)
     unused = not everyone(all(gradient is not None for gradient in gradients))
     replica = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=True)
@@ -89,18 +89,20 @@ def replica_of(model: nn.Module, train: Batches) -> nn.Module:
         # Show DDP the order of gradients, by which it rearranges its buckets before the next step. Sums over more than
         # two processes depend on a number's place in its bucket, and in the first step of a resumed run would differ
         # from those of an uninterrupted one.
-        with _summed_output(replica, given) as whole:
+        with _summed_output(replica, given, read) as whole:
             whole.backward()  # type: ignore[no-untyped-call]
         replica.zero_grad()
     return replica
 
 
 @contextmanager
-def _summed_output(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+def _summed_output(
+    model: nn.Module, inputs: tuple[Any, ...], read: Callable[[Any], Any] = lambda output: output
+) -> Iterator[Tensor]:
     """Yield the sum of a model's outputs for inputs in train mode; buffers and random state don't change."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
-        output = functional_call(model, buffers, *split(inputs))
+        output = read(functional_call(model, buffers, *split(inputs)))
         whole = sum(found.float().sum() for found in gather(output) if found.requires_grad)
         assert isinstance(whole, Tensor)
         yield whole
@@ -206,12 +208,14 @@ def give_back_buffers(sharded: nn.Module, model: nn.Module) -> None:
         model.get_submodule(path)._buffers.update(module._buffers)
 
 
-def in_step(model: nn.Module, dealt: Batches) -> Iterator[tuple[Any, bool]]:
+def in_step(model: nn.Module, dealt: Batches, *, together: bool = False) -> Iterator[tuple[Any, bool]]:
     """Yield this process's batches, and whether each counts, because a sharded model runs in all processes together.
+
+    With `together`, so does another: its processes exchange something in every batch.
 
     A process that has no batches left is given others that do not count until no process has any.
     """
-    if not is_sharded(model):
+    if not is_sharded(model) and (size() == 1 or not together):
         yield from ((batch, True) for batch in dealt)
         return
     mine, last = iter(dealt), None

@@ -149,8 +149,7 @@ class Trainings:
         begin: PausedRun | None = None,
     ) -> nn.Module:
         """Train a model in place; it is on the CPU afterwards."""
-        changing = self._job.prune.schedule is not None
-        settings = with_teacher(settings, self._prepared.splits.task, model, changing=changing)
+        settings = with_teacher(settings, self._prepared.splits.task, model)
         inputs = CallbackInputs(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = build_callbacks(settings, inputs)
         plan = cut or (masks() if removed is None else removed)

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from prunekit.channels.tracing.execution import channel_axis
 from prunekit.deploy.deployment_transform import for_inference
 from prunekit.distributed.process_group import total_of
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, reraise_shortage
 from prunekit.hooks.hook import recomputing
 from prunekit.hooks.owner import HookOwner
 from prunekit.masks.module_values import paths_matching
+from prunekit.measure.memory_format import difference_in_format
 from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
@@ -33,6 +34,7 @@ from prunekit.training.callbacks.callback import Callback, CurrentPlan, Training
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import share
 from prunekit.utils.inputs import call, inputs_as_example, sample_count
+from prunekit.utils.tensors import map_tensors
 
 ModuleCall = tuple[str, int]
 """Path of a module, and the number of the call in a forward pass, from 0."""
@@ -50,9 +52,20 @@ def suited(settings: DistillSettings, task: Task) -> DistillSettings:
     """Return settings in which what was null is a number that suits the task."""
     matching = task.labeled_images
     temperature = 1.0 if matching or task.heads else 2.0
-    suits = {"temperature": temperature, "labels": float(not matching), "blend": matching}
+    blend = matching and takes_shares(task)
+    suits = {"temperature": temperature, "labels": float(not matching), "blend": blend}
     missing: dict[str, Any] = {name: value for name, value in suits.items() if getattr(settings, name) is None}
     return replace(settings, **missing)
+
+
+def takes_shares(task: Task) -> bool:
+    """Return whether a task counts and has a loss where targets are shares of classes, as those of blended images."""
+    scores, shares = torch.zeros(2, 2), torch.full((2, 2), 0.5)
+    try:
+        return task.counts is None or bool(task.counts(scores, shares).ndim and task.loss(scores, shares).numel())
+    except Exception as error:  # whatever a task of the user's own makes of them
+        reraise_shortage(error)
+        return False
 
 
 class Distillation(Callback):
@@ -82,6 +95,7 @@ class Distillation(Callback):
         self._task = get_task(task)
         self._teacher, self._settings, self._plan = teacher, suited(settings, self._task), plan
         self._fastest: nn.Module | None = None
+        self._contiguous = False  # whether it does not take images whose channels lie last
         self._logits = self._task.logits or logits
         self._heads: HeadComparison | None = None
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
@@ -140,7 +154,7 @@ class Distillation(Callback):
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
         with self._stopwatch.timing(), torch.no_grad():
-            wanted = self._logits(self._answer(inputs)) if self._heads is None else self._heads.teach()
+            wanted = self._logits(self._answer(inputs, targets)) if self._heads is None else self._heads.teach()
         settings = self._settings
         if self._heads is None:
             given = self._logits(output)
@@ -165,13 +179,15 @@ class Distillation(Callback):
             loss = loss + settings.features.weight * error
         return loss
 
-    def _answer(self, inputs: Any) -> Any:
-        """Return the teacher's output."""
-        example = inputs_as_example(self._teacher, inputs)
+    def _answer(self, inputs: Any, targets: Any) -> Any:
+        """Return the teacher's output for what the student is called with."""
+        example = self._task.example_for_loss(self._teacher, inputs_as_example(self._teacher, inputs), targets)
         if self._fastest is None:
-            alone = self._outputs is None
+            plain = map_tensors(example, Tensor.contiguous)
+            self._contiguous = bool(difference_in_format(self._teacher, plain, self._teacher, example))
+            alone = self._outputs is None and not self._contiguous
             self._fastest = for_inference(self._teacher, example) if alone else self._teacher
-        return call(self._fastest, example)
+        return call(self._fastest, map_tensors(example, Tensor.contiguous) if self._contiguous else example)
 
     def after_step(self, step: int, made: bool) -> None:
         """Add up the time of the step."""

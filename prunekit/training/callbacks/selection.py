@@ -17,7 +17,7 @@ from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Task, training_loss
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback, CurrentPlan
-from prunekit.training.callbacks.distillation import Distillation, suited
+from prunekit.training.callbacks.distillation import Distillation, suited, takes_shares
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
 
 STATISTICS_IMAGES = 2048
@@ -90,8 +90,9 @@ def task_loss(task: Task, settings: TrainSettings) -> Loss:
                 f"distill.temperature: expected none, because task {task.name!r} compares heads as they are, got "
                 f"{distill.temperature:g}; leave it out"
             )
-        if distill.blend and not task.labeled_images:
-            raise UsageError(f"distill.blend blends images, and the task is {task.name!r}; leave it out")
+        if distill.blend and not (task.labeled_images and takes_shares(task)):
+            text = "blends images with a class each, whose targets are shares of classes then"
+            raise UsageError(f"distill.blend {text}, which task {task.name!r} does not take; leave it out")
         if distill.blend and (settings.mixup or settings.cutmix):
             raise UsageError("distill.blend and mixup or cutmix: expected one of them, because both blend images")
     return training_loss(task, settings.label_smoothing)
@@ -113,13 +114,8 @@ def on_labels(settings: TrainSettings) -> TrainSettings:
     return replace(settings, distill=None) if settings.distill == "auto" else settings
 
 
-def with_teacher(
-    settings: TrainSettings, task: Task, model: nn.Module | None = None, *, changing: bool = False
-) -> TrainSettings:
-    """Return the settings of a training beside the dense model: what `distill: auto` and `norms` mean for its task.
-
-    Where the plan is changing meanwhile, running statistics would not be those of what is left.
-    """
+def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = None) -> TrainSettings:
+    """Return the settings of a training beside the dense model: what `distill: auto` means for its task."""
     distill = settings.distill
     if distill == "auto":
         distill = DistillSettings() if can_teach(task, model) else None
@@ -127,6 +123,4 @@ def with_teacher(
         return replace(settings, distill=None)
     if distill.blend is None and (settings.mixup or settings.cutmix):
         distill = replace(distill, blend=False)
-    distill = suited(distill, task)
-    matched = not distill.labels and not changing
-    return replace(settings, distill=distill, norms=settings.norms or ("running" if matched else "batch"))
+    return replace(settings, distill=suited(distill, task))
