@@ -88,7 +88,7 @@ def test_faults_are_named_and_exit_with_1(here: Path) -> None:
     assert lines[0] == "mine: 1 fault (0 training images, lr 0.00625)"
     assert lines[2:4] == ["1. shape_mismatch in head", "   expected: an input (..., 18) of Linear"]
     assert lines[4].startswith("   came:     (32, 16), in the forward pass; own.py:26: return self.head(x): Runtime")
-    assert lines[4].endswith("norm (BatchNorm2d) (32, 16, 6, 6) -> relu (32, 16, 6, 6) -> mean (32, 16)")
+    assert lines[4].endswith("stem (Conv2d) (32, 16, 6, 6) -> norm (BatchNorm2d) (32, 16, 6, 6)")
     assert lines[-1].startswith("not looked for, the forward pass stopped in head: ")
 
     done = run("mine.yaml", "--model", "own.py:dead", "--batches", "1")
