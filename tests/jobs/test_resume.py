@@ -16,7 +16,7 @@ from prunekit.reading.text_files import read_json
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SAID = {
-    "calibrate": "calibration: reduction",
+    "calibrate": "calibration: ",
     "plan": PLANNED,
     "repair": "repair: takes",
     "thresholds": "fine-tune: ",
