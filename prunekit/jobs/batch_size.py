@@ -218,9 +218,9 @@ class Rehearsal:
     def train(self, batch: int) -> None:
         """Make two steps of each training in turn."""
         job, prepared = self._prepared.job, self._prepared
+        task, dense = prepared.splits.task, prepared.model
         for name, section in self._sections.items():
-            taught = partial(with_teacher, section, prepared.splits.task, prepared.model)
-            section = taught() if name == "finetune" else on_labels(section)
+            section = with_teacher(section, task, dense) if name == "finetune" else on_labels(section)
             settings = replace(section, epochs=1, accumulate=min(section.accumulate, 2), warmup=0.0)
             given, count = prepared.splits, batch * STEPS * settings.accumulate
             held_out = _some(given.validation, min(batch, len(given.validation)))  # at most one batch

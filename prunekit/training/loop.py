@@ -188,8 +188,7 @@ def fit(
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
         stack.enter_context(gradient_checkpointing(model) if settings.gradient_checkpointing else nullcontext())
-        read = splits.task.logits  # without labels, auxiliary heads are in no loss
-        replica = replica_of(model, train) if labels or read is None else replica_of(model, train, read)
+        replica = replica_of(model, train, None if labels else splits.task.logits)  # auxiliary heads are of labels
         for context in (active, exact, *clamps.contexts, closing(bar.bar)):
             stack.enter_context(context)
         restarts = called.learning_rate_restarts(run)

@@ -67,12 +67,13 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
-def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] = lambda output: output) -> nn.Module:
+def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] | None = None) -> nn.Module:
     """Return the module to call in training steps: the model, or among several processes this one's replica of it.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Gradients are summed over the processes, not averaged: losses are divided by the images
-    of all processes, so that gradients are those of a single process. `read` takes from an output what the loss is of.
+    of all processes, so that gradients are those of a single process. `read` takes from an output what the loss is of;
+    None: all of it.
     """
     if is_sharded(model) or size() == 1:
         return model
@@ -97,13 +98,14 @@ def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] = la
 
 @contextmanager
 def _summed_output(
-    model: nn.Module, inputs: tuple[Any, ...], read: Callable[[Any], Any] = lambda output: output
+    model: nn.Module, inputs: tuple[Any, ...], read: Callable[[Any], Any] | None = None
 ) -> Iterator[Tensor]:
     """Yield the sum of a model's outputs for inputs in train mode; buffers and random state don't change."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
-        output = read(functional_call(model, buffers, *split(inputs)))
-        whole = sum(found.float().sum() for found in gather(output) if found.requires_grad)
+        output = functional_call(model, buffers, *split(inputs))
+        read_of = output if read is None else read(output)
+        whole = sum(found.float().sum() for found in gather(read_of) if found.requires_grad)
         assert isinstance(whole, Tensor)
         yield whole
 

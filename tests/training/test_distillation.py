@@ -431,3 +431,60 @@ def test_an_average_keeps_running_statistics_that_stay() -> None:
         parts = build_callbacks(settings, CallbackInputs(splits(), 16, net(2)))
         made.append(fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts).rows)
     assert [row.held_out_loss for row in made[0]] == [row.held_out_loss for row in made[1]]
+
+
+class Viewed(nn.Module):
+    """A network that views its maps, which channels that lie last don't allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(144, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images).view(len(images), -1))  # type: ignore[no-any-return]
+
+
+def test_a_teacher_gets_images_in_a_layout_that_it_takes() -> None:
+    """Its student takes channels that lie last, so that the images of the batch do."""
+    part = Distillation(teacher := Viewed(), DistillSettings())
+    images = torch.randn(6, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    with part.active(training(net(1))):
+        loss = part.added_loss(images, output := net(1)(images), torch.arange(6) % 4)
+    assert loss is not None
+    with torch.no_grad():
+        torch.testing.assert_close(loss, soft_targets(output, teacher(images.contiguous()), 1.0))
+
+
+def test_images_are_blended_only_for_tasks_that_count_shares() -> None:
+    def right(output: Tensor, labels: Tensor) -> Tensor:
+        return torch.stack([(output.argmax(1) == labels).sum(), torch.tensor(len(labels))])
+
+    strict = replace(get_task("image_classification"), name="strict", counts=right)
+    found = with_teacher(TrainSettings(), strict).distill
+    assert found == DistillSettings(temperature=1.0, labels=0.0, blend=False)
+    with pytest.raises(UsageError, match=r"distill\.blend .* shares of classes then, which task 'strict' does not"):
+        task_loss(strict, TrainSettings(distill=DistillSettings(blend=True)))
+    assert isinstance(found, DistillSettings)
+    settings, data = TrainSettings(epochs=1, distill=found), replace(splits(), task=strict)
+    fit(net(1), data, settings, device=CPU, seed=1, batch=16, callbacks=[Distillation(net(2), found, task=strict)])
+
+
+def test_a_teacher_is_called_with_what_its_student_is_called_with() -> None:
+    class Fed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+        def forward(self, images: Tensor, before: Tensor) -> Tensor:
+            return self.weight * (images.mean((2, 3)) + before[:, None])
+
+    def with_targets(_: nn.Module, example: tuple[Any, ...], targets: Tensor) -> tuple[Any, ...]:
+        return (*example, targets.float())
+
+    forced = replace(get_task("image_classification"), name="forced", loss_inputs=with_targets)
+    part, images, labels = Distillation(Fed(), DistillSettings(), task=forced), torch.randn(4, 3, 8, 8), torch.arange(4)
+    student = nn.Linear(3, 3)
+    with part.active(training(student)):
+        loss = part.added_loss(images, output := student(images.mean((2, 3))), labels)
+    assert loss is not None
+    torch.testing.assert_close(loss, soft_targets(output, Fed()(images, labels.float()), 1.0))

@@ -200,9 +200,9 @@ class Callback:
         return True
 
     def around_trial(self) -> AbstractContextManager[Any]:
-        """Return the context of a trial of a learning rate, after which the callback is as it was before.
+        """Return the context of a trial of a learning rate, or of its measurement, which leaves the callback as it was.
 
-        Inside, the optimizer makes steps of which `before_step` and `after_step` are not told.
+        Inside, the optimizer may make steps of which `before_step` and `after_step` are not told.
         """
         return nullcontext()
 

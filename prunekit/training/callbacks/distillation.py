@@ -23,7 +23,7 @@ from prunekit.errors import ModelError, reraise_shortage
 from prunekit.hooks.hook import recomputing
 from prunekit.hooks.owner import HookOwner
 from prunekit.masks.module_values import paths_matching
-from prunekit.measure.memory_format import difference_in_format
+from prunekit.measure.memory_format import in_fastest_format
 from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
@@ -60,7 +60,7 @@ def suited(settings: DistillSettings, task: Task) -> DistillSettings:
 
 def takes_shares(task: Task) -> bool:
     """Return whether a task counts and has a loss where targets are shares of classes, as those of blended images."""
-    scores, shares = torch.zeros(2, 2), torch.full((2, 2), 0.5)
+    scores, shares = torch.zeros(3, 2), torch.full((3, 2), 0.5)  # whose shapes don't broadcast with a label for each
     try:
         return task.counts is None or bool(task.counts(scores, shares).ndim and task.loss(scores, shares).numel())
     except Exception as error:  # whatever a task of the user's own makes of them
@@ -181,13 +181,14 @@ class Distillation(Callback):
 
     def _answer(self, inputs: Any, targets: Any) -> Any:
         """Return the teacher's output for what the student is called with."""
+        if self._fastest is None:
+            plain = map_tensors(inputs, Tensor.contiguous)
+            self._contiguous = in_fastest_format(self._teacher, plain) is plain
+        inputs = map_tensors(inputs, Tensor.contiguous) if self._contiguous else inputs
         example = self._task.example_for_loss(self._teacher, inputs_as_example(self._teacher, inputs), targets)
         if self._fastest is None:
-            plain = map_tensors(example, Tensor.contiguous)
-            self._contiguous = bool(difference_in_format(self._teacher, plain, self._teacher, example))
-            alone = self._outputs is None and not self._contiguous
-            self._fastest = for_inference(self._teacher, example) if alone else self._teacher
-        return call(self._fastest, map_tensors(example, Tensor.contiguous) if self._contiguous else example)
+            self._fastest = for_inference(self._teacher, example) if self._outputs is None else self._teacher
+        return call(self._fastest, example)
 
     def after_step(self, step: int, made: bool) -> None:
         """Add up the time of the step."""
