@@ -12,6 +12,7 @@ import pytest
 import torch
 from process_group import together
 from torch import Tensor, nn
+from torchvision.models.googlenet import GoogLeNetOutputs
 from training_models import CPU, images, net, splits
 
 from prunekit.data.augmentation import Mixing
@@ -248,3 +249,33 @@ def drifting() -> str:
 def test_replicas_that_drift_apart_are_found(tmp_path: Path) -> None:
     for told in together(2, tmp_path, drifting):
         assert told.startswith("RunError: the weights after training: expected the same in all 2 processes")
+
+
+class WithAuxiliary(nn.Module):
+    """Returns what GoogLeNet does: in train mode the scores of further heads as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Flatten(), nn.Linear(192, 4), nn.Linear(192, 4)
+
+    def forward(self, images: Tensor) -> Any:
+        found = self.body(images)
+        return GoogLeNetOutputs(self.head(found), self.aux(found), None) if self.training else self.head(found)
+
+
+def with_auxiliary() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model, teacher = WithAuxiliary(), WithAuxiliary()
+    settings = TrainSettings(epochs=2, lr=0.1, distill=DistillSettings())
+    parts = build_callbacks(settings, CallbackInputs(splits(), 22, teacher))
+    fit(model, splits(), settings, device=CPU, seed=1, batch=22, callbacks=parts)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.slow
+def test_heads_that_are_in_no_loss_are_not_waited_for(tmp_path: Path) -> None:
+    """A teacher alone is learned from, which says nothing of auxiliary heads."""
+    whole = with_auxiliary()
+    for found in together(2, tmp_path, with_auxiliary):
+        for name, tensor in whole.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6)
