@@ -120,22 +120,38 @@ MIXING = 2
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019); if both are on, each batch draws one of them."""
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) of each image with another one of its batch.
+
+    Each image draws its own share, and one of the two if both are on: batches, and the statistics by which BatchNorm
+    normalizes them, differ less than with one share for a whole batch.
+    """
 
     classes: int  # number of classes, at least two
     mixup: float = 0.0  # the share of an image is drawn from Beta(mixup, mixup); 0 is off. One of the two must be on.
     cutmix: float = 0.0  # the share of the area that stays is drawn from Beta(cutmix, cutmix); 0 is off
 
-    def __call__(self, images: Tensor, labels: Tensor, draw: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, labels: Tensor, draw: tuple[int, ...], first: int = 0) -> tuple[Tensor, Tensor]:
         """Return images (B, C, H, W) float mixed with themselves rolled by one, and the share of each class in them.
 
-        Labels are (B,) int64, shares (B, classes) float32; their rows sum to 1.
+        Labels are (B,) int64, shares (B, classes) float32; their rows sum to 1. `first` is the place of the first image
+        in its batch, where images are a part of that; -1 for one of which the result is not used.
         """
-        kinds: list[v2.Transform] = []
-        if self.mixup:
-            kinds.append(v2.MixUp(alpha=self.mixup, num_classes=self.classes))
-        if self.cutmix:
-            kinds.append(v2.CutMix(alpha=self.cutmix, num_classes=self.classes))
-        with drawn_from(*draw, MIXING):
-            mixed, shares = v2.RandomChoice(kinds)(images, labels)
-        return mixed, shares
+        height, width = images.shape[-2:]
+        places, end = np.arange(first, first + len(labels)), first + len(labels)
+        blends, areas, choices, middles = (np.random.default_rng((*draw, MIXING, number)) for number in range(4))
+        # a part of a batch draws what the whole does: each number comes from those before it alone
+        blend = blends.beta(self.mixup, self.mixup, end)[places] if self.mixup else np.zeros(len(places))
+        area = areas.beta(self.cutmix, self.cutmix, end)[places] if self.cutmix else np.ones(len(places))
+        middle = middles.random((end, 2))[places]
+        blended = choices.random(end)[places] < (0.5 if self.cutmix else 1.0) * bool(self.mixup)
+        inside = np.ones((len(places), height, width), dtype=bool)  # of the rectangle that is replaced
+        for axis, size in enumerate((height, width)):
+            center, half = np.floor(size * middle[:, axis]), np.floor(size * np.sqrt(1 - area) / 2)
+            place = np.arange(size)
+            along = (place >= (center - half)[:, None]) & (place < (center + half)[:, None])
+            inside &= along[:, None] if axis else along[:, :, None]
+        kept = np.where(blended[:, None, None], blend[:, None, None], ~inside)
+        weights = torch.from_numpy(kept).to(images.dtype)[:, None]  # (B, 1, H, W), of the images themselves
+        share = torch.from_numpy(kept.mean((1, 2))).float()[:, None]
+        classes = torch.nn.functional.one_hot(labels, self.classes).float()
+        return torch.lerp(images.roll(1, 0), images, weights), torch.lerp(classes.roll(1, 0), classes, share)

@@ -44,6 +44,7 @@ class BatchRequest:
     mixing: Mixing | None  # how they are mixed with each other
     # (0 or 1,) int64, for a share of a batch the image before it in the batch, cyclically, to mix with
     before: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    place: int = 0  # of the first image in the batch, for a share of one
     numbered: bool = False  # whether images come with their numbers in place of `AnsweredImages`' answers
 
     @property
@@ -62,7 +63,8 @@ class BatchRequest:
         if not len(self.before):
             return self.mixing(images, labels, self.draw)
         other, label = dataset.fetch(self.before, draw)
-        images, labels = self.mixing(torch.cat([other, images]), torch.cat([label, labels]), self.draw)
+        both = torch.cat([other, images]), torch.cat([label, labels])
+        images, labels = self.mixing(*both, self.draw, self.place - len(label))
         return images[len(label) :], labels[len(label) :]
 
 
@@ -144,11 +146,13 @@ class Batches:
     def _requests(self) -> Iterator[BatchRequest]:
         indices = torch.split(self.order(), self.batch_size)
         for number in self._shared(range(self.start, self._all)):
-            part, before = indices[number], indices[number][:0]
+            part, before, place = indices[number], indices[number][:0], 0
             if self.share.split and self.share.of > 1:
                 parts = torch.tensor_split(part, self.share.of)
                 part, before = parts[self.share.rank], parts[self.share.rank - 1][-1:]
-            yield BatchRequest(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing, before)
+                place = sum(map(len, parts[: self.share.rank]))
+            draw = (self.shuffle_seed or 0, self.epoch, number)
+            yield BatchRequest(part, draw, self.augment, self.mixing, before, place)
 
     def _here(self, requests: Sequence[BatchRequest]) -> Iterator[Batch]:
         for request in requests:

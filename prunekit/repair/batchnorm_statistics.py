@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import length_hint
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunekit.distributed.process_group import full_tensor, local_part, shard_like, total, total_of
 from prunekit.errors import DataError
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import require_trainable, unwrapped
@@ -75,7 +76,7 @@ def recalibrate_batchnorm(
     place = device_of(model, device)
     if device is not None:
         model.to(place)
-    moments, given = _InputMoments(norms), ModelBatches(model, batches, task, "BatchNorm recalibration")
+    moments, given = _InputMoments(norms, by_batch=True), ModelBatches(model, batches, task, "BatchNorm recalibration")
     with reporting(progress, "recalibrate_batchnorm"):
         total = length_hint(given)
         if not watch(model, moments.described(given), moments, device=place, title="recalibration", total=total):
@@ -83,6 +84,65 @@ def recalibrate_batchnorm(
     with torch.no_grad():
         moments.write()
     return tuple(name for name in norms if moments.calls[name])
+
+
+def rebase_batchnorm(model: nn.Module, passes: Iterable[bool]) -> None:
+    """Change what BatchNorms normalize by to what they read in passes in eval mode, but not what they compute.
+
+    Training that normalizes by batches of other images than those of the running statistics, such as blended ones,
+    begins with another function than the trained one. Formula: with s = sqrt(variance + eps) of the old statistics and
+    s', m' of the new, gamma (x - m) / s + beta = gamma' (x - m') / s' + beta' for gamma' = gamma s' / s and
+    beta' = beta + gamma (m' - m) / s. Norms that were never trained, that have no scale and shift to train, or that
+    did not run keep what they have, and so do channels that hardly vary. In a process group all call this alike.
+
+    Args:
+        passes: each has run the model once when it yields, and says whether that counts.
+    """
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and _is_trained(module)
+        if all(
+            isinstance(own, nn.Parameter) and own.requires_grad and owners[id(own)] == 1
+            for own in (module._parameters.get("weight"), module._parameters.get("bias"))
+        )
+    }
+    if not norms:
+        return
+    moments = _InputMoments(norms, by_batch=False)
+    with moments:
+        for counts in passes:
+            (moments.end_pass if counts else moments.begin_pass)()
+    with torch.no_grad():
+        for name, norm in norms.items():
+            _rebase(norm, moments.sums[name])
+
+
+def _is_trained(norm: _BatchNorm) -> bool:
+    """Return whether a norm has running statistics that are not those of a new one."""
+    mean, variance = norm.running_mean, norm.running_var
+    return mean is not None and variance is not None and bool((mean != 0).any() or (variance != 1).any())
+
+
+def _rebase(norm: Any, read: VarianceSum) -> None:
+    """Give a BatchNorm the statistics of what it read in all processes."""
+    m, v = norm.running_mean, norm.running_var
+    (count,) = total(read.count)
+    if count < 2:
+        return
+    mean = total_of(read.count * read.mean.to(m).double().expand_as(m)) / count
+    apart = read.mean.to(m).double().expand_as(m) - mean
+    variance = total_of(read.squares.to(m).double().expand_as(m) + read.count * apart.square()) / (count - 1)
+    scale, gamma, beta = (v.double() + norm.eps).sqrt(), full_tensor(norm.weight), full_tensor(norm.bias)
+    factor, shift = (variance + norm.eps).sqrt() / scale, gamma * (mean - m) / scale
+    # of a channel that is nearly constant on these images, a batch with more would be made small
+    told = (variance > norm.eps) & factor.isfinite() & shift.isfinite()
+    for parameter, old, new in ((norm.weight, gamma, gamma * factor), (norm.bias, beta, beta + shift)):
+        value = torch.where(told, new.to(old), old)
+        local_part(parameter).copy_(local_part(shard_like(value, parameter)))
+    for buffer, value in ((m, mean), (v, variance)):
+        buffer.copy_(torch.where(told, value.to(buffer), buffer))
 
 
 @contextmanager
@@ -95,11 +155,11 @@ def _batch_statistics(modules: Collection[_BatchNorm]) -> Iterator[None]:
 
 
 class _InputMoments(HookOwner):
-    """Mean and variance of what each BatchNorm reads, while all of them normalize by the batch."""
+    """Mean and variance of what each BatchNorm reads, also while all of them normalize by the batch."""
 
-    def __init__(self, norms: Mapping[str, _BatchNorm]) -> None:
+    def __init__(self, norms: Mapping[str, _BatchNorm], *, by_batch: bool) -> None:
         super().__init__()
-        self.norms, self._batch = norms, ""
+        self.norms, self._by_batch, self._batch = norms, by_batch, ""
         self.sums = {name: VarianceSum() for name in norms}  # per channel
         self.calls = Counter[str]()
         self._read: list[tuple[str, int, Tensor, Tensor]] = []  # in the running pass: count, mean, squared deviations
@@ -109,10 +169,14 @@ class _InputMoments(HookOwner):
         for number, inputs in enumerate(_without_single(batches), 1):
             self._batch = f"batch {number} of {described(inputs[0] if len(inputs) == 1 else inputs)}"
             yield inputs, None
-            for name, count, mean, squares in self._read:
-                self.sums[name].add(count, mean, squares)
-                self.calls[name] += 1
-            self._read.clear()
+            self.end_pass()
+
+    def end_pass(self) -> None:
+        """Add up what was read in the running pass."""
+        for name, count, mean, squares in self._read:
+            self.sums[name].add(count, mean, squares)
+            self.calls[name] += 1
+        self._read.clear()
 
     def begin_pass(self) -> None:
         """Drop what a pass noted that failed."""
@@ -120,14 +184,15 @@ class _InputMoments(HookOwner):
 
     def register(self) -> None:
         """Register a hook on each BatchNorm."""
-        self.own_context(_batch_statistics(self.norms.values()))
+        if self._by_batch:
+            self.own_context(_batch_statistics(self.norms.values()))
         for name, norm in self.norms.items():
             self.own(norm.register_forward_pre_hook(partial(self._add, name)))
 
     def _add(self, name: str, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0].detach().transpose(0, 1).flatten(1)  # (C, positions)
         count = x.shape[1]
-        if count < 2:
+        if count < 2 and self._by_batch:
             raise DataError(
                 f"BatchNorm recalibration: {self._batch}: expected more than 1 value per channel of what {name} reads, "
                 f"got {tuple(inputs[0].shape)}, which has no variance"

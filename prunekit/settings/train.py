@@ -223,10 +223,7 @@ class TrainSettings(Checked):
     """Blends images of a batch, and their labels, in shares from Beta(mixup, mixup) (Zhang et al. 2018)."""
     cutmix: Annotated[float, Ge(0)] = 0.0
     """Replaces a rectangle of each image by another's, of an area from Beta(cutmix, cutmix) (Yun et al. 2019). With
-    mixup too, each batch draws one of them."""
-    norms: Literal["batch", "running"] = "batch"
-    """Statistics by which BatchNorm normalizes in training: those of each `batch`, or the `running` ones, which stay as
-    they are. With the latter, what is trained is what is used, but only low rates hold; `adamw` goes best with it."""
+    mixup too, each image draws one of them."""
     precision: FloatName = "fp32"
     """Dtype of the forward pass (mixed precision, Micikevicius et al. 2018; fp16 with a loss scale)."""
     accumulate: Annotated[int, Ge(1)] = 1

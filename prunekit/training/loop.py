@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import Batch, Batches, batches
@@ -25,6 +24,7 @@ from prunekit.errors import NonFiniteError
 from prunekit.hooks.step_hooks import inner_optimizer
 from prunekit.hooks.wrappers import require_unfrozen
 from prunekit.measure.memory_format import images_channels_last
+from prunekit.repair.batchnorm_statistics import rebase_batchnorm
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
@@ -85,6 +85,8 @@ from prunekit.utils.files import StrPath
 from prunekit.utils.inputs import call, inputs_as_example, to_device
 from prunekit.utils.progress import make_bar, make_counter, wanted
 
+REBASED = 16
+"""Batches before the first step whose statistics BatchNorms take."""
 FIGURES_S = 0.5
 """Seconds between two looks at the figures that a bar shows."""
 Numbered = tuple[int, Batch]
@@ -158,9 +160,9 @@ def fit(
     validation = reading(splits.validation, shuffle_seed=None)
     chosen = torch.linspace(0, len(splits.validation) - 1, min(HELD_OUT, len(splits.validation))).long()
     held_out = replace(validation, indices=chosen, mixing=mixing)  # read by the same workers
-    train, validation = shares(
-        reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing), validation
-    )
+    train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
+    first = replace(train, indices=train.order()[: REBASED * batch]).dealt(rank(), size())
+    train, validation = shares(train, validation)
     given = model
     if sharding:
         model = sharded_copy(given, train, device)
@@ -203,7 +205,7 @@ def fit(
         state.resume()
         loop = TrainingLoop(
             state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
-            labels, laid, held_out.dealt(rank(), size()),
+            labels, laid, held_out.dealt(rank(), size()), first,
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
@@ -238,6 +240,7 @@ class TrainingLoop:
     labels: float  # its weight
     channels_last: bool  # whether the channels of images are laid last, which is faster
     held_out: Batches  # the samples on which the loss that is trained is compared, mixed as in training
+    first: Batches  # those by whose statistics BatchNorms normalize before the first step
     # losses of the step, with what `_finite` takes, that were not looked at yet
     unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
 
@@ -255,9 +258,12 @@ class TrainingLoop:
         if not self.settings.epochs:
             best.keep()
         elif at.epoch == 1 and not at.step:
-            self._set_train_mode()
-            if not at.rates and at.start is None:
+            self.state.model.train()
+            if not at.begun:
                 self._offer_start(at)
+                with self.state.callbacks.around_trial():
+                    rebase_batchnorm(self.state.model, (counts for _, counts in self._losses(self.first)))
+                at.begun = True
             if self.settings.lr == "auto":
                 self._search_rate()
         self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
@@ -273,12 +279,6 @@ class TrainingLoop:
                 self.state.write_if_due()
         if not over:
             self.state.write_result()
-
-    def _set_train_mode(self) -> None:
-        """Put the model into train mode, but norms that keep their running statistics."""
-        for module in self.state.model.train().modules():
-            if self.settings.norms == "running" and isinstance(module, _BatchNorm):
-                module.eval()
 
     def _offer_start(self, at: Position) -> None:
         """Make the state before the first step a candidate for the best, if its loss is finite."""
@@ -300,15 +300,19 @@ class TrainingLoop:
 
     def _held_out_loss(self) -> float:
         """Return the mean over the held-out samples of all processes of the loss that is trained."""
-        model, sums = self.state.model, EpochSums()
+        sums = EpochSums()
+        for (loss, targets), counts in self._losses(self.held_out):
+            if counts:
+                sums.add(loss, None, len(targets), self.task.weighed(targets))
+        return sums.of_all().mean_loss
+
+    def _losses(self, batches: Batches) -> Iterator[tuple[tuple[float, Any], bool]]:
+        """Yield the loss that is trained of each batch, its targets, and whether it counts; nothing is changed."""
+        model = self.state.model
         # with gradients, which a comparison of features asks for
         with same_draws(model), self.task.mode_for_loss(model), torch.enable_grad():
-            for batch, counts in in_step(model, self.held_out, together=True):
-                loss = self._loss(model, batch)[0]
-                if counts:
-                    sums.add(loss.item(), None, len(batch[1]), self.task.weighed(batch[1]))
-                del loss  # with its graph, before the next one is made
-        return sums.of_all().mean_loss
+            for batch, counts in in_step(model, batches, together=True):
+                yield (self._loss(model, batch)[0].item(), batch[1]), counts
 
     def _search_rate(self) -> None:
         """Set the learning rate that does best in short trials; see `rate_search`."""
@@ -356,7 +360,7 @@ class TrainingLoop:
     def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
         """Make the remaining steps of an epoch."""
         callbacks = self.state.callbacks
-        self._set_train_mode()
+        self.state.model.train()
         if until():
             raise _Paused
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), self.settings.accumulate):

@@ -99,6 +99,7 @@ class Position:
     trained: int = 0  # batches of the epoch that were trained on
     step: int = 0  # steps of the whole run, those skipped under float16's loss scale included
     made: int = 0  # steps of the epoch that were not skipped
+    begun: bool = False  # whether the weights before the first step were offered, and made ready
     lr: float = 0.0  # learning rate of the last step
     seconds: float = 0.0  # time that the epoch took so far
     sums: EpochSums = field(default_factory=EpochSums)  # sums of the epoch so far

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
 
 from prunekit.data.augmentation import Mixing
 from prunekit.data.datasets import ImageTransform, TensorImages
-from prunekit.data.loader import Batches, batches
+from prunekit.data.loader import batches
 
 CLASSES = 5
 MIXUP, CUTMIX, BOTH = Mixing(CLASSES, mixup=0.8), Mixing(CLASSES, cutmix=1.0), Mixing(CLASSES, 0.8, 1.0)
@@ -62,11 +60,10 @@ def test_mixup_blends_and_cutmix_pastes_a_rectangle() -> None:
     assert len(seen) > 2
 
 
-def test_with_both_each_batch_draws_one_of_them() -> None:
-    blended = [
-        bool((images.flatten(1).std(1) < 1e-5).all()) for epoch in range(6) for images, _ in mixed(BOTH, epoch=epoch)
-    ]
-    assert 5 < sum(blended) < len(blended) - 5
+def test_with_both_each_image_draws_one_of_them() -> None:
+    for images, _ in mixed(BOTH):
+        blended = images.flatten(1).std(1) < 1e-5  # or its neighbor's rectangle is nothing, or all of it
+        assert 0 < int(blended.sum()) < len(images)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -83,13 +80,9 @@ def test_a_batch_depends_on_seed_epoch_and_its_number_alone(workers: int) -> Non
     assert not equal(first, mixed(BOTH, seed=4, epoch=2))
 
 
-def shares_of(loaded: Batches) -> list[Tensor]:
-    return [labels.max(1).values for _, labels in loaded]
-
-
-def test_batches_of_an_epoch_draw_apart() -> None:
-    drawn = [float(shares[0]) for shares in shares_of(batches(numbered(), 10, shuffle_seed=0, mixing=MIXUP))]
-    assert all(one != other for one, other in pairwise(drawn))
+def test_images_draw_apart() -> None:
+    _, shares = MIXUP(torch.rand(40, 1, 4, 4), torch.arange(40) % CLASSES, (0, 0, 0))
+    assert len(shares.amax(1).unique()) == 40
 
 
 def test_the_share_is_drawn_from_the_beta_distribution() -> None:

@@ -1,17 +1,22 @@
-"""BatchNorm recalibration is exact over batches of any size."""
+"""BatchNorm recalibration is exact over batches of any size; other statistics leave what a model computes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
+from process_group import together
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from prunekit.distributed.process_group import full_tensor, rank, size
 from prunekit.errors import DataError
 from prunekit.hooks.hook import count_hooks
-from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
+from prunekit.repair.batchnorm_statistics import rebase_batchnorm, recalibrate_batchnorm
 
 SIZES = (7, 1, 12, 3, 2, 1)  # the last joins the one before
 
@@ -132,3 +137,80 @@ def test_too_little_data_changes_nothing(sizes: tuple[int, ...], message: str) -
 
 def test_a_model_without_batchnorm() -> None:
     assert recalibrate_batchnorm(nn.Linear(6, 2), batches(data(6).float())) == ()
+
+
+def images(seed: int, shift: float) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return shift + (1 + shift) * torch.randn(24, 3, 8, 8, dtype=torch.float64, generator=generator)
+
+
+def trained() -> nn.Sequential:
+    """A model that has seen images, with scales and shifts of its own; its last channel of the first norm is dead."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5), nn.Flatten()
+    ).double()
+    for norm in (model[1], model[4]):
+        nn.init.uniform_(norm.weight, 0.5, 2)
+        nn.init.uniform_(norm.bias, -1, 1)
+    nn.init.zeros_(model[0].weight[5])
+    recalibrate_batchnorm(model, images(1, 0.0))
+    return model.eval()
+
+
+def rebased(model: nn.Module, parts: list[Tensor]) -> nn.Module:
+    def passes() -> Iterator[bool]:
+        for part in parts:
+            model(part)
+            yield True
+
+    rebase_batchnorm(model, passes())
+    return model
+
+
+def test_statistics_of_other_images_leave_what_a_model_computes() -> None:
+    """It begins to normalize by the batch with the same outputs, which are far from them else."""
+    model, others = trained(), images(2, 1.5)
+    expected, before = [model(x) for x in (images(3, 0.0), others)], model[1].weight.clone()
+    apart = (model.train()(others) - expected[1]).detach().abs().max()  # which changes the statistics
+    model = rebased(trained(), list(others.split((10, 14))))
+    for x, output in zip((images(3, 0.0), others), expected, strict=True):
+        torch.testing.assert_close(model(x), output, rtol=1e-11, atol=1e-11)
+    assert count_hooks(model) == 0
+    mean = model[0](others).transpose(0, 1).flatten(1).mean(1)
+    torch.testing.assert_close(model[1].running_mean[:5], mean[:5], rtol=1e-12, atol=0)
+    assert not torch.equal(model[1].weight[:5], before[:5])
+    assert torch.equal(model[1].weight[5], before[5])  # of a channel that does not vary
+    assert (model.train()(others) - expected[1]).detach().abs().max() < 0.01 * apart
+
+
+def test_norms_without_anything_to_change_stay_as_they_are() -> None:
+    model = trained()
+    model[4].weight.requires_grad_(False)
+    model.append(nn.Unflatten(1, (5, 16))).append(nn.BatchNorm1d(5).double())  # not trained
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = rebased(model.eval(), [images(2, 1.5)]).state_dict()
+    assert {name.split(".")[0] for name, value in before.items() if not torch.equal(found[name], value)} == {"1"}
+    shared = trained()
+    shared[4].weight = shared[4].bias
+    before = shared[4].running_mean.clone()
+    assert torch.equal(rebased(shared, [images(2, 1.5)])[4].running_mean, before)
+    empty = nn.Linear(2, 2)
+    rebase_batchnorm(empty, iter(lambda: pytest.fail("a model without BatchNorm is not run"), True))
+
+
+def in_shares(sharded: bool) -> dict[str, Tensor]:
+    model, parts = trained(), list(images(2, 1.5).split((10, 14)))
+    if sharded:
+        fully_shard(model, reshard_after_forward=True)
+    found = rebased(model, parts[rank() :: size()])
+    return {name: full_tensor(value).clone() for name, value in found.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_processes_take_the_statistics_of_all_their_images(sharded: bool, tmp_path: Path) -> None:
+    alone = in_shares(False)
+    for found in together(2, tmp_path, in_shares, sharded):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)

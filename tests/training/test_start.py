@@ -125,6 +125,17 @@ def test_a_student_that_is_its_teacher_stays_it_bit_for_bit() -> None:
     assert same(values(student), before)
 
 
+def test_training_begins_with_what_the_start_computes_of_its_own_images() -> None:
+    """Blends have other statistics than the images of BatchNorm's, and a rate near zero does not leave the start."""
+    teacher = trained().layers
+    student = net()
+    student.load_state_dict(teacher.state_dict())
+    settings = TrainSettings(epochs=2, lr=1e-9, distill=DistillSettings())
+    history = run(student, settings, teacher=teacher)
+    assert history.start is not None
+    assert all(row.held_out_loss is not None and row.held_out_loss < 1e-4 for row in history.rows)  # else ten times that
+
+
 def test_less_may_be_better() -> None:
     kept = BestWeights(nn.Linear(1, 1), None, print, lower_is_better=True)
     for epoch, score in enumerate([5.0, 7.0, 5.0]):
@@ -205,10 +216,10 @@ def test_a_compact_model_goes_on_from_the_start_of_the_masked_one() -> None:
     plan = prunekit.plan(model, (torch.zeros(2, 3, 8, 8),), settings=PruneSettings(BudgetSettings(channels=0.8)))
     whole = Plan(plan.channel_map, plan.keep | True)
     part = PruningSchedule(ScheduleSettings("oneshot"), whole, ToFinal(plan))
+    before = values(prunekit.compact(model, plan))
     paused = run(model, parts=[part], until=lambda: True).paused
     assert paused is not None
     small = prunekit.compact(model, plan)
-    before = values(small)
     history = run(small, begin=transfer_run(paused, plan), parts=[])
     assert history.best_epoch == 0
     assert history.start is not None

@@ -54,10 +54,7 @@ def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Cal
         train = inputs.splits.train
         chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
         images = batches(train, inputs.batch, shuffle_seed=None, indices=chosen)
-        average = settings.average
-        if settings.norms == "running" and average.statistics is None:
-            average = replace(average, statistics="averaged")  # which are the same all the time
-        callbacks.append(Average(average, images, inputs.masks))
+        callbacks.append(Average(settings.average, images, inputs.masks))
     return callbacks
 
 
