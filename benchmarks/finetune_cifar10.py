@@ -120,6 +120,7 @@ def figures(run: Path, reduction: float, seed: int, data: Path) -> dict[str, Any
         rows = [line for line in csv.DictReader(file) if line["run"] == "pruned"]
     curve = [{key: float(line[key]) for key in CURVE if line.get(key)} for line in rows]
     return {
+        "reduction": reduction,
         "seed": seed,
         "top1": accuracy["pruned"]["top1"],
         "low": accuracy["pruned"]["low"],

@@ -43,7 +43,7 @@ OF_YOLO = "ultralytics"
 SHORTER = (
     ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet8\n  zoo: cifar"),
     ("image_size: 32", "image_size: 8"),
-    ("epochs: 12", "epochs: 0"),
+    ("epochs: 10", "epochs: 0"),
     ("epochs: 4", "epochs: 1"),
     ("threads: 2", "threads: 1\n\ncalibration:\n  images: 64"),
     ("batches: [1, 16]", "batches: [1]\n  repeats: 5"),
