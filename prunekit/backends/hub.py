@@ -16,14 +16,7 @@ from prunekit.backends.files.export_source import ExportSource
 from prunekit.backends.folders.library_configs import CONFIG, LibraryLoading, library_loading, processor_config
 from prunekit.backends.folders.model_card import RUN, CardFacts, Loading, card
 from prunekit.backends.folders.model_file import CODE
-from prunekit.backends.standalone import (
-    DENSE,
-    FolderBackend,
-    Standalone,
-    build_of,
-    require_same,
-    write_files,
-)
+from prunekit.backends.standalone import DENSE, FolderBackend, Standalone, build_of, require_same, write_files
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.folded_norms import folds_of
 from prunekit.compaction.model_folder import (

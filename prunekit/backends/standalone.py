@@ -22,14 +22,7 @@ from prunekit.backends.backend import FileBackend, register_backend
 from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.folders.builders import Builder, builders
 from prunekit.backends.folders.differences import Differences, DiffersError, differences, explicit_sizes
-from prunekit.backends.folders.model_file import (
-    ATTRIBUTES,
-    CODE,
-    MANIFEST,
-    WEIGHTS,
-    FileContents,
-    text_of_file,
-)
+from prunekit.backends.folders.model_file import ATTRIBUTES, CODE, MANIFEST, WEIGHTS, FileContents, text_of_file
 from prunekit.channels.float64 import relative_difference
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.execution import first_outputs

@@ -28,13 +28,7 @@ from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.errors import ArtifactError, ModelError, UsageError
-from prunekit.hooks.model_copy import (
-    foreign_methods,
-    hidden_parameters,
-    named_tensors,
-    with_tensors,
-    without_values,
-)
+from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors, without_values
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.known_names import is_export_name
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
