@@ -272,12 +272,7 @@ def find_model_pair(
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.model_pair import (
-        load_model_pair,
-        recipe_of_run,
-        require_class_scores,
-        single_model,
-    )
+    from prunekit.jobs.run.model_pair import load_model_pair, recipe_of_run, require_class_scores, single_model
 
     job, folder = None, Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):

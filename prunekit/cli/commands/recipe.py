@@ -97,13 +97,7 @@ def show_schema() -> None:
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @common_options
 def init_command(
-    arguments: tuple[str, ...],
-    model: str,
-    data: str,
-    zoo: str | None,
-    weights: str | None,
-    force: bool,
-    as_json: bool,
+    arguments: tuple[str, ...], model: str, data: str, zoo: str | None, weights: str | None, force: bool, as_json: bool
 ) -> None:
     """Look at a model and a data set, and write a recipe that prunes one on the other, with a comment at each key.
 

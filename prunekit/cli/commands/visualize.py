@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import (
-    ModelOptions,
-    find_model_pair,
-    image_options,
-    model_command,
-    pictures_folder,
-    report_of,
-)
+from prunekit.cli.models import ModelOptions, find_model_pair, image_options, model_command, pictures_folder, report_of
 from prunekit.cli.options import allow_code_option, data_option, own_model_option, task_option
 from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
