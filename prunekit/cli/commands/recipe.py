@@ -55,18 +55,8 @@ def show_reference(key: str, as_json: bool) -> None:
     """
     from prunekit.recipe.reference import find
 
-    keys = find(key)
-    payload = [
-        {
-            "key": one.name,
-            "allowed": one.allowed,
-            "required": one.required,
-            "default": one.default,
-            "meaning": one.meaning,
-            "example": one.example,
-        }
-        for one in keys
-    ]
+    keys, facts = find(key), ("allowed", "required", "default", "meaning", "example")
+    payload = [{"key": one.name, **{name: getattr(one, name) for name in facts}} for one in keys]
     text = "\n\n".join(f"{one.name}\n{fill(one.text, 96, **_INDENTED)}" for one in keys)
     Console(as_json).result({"keys": payload}, text)
 
