@@ -314,20 +314,6 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _names,
-    _task,
-    unlabeled_contradictions,
-    _budget,
-    _pattern,
-    _activations,
-    _head,
-    _baseline,
-    _training,
-    adapter_contradictions,
-    _sharding,
-    _data,
-    _images,
-    _deploy,
-    _schedule,
-    _quantize,
-)
+    _names, _task, unlabeled_contradictions, _budget, _pattern, _activations, _head, _baseline, _training,
+    adapter_contradictions, _sharding, _data, _images, _deploy, _schedule, _quantize,
+)  # fmt: skip

@@ -27,19 +27,9 @@ from prunekit.utils.files import write_text
 
 SCRIPTS = ("contents.js", "copy.js", "sort.js", "scroll.js")
 FILTERS = (
-    "count",
-    "difference",
-    "digits",
-    "duration",
-    "factor",
-    "in_unit",
-    "interval",
-    "moment",
-    "percent",
-    "scientific",
-    "share",
-    "size",
-)
+    "count", "difference", "digits", "duration", "factor", "in_unit", "interval", "moment", "percent", "scientific",
+    "share", "size",
+)  # fmt: skip
 MISSING = Markup('<p class="soft">This run has no {}.</p>')
 """Text of a section for a file that a run did not write."""
 UNDRAWN = Markup(
