@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,36 +138,26 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     counts = [model.get("n_test") for model in found]
     texts = (f"{count:,}" if isinstance(count, int) else numbers.NOTHING for count in counts)
     yield Row(f"Test {what}", tuple((text, "") for text in texts), "")
-    for label, key, form in (
-        ("MACs, one sample", "macs", numbers.count),
-        ("Parameters", "params", numbers.count),
-        ("Size of the weights file", "size_bytes", numbers.size),
-    ):
-        cells = tuple((form(model.get(key)), "") for model in found)
-        yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
-    yield from _stored(found, before, pruned)
-    if numbers.is_number(before.get("memory_bytes")):
-        cells = tuple((numbers.size(model.get("memory_bytes")), "") for model in found)
-        change = numbers.change(before.get("memory_bytes"), pruned.get("memory_bytes"))
-        yield Row("Memory of a forward pass, counted", cells, change)
+    for label, key, form, always in _costs(pruned.get("compressor")):
+        if always or any(numbers.is_number(model.get(key)) for model in found):
+            cells = tuple((form(model.get(key)), "") for model in found)
+            yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
     sparsity = metrics.get("sparsity", {})
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
             yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
 
 
-def _stored(found: Sequence[Mapping[str, Any]], before: Mapping[str, Any], pruned: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the sizes of the weights file in other forms, for runs that measured what zeros take in files."""
-    by = pruned.get("compressor")
-    for label, key in (
-        ("Weights file, plain", "plain_bytes"),
-        (f"Weights file, plain, by {by}", "plain_compressed_bytes"),
-        ("Weights file, zeros as bits", "bitmask_bytes"),
-        (f"Weights file, zeros as bits, by {by}", "bitmask_compressed_bytes"),
-    ):
-        if numbers.is_number(pruned.get(key)):
-            cells = tuple((numbers.size(model.get(key)), "") for model in found)
-            yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
+def _costs(by: str | None) -> Iterator[tuple[str, str, Callable[[Any], str], bool]]:
+    """Yield label, key and format of each cost, and whether all runs have it; not all measure what zeros take."""
+    yield "MACs, one sample", "macs", numbers.count, True
+    yield "Parameters", "params", numbers.count, True
+    yield "Size of the weights file", "size_bytes", numbers.size, True
+    yield "Weights file, plain", "plain_bytes", numbers.size, False
+    yield f"Weights file, plain, by {by}", "plain_compressed_bytes", numbers.size, False
+    yield "Weights file, zeros as bits", "bitmask_bytes", numbers.size, False
+    yield f"Weights file, zeros as bits, by {by}", "bitmask_compressed_bytes", numbers.size, False
+    yield "Memory of a forward pass, counted", "memory_bytes", numbers.size, False
 
 
 def _accuracy(model: Mapping[str, Any], name: str, said: str, *, interval: bool = True) -> tuple[str, str]:
