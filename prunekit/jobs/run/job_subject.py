@@ -16,6 +16,7 @@ from torch import nn
 
 from prunekit.compaction.model_folder import load, save
 from prunekit.criteria.criterion import CRITERIA
+from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, require_equal, share_tensors, wait_for_all
@@ -90,7 +91,7 @@ class JobSubject(Subject):
 
     def calibration_batches(self) -> Batches:
         """Return batches over a fixed random choice of training samples."""
-        return chosen_batches(self.job, self.splits)
+        return chosen_batches(self.job, self.splits.train)
 
     def calibration_images(self) -> Any:
         """Return the inputs (N, ...) of `calibration_batches` on the device; a tuple if the model takes several."""
@@ -280,11 +281,11 @@ def _image_size(splits: Splits) -> int | None:
     return shape[1] if len(shape) == 3 and shape[1] == shape[2] else None
 
 
-def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
-    """Return batches over the calibration samples of a job: a fixed random choice of training samples."""
-    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(job.seed))
-    chosen = order[: job.calibration.images]
-    return batches(splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
+def chosen_batches(job: JobSettings, data: SampleDataset, *, in_order: bool = False) -> Batches:
+    """Return batches over a fixed random choice of samples, as many as a job calibrates on, shuffled or in order."""
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(job.seed))[: job.calibration.images]
+    chosen = chosen.sort().values if in_order else chosen
+    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
 def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
