@@ -262,16 +262,14 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def blocks(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield how many blocks are gone, and which, in a line, if any are."""
-    gone = metrics.get("blocks")
-    if gone:
+    if gone := metrics.get("blocks"):
         of = (metrics.get("plan") or {}).get("blocks", len(gone))
         yield f"{len(gone)} of {of} gone as a whole: {numbers.listed(gone, SHOWN)}"
 
 
 def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time that was delivered for budgets of time in a line, if the run had any."""
-    found = metrics.get("delivered")
-    if found:
+    if found := metrics.get("delivered"):
         final, target = found["final"], found["target"]
         budgets = (metrics.get("plan") or {}).get("budgets", {})
         asked = " and ".join(
@@ -289,8 +287,7 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the changes of the deployed model in a line, if the run has one."""
-    found = metrics.get("deployment")
-    if found:
+    if found := metrics.get("deployment"):
         norms = f"{found['folded_norms']} BatchNorms folded, " if found["folded_norms"] else ""
         layout = "channels last, " if found["channels_last"] else ""
         apart, rounded = (numbers.scientific(found[key]) for key in ("max_relative_difference", "after_rounding"))
@@ -300,8 +297,7 @@ def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the result of the repair in a line, if the run had one."""
-    found = metrics.get("repair")
-    if found:
+    if found := metrics.get("repair"):
         errors = " → ".join(numbers.share(found.get(when), 2) for when in ("before", "after"))
         end = "" if found.get("kept") else ": no better, so nothing was changed"
         layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
@@ -310,8 +306,7 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the effect of activation masks on the test images, if the run had any, and how a budget was spread."""
-    found = metrics.get("activations")
-    if found:
+    if found := metrics.get("activations"):
         asked = [
             f"{what} {numbers.share(found[key])}" for key, what in ASKED.items() if numbers.is_number(found.get(key))
         ]
