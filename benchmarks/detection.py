@@ -3,14 +3,15 @@
 A detector is trained on drawn shapes until it knows them, from random weights: ultralytics' by its own trainer,
 torchvision's by prunekit's. Each budget is then met four ways: `l2` removes the channels of least norm; `repaired` is
 `prune_yolo` or `prune` with training images without their labels, and no training; `finetuned` trains that for a tenth
-of the epochs, by prunekit's trainer, from labels and from what the dense model's heads say; `torch-pruning` is that package's group L2 norm with one ratio for all layers, found by bisection, and
-`torch-pruning finetuned` the same after as many epochs. Figures: `map` and `map50` in percent of the test images, which
-nothing else has seen, with the 95 % bootstrap interval of `map`; `of_dense` is `map` as a share of the dense model's;
-`macs` the share that is left; `speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two
-taking turns: median of the ratios with the 95 % interval.
+of the epochs, by prunekit's trainer, from labels and from what the dense model's heads say; `torch-pruning` is that
+package's group L2 norm with one ratio for all layers, found by bisection, and `torch-pruning finetuned` the same after
+as many epochs. Figures: `map` and `map50` in percent of the test images, which nothing else has seen, with the 95 %
+bootstrap interval of `map`; `of_dense` is `map` as a share of the dense model's; `macs` the share that is left;
+`speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two taking turns: median of the ratios
+with the 95 % interval.
 
-With `--data` a data set in ultralytics' form takes the place of the shapes, and with `--weights` a checkpoint that
-of the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
+With `--data` a data set in ultralytics' form takes the place of the shapes, and with `--weights` a checkpoint that of
+the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
 
     python benchmarks/detection.py --folder DIR [--models yolov8n ...] [--macs 0.5 0.35] [--size 160] [--epochs 40]
         [--train 320] [--test 200] [--images 240] [--data FILE] [--weights FILE] [--threads 1] [--untimed] [--json]
