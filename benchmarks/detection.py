@@ -3,14 +3,15 @@
 A detector is trained on drawn shapes until it knows them, from random weights: ultralytics' by its own trainer,
 torchvision's by prunekit's. Each budget is then met four ways: `l2` removes the channels of least norm; `repaired` is
 `prune_yolo` or `prune` with training images without their labels, and no training; `finetuned` trains that for a tenth
-of the epochs; `torch-pruning` is that package's group L2 norm with one ratio for all layers, found by bisection, and
-`torch-pruning finetuned` the same after as many epochs. Figures: `map` and `map50` in percent of the test images, which
-nothing else has seen, with the 95 % bootstrap interval of `map`; `of_dense` is `map` as a share of the dense model's;
-`macs` the share that is left; `speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two
-taking turns: median of the ratios with the 95 % interval.
+of the epochs, by prunekit's trainer, from labels and from what the dense model's heads say; `torch-pruning` is that
+package's group L2 norm with one ratio for all layers, found by bisection, and `torch-pruning finetuned` the same after
+as many epochs. Figures: `map` and `map50` in percent of the test images, which nothing else has seen, with the 95 %
+bootstrap interval of `map`; `of_dense` is `map` as a share of the dense model's; `macs` the share that is left;
+`speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two taking turns: median of the ratios
+with the 95 % interval.
 
-With `--data` a data set in ultralytics' form takes the place of the shapes, and with `--weights` a checkpoint that
-of the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
+With `--data` a data set in ultralytics' form takes the place of the shapes, and with `--weights` a checkpoint that of
+the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
 
     python benchmarks/detection.py --folder DIR [--models yolov8n ...] [--macs 0.5 0.35] [--size 160] [--epochs 40]
         [--train 320] [--test 200] [--images 240] [--data FILE] [--weights FILE] [--threads 1] [--untimed] [--json]
@@ -53,6 +54,7 @@ from prunekit.measure.accuracy import evaluate
 from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.tasks.detection import DETECTION
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
 from prunekit.training.loop import fit
 
 CPU = torch.device("cpu")
@@ -97,7 +99,8 @@ def draw(folder: Path, size: int, train: int, test: int) -> Path:
 class Detector:
     """A kind of detector: how it is made, trained, pruned and read."""
 
-    augment: Any = "none"
+    longer = 1.0
+    augment = pk.AugmentSettings(crop="resized", flip=0.5, color_jitter=pk.ColorJitterSettings(0.2, 0.3, 0.3, hue=0.05))
 
     def __init__(self, name: str, options: argparse.Namespace, data: Path) -> None:
         self.name, self.options, self.data = name, options, data
@@ -110,6 +113,15 @@ class Detector:
     def calibration(self) -> torch.Tensor:
         """Training images, without labels."""
         return next(iter(batches(self.splits.train, self.options.images, shuffle_seed=0)))[0]
+
+    def tuned(self, pruned: nn.Module, dense: nn.Module) -> nn.Module:
+        """A pruned model after a tenth of the epochs, beside the dense one."""
+        student, epochs = deepcopy(pruned), max(1, round(self.longer * self.options.epochs / TENTH))
+        settings = pk.TrainSettings(epochs=epochs, optimizer="adamw", lr="auto", weight_decay=1e-4, distill="auto")
+        settings = with_teacher(settings, DETECTION, dense)
+        parts = build_callbacks(settings, CallbackInputs(self.splits, BATCH, dense))
+        fit(student, self.splits, settings, device=CPU, seed=0, batch=BATCH, callbacks=parts)
+        return student.eval()
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """Its figures on the test images."""
@@ -161,9 +173,10 @@ class Yolo(Detector):
 
         return load_yolo(self.folder / f"{key}.pt")
 
-    def finetuned(self, pruned: Any, where: str) -> Any:
-        pruned.train(**self.arguments(max(1, self.options.epochs // TENTH), where, lr0=2e-4, warmup_epochs=0.0))
-        return pruned
+    def finetuned(self, pruned: Any, dense: Any) -> Any:
+        tuned = deepcopy(pruned)
+        tuned.model = self.tuned(self.module(pruned), self.module(dense))
+        return tuned
 
     def by_torch_pruning(self, dense: Any, macs: float) -> Any:
         from prunekit.integrations.ultralytics import load_yolo
@@ -181,7 +194,6 @@ class Torchvision(Detector):
 
     longer = 1.5
     """Of random weights it needs more epochs than ultralytics' do."""
-    augment = pk.AugmentSettings(crop="resized", flip=0.5, color_jitter=pk.ColorJitterSettings(0.2, 0.3, 0.3, hue=0.05))
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -225,8 +237,8 @@ class Torchvision(Detector):
         load_model(model, self.folder / f"{key}.safetensors")
         return model.eval()
 
-    def finetuned(self, pruned: nn.Module, where: str) -> nn.Module:
-        return self.train(deepcopy(pruned), max(1, round(self.longer * self.options.epochs / TENTH)), 3e-4)
+    def finetuned(self, pruned: nn.Module, dense: nn.Module) -> nn.Module:
+        return self.tuned(pruned, dense)
 
     def by_torch_pruning(self, dense: nn.Module, macs: float) -> nn.Module:
         return torch_pruned(deepcopy(dense), self.example, macs, heads=[])
@@ -307,9 +319,9 @@ class Pruned:
         return {
             "l2": lambda: self._detector.ranked(self._dense, macs),
             "repaired": lambda: self.repaired,
-            "finetuned": lambda: tune(self.repaired, f"finetuned-{macs}"),
+            "finetuned": lambda: tune(self.repaired, self._dense),
             "torch-pruning": lambda: self.torch_pruning,
-            "torch-pruning finetuned": lambda: tune(self.torch_pruning, f"torch-pruning-{macs}"),
+            "torch-pruning finetuned": lambda: tune(self.torch_pruning, self._dense),
         }
 
 

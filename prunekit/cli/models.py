@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from prunekit.cli.options import (
     Zoo,
+    combined,
     common_options,
     device_option,
     is_recipe,
@@ -251,17 +252,13 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
     return next((str(folder / "recipe.yaml") for folder in folders if (folder / "recipe.yaml").is_file()), None)
 
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-
-
-def image_options(function: Decorated) -> Decorated:
-    """Add `--image` and `--index`, which choose the image."""
-    function = click.option(
+image_options = combined(
+    click.option(
         "--index", default=0, show_default=True, type=click.IntRange(min=0), help="Which test image, without --image."
-    )(function)
-    return click.option(
-        "--image", type=click.Path(path_type=Path), metavar="FILE", help="An image.  [default: a test image]"
-    )(function)
+    ),
+    click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="An image.  [default: a test image]"),
+)
+"""Adds `--image` and `--index`, which choose the image."""
 
 
 def find_model_pair(
@@ -272,12 +269,7 @@ def find_model_pair(
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.model_pair import (
-        load_model_pair,
-        recipe_of_run,
-        require_class_scores,
-        single_model,
-    )
+    from prunekit.jobs.run.model_pair import load_model_pair, recipe_of_run, require_class_scores, single_model
 
     job, folder = None, Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):

@@ -91,6 +91,17 @@ allow_code_option = click.option(
 )
 
 
+def combined(*options: Callable[..., Any]) -> Callable[[Decorated], Decorated]:
+    """Return a decorator that adds several options and arguments; help shows the last one first."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for option in options:
+            function = option(function)
+        return function
+
+    return decorate
+
+
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
     """Return a decorator that adds `--output DIR`, the folder for `what`."""
     kind = click.Path(file_okay=False, path_type=Path)
@@ -115,43 +126,27 @@ zoo_option = click.option(
 )
 
 
-def model_options(function: Decorated, *, images: bool = False) -> Decorated:
-    """Add the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
-    for option in (
-        allow_code_option,
-        task_option,
-        images_option if images else data_option,
-        zoo_option,
-        input_shape_option,
-        click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
-        own_model_option,
-    ):
-        function = option(function)
-    return function
-
-
-def common_options(function: Decorated) -> Decorated:
-    """Add `--json` and `--debug`, which every command has."""
-    return json_option(debug_option(function))
+_weights_option = click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name.")
+_of_model = combined(zoo_option, input_shape_option, _weights_option, own_model_option)
+model_options = combined(allow_code_option, task_option, data_option, _of_model)
+"""Adds the options that name a model: `--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task`, ..."""
+model_and_images_options = combined(allow_code_option, task_option, images_option, _of_model)
+"""The same for a command that also takes a folder or an archive of images as `--data`."""
+common_options = combined(debug_option, json_option)
+"""Adds `--json` and `--debug`, which every command has."""
 
 
 def recipe_options(*, device: bool = True) -> Callable[[Decorated], Decorated]:
     """Return a decorator that adds RECIPE, KEY=VALUE and the options of a command that runs a recipe."""
-
-    def decorate(function: Decorated) -> Decorated:
-        for option in (
-            common_options,
-            output_option("runs.  [default: runs]"),
-            seed_option,
-            *([device_option] if device else []),
-            *(allow_code_option, optimizer_option, task_option, data_option, own_model_option),  # the user's own code
-            click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
-            click.argument("recipe", metavar="RECIPE"),
-        ):
-            function = option(function)
-        return function
-
-    return decorate
+    return combined(
+        common_options,
+        output_option("runs.  [default: runs]"),
+        seed_option,
+        *([device_option] if device else []),
+        *(allow_code_option, optimizer_option, task_option, data_option, own_model_option),  # the user's own code
+        click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+        click.argument("recipe", metavar="RECIPE"),
+    )
 
 
 def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:

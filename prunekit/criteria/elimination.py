@@ -264,14 +264,17 @@ class _ObjectiveState:
     """H and P of one layer while its channels are removed, see the head of this module."""
 
     def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype) -> None:
-        columns = len(objective.gram) - 1
-        size = columns + objective.biased
-        gram = with_ridge(objective.gram.double())[:size, :size]
-        every = torch.arange(columns, device=gram.device).reshape(len(objective.labels), -1)
+        # columns that are always zero, as of taps that only ever read padding, cost nothing and change no other one
+        seen = objective.gram.diagonal()[:-1] != 0
+        kept = torch.cat([seen, seen.new_ones(int(objective.biased))])
+        gram = with_ridge(objective.gram.double())[: len(kept), : len(kept)][kept][:, kept]
+        size, columns = len(gram), len(gram) - objective.biased
         self._inverse = _inverse(gram).to(kind)  # (d, d) H without the changes that wait, inverted in float64
         self._products = self._inverse.new_zeros(size, size)  # (d, d) P likewise; the constant has no weight
-        self._products[:columns, :columns] = objective.products
-        read = [every[torch.from_numpy(objective.labels == label)].reshape(-1) for label in labels]
+        self._products[:columns, :columns] = objective.products[seen][:, seen]
+        taps, places = (by.reshape(len(objective.labels), -1) for by in (seen, seen.cumsum(0) - 1))
+        own = [torch.from_numpy(objective.labels == label).to(seen.device) for label in labels]
+        read = [places[which][taps[which]] for which in own]
         # how many columns each label has; `_place` is its row in `_columns` and `_blocks`
         self._sizes = np.array([found.numel() for found in read])
         self._columns = {  # by the number of columns of a label: (labels, columns) where they are

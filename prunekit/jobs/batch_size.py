@@ -252,10 +252,7 @@ class Rehearsal:
         if (settings := self._prepared.job.activations) is not None:
             chosen = dict.fromkeys(chosen_paths(training.model, settings), SMALL)
             thresholds = ActivationThresholds(chosen, {}, None, settings.side, 0)
-        with (
-            kind(training.model, self._plan, training.optimizer),
-            masks(training.model, thresholds),
-        ):
+        with kind(training.model, self._plan, training.optimizer), masks(training.model, thresholds):
             yield
 
 

@@ -49,13 +49,7 @@ from prunekit.jobs.stages.deployment_stage import (
     require_formats,
 )
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
-from prunekit.jobs.stages.measurement_stage import (
-    layer_rows,
-    measure_models,
-    metrics_of,
-    write_detections,
-    write_plan,
-)
+from prunekit.jobs.stages.measurement_stage import layer_rows, measure_models, metrics_of, write_detections, write_plan
 from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary
 from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary

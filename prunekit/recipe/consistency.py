@@ -53,10 +53,10 @@ def consistency(values: Mapping[str, Any], *, typed: bool = True) -> Iterator[Fi
                 raise
 
 
-def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return a section of the recipe: {} if it is left out, None if it is no mapping (reported elsewhere)."""
-    section = values.get(name, {})
-    return section if isinstance(section, Mapping) else None
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of the recipe: {} if it is left out, or no mapping, which is reported elsewhere."""
+    section = values.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
 
 def _task(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that data is of the kind that the task takes: images with boxes, texts, or images with a label each."""
-    task, data = values.get("task", "image_classification"), _section(values, "data") or {}
+    task, data = values.get("task", "image_classification"), _section(values, "data")
     source = data.get("source", "digits")
     if source in BOXED and task != "detection":
         yield ("task",), f"expected 'detection', because data.source is {source!r}, which has boxes, got {show(task)}"
@@ -130,7 +130,7 @@ def _names(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
-    prune = _section(values, "prune") or {}
+    prune = _section(values, "prune")
     budget = prune.get("budget")
     if not isinstance(budget, Mapping):
         return
@@ -144,7 +144,7 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _pattern(values: Mapping[str, Any]) -> Iterator[Finding]:
-    pattern = (_section(values, "prune") or {}).get("pattern")
+    pattern = _section(values, "prune").get("pattern")
     if isinstance(pattern, Mapping):
         yield from ((("prune", "pattern", *key), text) for key, text in pattern_problems(pattern))
 
@@ -157,7 +157,7 @@ def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the number of images: statistics of patches, and repair, need some to fit on and others to judge by."""
-    calibration, prune = _section(values, "calibration") or {}, _section(values, "prune") or {}
+    calibration, prune = _section(values, "calibration"), _section(values, "prune")
     images = calibration.get("images", FEWEST_IMAGES)
     criterion = str(prune.get("criterion"))
     known = CRITERIA.declared.get(criterion)
@@ -173,7 +173,7 @@ def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that channels last has an effect on what is timed, and is compared with models without it."""
-    deploy, latency = _section(values, "deploy") or {}, _section(values, "latency") or {}
+    deploy, latency = _section(values, "deploy"), _section(values, "latency")
     if deploy.get("channels_last") is not True:
         return
     runtimes, formats = latency.get("runtimes", ["eager"]), latency.get("memory_formats", [])
@@ -190,7 +190,7 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the schedule, and that nothing is repaired before it prunes first."""
-    prune = _section(values, "prune") or {}
+    prune = _section(values, "prune")
     yield from ((("prune", *path), text) for path, text in prune_contradictions(prune))
     if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
         yield ("repair",), WITH_REPAIR
@@ -218,7 +218,7 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     if model.get("zoo") == "hf" and isinstance(name, str) and ModelSettings(name, "hf").folder is not None:
         return  # a folder of transformers has its weights
     bare = model.get("weights") is None and values.get("baseline") is None
-    if bare and (_section(values, "data") or {}).get("labels") is False:
+    if bare and _section(values, "data").get("labels") is False:
         yield ("model", "weights"), "expected trained weights, because data.labels is false, got nothing"
     elif bare:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
@@ -226,7 +226,7 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _head(values: Mapping[str, Any]) -> Iterator[Finding]:
-    model = _section(values, "model") or {}
+    model = _section(values, "model")
     zoo = model.get("zoo", "torchvision")
     if model.get("head") is not None and zoo != "hf":
         text = f"expected nothing, because model.zoo is {show(zoo)}, got {show(model['head'])}; it goes with 'hf'"
@@ -240,17 +240,17 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         text = "expected a mapping, because making channels small is what sparsify is for, got nothing"
         yield ("sparsify", "regularize"), f"{text}; for example {{method: group_lasso}}"
     for name in ("baseline", "sparsify", "finetune"):
-        section = _section(values, name) or {}
+        section = _section(values, name)
         optimizer, momentum = section.get("optimizer", "sgd"), section.get("momentum", TrainSettings.momentum)
         if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
             given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
             yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
         if section.get("lr") == "auto":
-            schedule = (_section(values, "prune") or {}).get("schedule")
+            schedule = _section(values, "prune").get("schedule")
             rewinds = isinstance(schedule, Mapping) and schedule.get("rewind_lr") is True
             if optimizer == "own":
                 yield (name, "lr"), OWN_RATES
-            elif name == "baseline" and (_section(values, "model") or {}).get("weights") is None:
+            elif name == "baseline" and _section(values, "model").get("weights") is None:
                 yield (name, "lr"), RANDOM_RATES
             elif name == "finetune" and rewinds:
                 yield (name, "lr"), REWOUND_RATES
@@ -272,10 +272,10 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that nothing needs the whole weights in each process under `sharding: full`."""
-    prune, watch = _section(values, "prune") or {}, _section(values, "watch") or {}
+    prune, watch = _section(values, "prune"), _section(values, "watch")
     shown = watch.get("tensorboard", True) is True
     for name in ("baseline", "sparsify", "finetune"):
-        section = _section(values, name) or {}
+        section = _section(values, name)
         if section.get("sharding") != "full":
             continue
         because = f"because {name}.sharding is 'full'"
@@ -295,8 +295,6 @@ def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     data = _section(values, "data")
-    if data is None:
-        return
     yield from _root(data, data.get("source", "digits"))
     yield from _augment(data.get("augment"))
     shares = [data.get(key, getattr(DataSettings, key)) for key in ("test_share", "validation_share")]
@@ -314,20 +312,6 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _names,
-    _task,
-    unlabeled_contradictions,
-    _budget,
-    _pattern,
-    _activations,
-    _head,
-    _baseline,
-    _training,
-    adapter_contradictions,
-    _sharding,
-    _data,
-    _images,
-    _deploy,
-    _schedule,
-    _quantize,
-)
+    _names, _task, unlabeled_contradictions, _budget, _pattern, _activations, _head, _baseline, _training,
+    adapter_contradictions, _sharding, _data, _images, _deploy, _schedule, _quantize,
+)  # fmt: skip

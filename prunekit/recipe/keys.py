@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from prunekit.errors import cut_short
 from prunekit.recipe.yaml_positions import KeyPath
@@ -25,11 +24,7 @@ def hint_at(path: KeyPath) -> Any:
 
 def _parts(hint: Any) -> tuple[Any, ...]:
     """Return the alternatives of an annotation, without `None` and without constraints."""
-    if get_origin(hint) is Annotated:
-        return _parts(get_args(hint)[0])
-    if get_origin(hint) in (types.UnionType, Union):
-        return tuple(inner for part in get_args(hint) if part is not type(None) for inner in _parts(part))
-    return (hint,)
+    return tuple(part for part in checked.alternatives(hint) if part is not type(None))
 
 
 def settings_in(hint: Any) -> list[Any]:

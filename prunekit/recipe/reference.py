@@ -378,25 +378,13 @@ def _schema(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
             kinds[name] = {}  # it is being described: settings may hold their own kind
             kinds[name] = _object_schema(hint, kinds)
         return {"anyOf": [{"$ref": f"#/definitions/{name}"}]}  # beside a reference, draft 7 sees nothing
-    return dict(TYPES.get(hint, {}))
+    return {"type": TYPES[hint]} if hint in TYPES else {}
 
 
 BOUNDS = {
-    Gt: "exclusiveMinimum",
-    Ge: "minimum",
-    Lt: "exclusiveMaximum",
-    Le: "maximum",
-    MinLen: "minItems",
-    MaxLen: "maxItems",
-}
-TYPES = {
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    str: {"type": "string"},
-    bool: {"type": "boolean"},
-    Path: {"type": "string"},
-    type(None): {"type": "null"},
-}
+    Gt: "exclusiveMinimum", Ge: "minimum", Lt: "exclusiveMaximum", Le: "maximum", MinLen: "minItems", MaxLen: "maxItems"
+}  # fmt: skip
+TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "string", type(None): "null"}
 
 
 def schema_text() -> str:

@@ -27,6 +27,9 @@ from prunekit.utils.inputs import concatenate, described, sample_count
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import accumulation_dtype
 
+STEADY = 0.1
+"""The least standard deviation, over the one before, of a channel that `rebase_batchnorm` changes."""
+
 
 @public_call
 def recalibrate_batchnorm(
@@ -136,8 +139,8 @@ def _rebase(norm: Any, read: VarianceSum) -> None:
     variance = total_of(read.squares.to(m).double().expand_as(m) + read.count * apart.square()) / (count - 1)
     scale, gamma, beta = (v.double() + norm.eps).sqrt(), full_tensor(norm.weight), full_tensor(norm.bias)
     factor, shift = (variance + norm.eps).sqrt() / scale, gamma * (mean - m) / scale
-    # of a channel that is nearly constant on these images, a batch with more would be made small
-    told = (variance > norm.eps) & factor.isfinite() & shift.isfinite()
+    # of a channel that hardly varies on these images, a batch in which it does would be made small
+    told = (factor > STEADY) & factor.isfinite() & shift.isfinite()
     for parameter, old, new in ((norm.weight, gamma, gamma * factor), (norm.bias, beta, beta + shift)):
         value = torch.where(told, new.to(old), old)
         local_part(parameter).copy_(local_part(shard_like(value, parameter)))

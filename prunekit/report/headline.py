@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,36 +138,26 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     counts = [model.get("n_test") for model in found]
     texts = (f"{count:,}" if isinstance(count, int) else numbers.NOTHING for count in counts)
     yield Row(f"Test {what}", tuple((text, "") for text in texts), "")
-    for label, key, form in (
-        ("MACs, one sample", "macs", numbers.count),
-        ("Parameters", "params", numbers.count),
-        ("Size of the weights file", "size_bytes", numbers.size),
-    ):
-        cells = tuple((form(model.get(key)), "") for model in found)
-        yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
-    yield from _stored(found, before, pruned)
-    if numbers.is_number(before.get("memory_bytes")):
-        cells = tuple((numbers.size(model.get("memory_bytes")), "") for model in found)
-        change = numbers.change(before.get("memory_bytes"), pruned.get("memory_bytes"))
-        yield Row("Memory of a forward pass, counted", cells, change)
+    for label, key, form, always in _costs(pruned.get("compressor")):
+        if always or any(numbers.is_number(model.get(key)) for model in found):
+            cells = tuple((form(model.get(key)), "") for model in found)
+            yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
     sparsity = metrics.get("sparsity", {})
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
             yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
 
 
-def _stored(found: Sequence[Mapping[str, Any]], before: Mapping[str, Any], pruned: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the sizes of the weights file in other forms, for runs that measured what zeros take in files."""
-    by = pruned.get("compressor")
-    for label, key in (
-        ("Weights file, plain", "plain_bytes"),
-        (f"Weights file, plain, by {by}", "plain_compressed_bytes"),
-        ("Weights file, zeros as bits", "bitmask_bytes"),
-        (f"Weights file, zeros as bits, by {by}", "bitmask_compressed_bytes"),
-    ):
-        if numbers.is_number(pruned.get(key)):
-            cells = tuple((numbers.size(model.get(key)), "") for model in found)
-            yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
+def _costs(by: str | None) -> Iterator[tuple[str, str, Callable[[Any], str], bool]]:
+    """Yield label, key and format of each cost, and whether all runs have it; not all measure what zeros take."""
+    yield "MACs, one sample", "macs", numbers.count, True
+    yield "Parameters", "params", numbers.count, True
+    yield "Size of the weights file", "size_bytes", numbers.size, True
+    yield "Weights file, plain", "plain_bytes", numbers.size, False
+    yield f"Weights file, plain, by {by}", "plain_compressed_bytes", numbers.size, False
+    yield "Weights file, zeros as bits", "bitmask_bytes", numbers.size, False
+    yield f"Weights file, zeros as bits, by {by}", "bitmask_compressed_bytes", numbers.size, False
+    yield "Memory of a forward pass, counted", "memory_bytes", numbers.size, False
 
 
 def _accuracy(model: Mapping[str, Any], name: str, said: str, *, interval: bool = True) -> tuple[str, str]:
@@ -272,16 +262,14 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def blocks(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield how many blocks are gone, and which, in a line, if any are."""
-    gone = metrics.get("blocks")
-    if gone:
+    if gone := metrics.get("blocks"):
         of = (metrics.get("plan") or {}).get("blocks", len(gone))
         yield f"{len(gone)} of {of} gone as a whole: {numbers.listed(gone, SHOWN)}"
 
 
 def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time that was delivered for budgets of time in a line, if the run had any."""
-    found = metrics.get("delivered")
-    if found:
+    if found := metrics.get("delivered"):
         final, target = found["final"], found["target"]
         budgets = (metrics.get("plan") or {}).get("budgets", {})
         asked = " and ".join(
@@ -299,8 +287,7 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the changes of the deployed model in a line, if the run has one."""
-    found = metrics.get("deployment")
-    if found:
+    if found := metrics.get("deployment"):
         norms = f"{found['folded_norms']} BatchNorms folded, " if found["folded_norms"] else ""
         layout = "channels last, " if found["channels_last"] else ""
         apart, rounded = (numbers.scientific(found[key]) for key in ("max_relative_difference", "after_rounding"))
@@ -310,8 +297,7 @@ def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the result of the repair in a line, if the run had one."""
-    found = metrics.get("repair")
-    if found:
+    if found := metrics.get("repair"):
         errors = " → ".join(numbers.share(found.get(when), 2) for when in ("before", "after"))
         end = "" if found.get("kept") else ": no better, so nothing was changed"
         layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
@@ -320,8 +306,7 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the effect of activation masks on the test images, if the run had any, and how a budget was spread."""
-    found = metrics.get("activations")
-    if found:
+    if found := metrics.get("activations"):
         asked = [
             f"{what} {numbers.share(found[key])}" for key, what in ASKED.items() if numbers.is_number(found.get(key))
         ]

@@ -11,7 +11,6 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cache
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,9 @@ from prunekit.utils.files import write_text
 
 SCRIPTS = ("contents.js", "copy.js", "sort.js", "scroll.js")
 FILTERS = (
-    "count",
-    "difference",
-    "digits",
-    "duration",
-    "factor",
-    "in_unit",
-    "interval",
-    "moment",
-    "percent",
-    "scientific",
-    "share",
-    "size",
-)
+    "count", "difference", "digits", "duration", "factor", "in_unit", "interval", "moment", "percent", "scientific",
+    "share", "size",
+)  # fmt: skip
 MISSING = Markup('<p class="soft">This run has no {}.</p>')
 """Text of a section for a file that a run did not write."""
 UNDRAWN = Markup(
@@ -50,6 +39,7 @@ UNDRAWN = Markup(
 FEWEST = 5
 """Sections from which on a page has a list of contents."""
 SECTION = re.compile(r"<section(?P<attributes>[^>]*)>(?P<space>\s*)<h2[^>]*>(?P<title>.*?)</h2>", re.DOTALL)
+TAG = re.compile(r"""<!--.*?-->|<[/!?a-zA-Z](?:"[^"]*"|'[^']*'|[^"'>])*>""", re.DOTALL)
 ANCHOR = re.compile(r'\bid="([^"]*)"')
 
 
@@ -119,23 +109,9 @@ class Outline:
     entries: tuple[Entry, ...]
 
 
-class _Text(HTMLParser):
-    """The text of a piece of HTML, whatever its attributes hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-
-    def handle_data(self, data: str) -> None:
-        """Take text between tags."""
-        self.parts.append(data)
-
-
 def _text_of(html: str) -> str:
-    parser = _Text()
-    parser.feed(html)
-    parser.close()
-    return " ".join("".join(parser.parts).split())
+    """Return the text of a piece of HTML, whatever its attributes hold."""
+    return " ".join(Markup(TAG.sub("", html)).unescape().split())
 
 
 def outlined(content: Markup) -> Outline:

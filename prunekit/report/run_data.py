@@ -37,27 +37,9 @@ COLUMNS = {
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
-    "module",
-    "kind",
-    "run",
-    "group",
-    "operator",
-    "reason",
-    "model",
-    "device",
-    "runtime",
-    "dtype",
-    "memory_format",
-    "clamp",
-    "by",
-    "weight",
-    "applied",
-    "note",
-    "resource",
-    "layer",
-)
-
-
+    "module", "kind", "run", "group", "operator", "reason", "model", "device", "runtime", "dtype", "memory_format",
+    "clamp", "by", "weight", "applied", "note", "resource", "layer",
+)  # fmt: skip
 OBJECTS = {
     "status": "status.json",
     "metrics": "metrics.json",

@@ -89,14 +89,9 @@ BOXED = ("shapes", "coco", "yolo")
 TEXTUAL = ("causal_lm", "masked_lm", "embedding")
 """Tasks that the source `text` makes samples for, of the built-in ones."""
 Head = Literal[
-    "image_classification",
-    "text_classification",
-    "token_classification",
-    "causal_lm",
-    "masked_lm",
-    "seq2seq",
+    "image_classification", "text_classification", "token_classification", "causal_lm", "masked_lm", "seq2seq",
     "embedding",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

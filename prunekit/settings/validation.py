@@ -42,7 +42,7 @@ class Checked:
 
 def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
     """Yield a message for each part of a value that does not fit its annotation; the innermost parts are named."""
-    parts = [part for part in _alternatives(hint) if isinstance(value, CONTAINERS.get(get_origin(part), ()))]
+    parts = [part for part in alternatives(hint) if isinstance(value, CONTAINERS.get(get_origin(part), ()))]
     inner = get_args(parts[0])[-1 if get_origin(parts[0]) is dict else 0] if parts else None
     items = (value.items() if isinstance(value, Mapping) else enumerate(value)) if parts else ()
     misfits = [(f"{path}[{key!r}]", item) for key, item in items if not _fits(inner, item)]
@@ -52,12 +52,12 @@ def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
     ]
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the parts of a union, or the annotation itself, without constraints."""
     if get_origin(hint) is Annotated:
-        return _alternatives(get_args(hint)[0])
+        return alternatives(get_args(hint)[0])
     if get_origin(hint) in (types.UnionType, Union):
-        return tuple(inner for part in get_args(hint) for inner in _alternatives(part))
+        return tuple(inner for part in get_args(hint) for inner in alternatives(part))
     return (hint,)
 
 
@@ -104,7 +104,7 @@ def _meets(constraint: Any, value: Any) -> bool:
 
 def _near(hint: Any, value: Any) -> str:
     """Return a hint about allowed names that are similar to a wrong one; may be empty."""
-    parts = (hint, *_alternatives(hint))
+    parts = (hint, *alternatives(hint))
     if callable(value) and any(isinstance(one, Registered) for part in parts for one in get_args(part)):
         return "; register it under a name first, by prunekit.register_..., and give the name"
     if not isinstance(value, str):

@@ -63,6 +63,11 @@ def listed(names: Iterable[str], most: int) -> str:
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
+def numbered(numbers: Sequence[int], most: int) -> str:
+    """Return how many numbers there are, and the first ones, e.g. "9: 0, 1, 2, ..."; empty if there are none."""
+    return f"{len(numbers)}: {', '.join(map(str, numbers[:most]))}{', ...' * (len(numbers) > most)}" if numbers else ""
+
+
 def size(value: Any) -> str:
     """Return bytes in decimal units, e.g. 85.3 MB."""
     text = count(value)

@@ -67,6 +67,23 @@ def test_errors_are_those_of_refitting_what_is_left(readers: int, biased: bool) 
     assert found.labels[0] == 1 + int(np.argmin(first))
 
 
+def test_columns_that_are_always_zero_change_nothing() -> None:
+    """As of taps that read padding alone, where maps are smaller than kernels, and of dead channels."""
+    whole = consumer(0)
+    columns = [i for i in range(CHANNELS * TAPS) if i not in (1, 3, 5, 8, 9)]  # the last label has none
+    gram = torch.zeros_like(whole.gram)
+    gram[np.ix_([*columns, -1], [*columns, -1])] = whole.gram[np.ix_([*columns, -1], [*columns, -1])]
+    found = eliminate(whole.labels, [replace(whole, gram=gram)])
+    weight = weight_of(0)
+    weight[:, [i for i in range(CHANNELS * TAPS) if i not in columns]] = 0
+    expected = replace(whole, gram=gram, products=weight.T @ weight)
+    assert found.labels[0] == CHANNELS
+    assert found.errors[0] == 0
+    for count in range(1, CHANNELS + 1):
+        removed = [int(label) - 1 for label in found.labels[:count]]
+        assert found.errors[count - 1] == pytest.approx(refitted(expected, weight, removed), rel=1e-9, abs=1e-12)
+
+
 def test_a_redundant_channel_costs_nothing_and_goes_first() -> None:
     one = consumer(0)
     mixing = torch.eye(11, dtype=torch.float64)

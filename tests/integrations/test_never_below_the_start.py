@@ -113,6 +113,29 @@ def test_a_training_that_ruins_the_model_delivers_the_start(
 
 
 @pytest.mark.slow
+def test_training_begins_with_what_the_model_as_given_computes(small: Any, data: Path, tmp_path: Path) -> None:
+    """With the statistics of the batches that it trains on."""
+    given, apart = load_yolo(copy.copy(small)), list[bool]()
+    expected = copy.deepcopy(given.model).double().eval()
+    before = expected.state_dict()
+    name = next(name for name in before if name.endswith("running_mean"))
+
+    class Comparing(DetectionTrainer):  # type: ignore[misc]
+        def optimizer_step(self) -> None:
+            pass
+
+        def validate(self) -> Any:
+            found = copy.deepcopy(self.ema.ema).double().eval()
+            apart.append(not torch.equal(found.state_dict()[name], before[name]))
+            x = torch.rand(2, 3, 64, 64, dtype=torch.float64)
+            torch.testing.assert_close(found(x)[0], expected(x)[0], rtol=1e-4, atol=1e-4)
+            return super().validate()
+
+    given.train(trainer=Comparing, epochs=1, **settings(tmp_path, data))
+    assert apart[:2] == [False, True]  # the start, and an epoch without steps
+
+
+@pytest.mark.slow
 def test_an_epoch_that_is_better_is_delivered(small: Any, data: Path, tmp_path: Path, said: list[str]) -> None:
     yolo, epochs = load_yolo(copy.copy(small)), []
     start = start_of(yolo)

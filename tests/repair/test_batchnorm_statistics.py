@@ -145,7 +145,7 @@ def images(seed: int, shift: float) -> Tensor:
 
 
 def trained() -> nn.Sequential:
-    """A model that has seen images, with scales and shifts of its own; its last channel of the first norm is dead."""
+    """A model that has seen images, with scales and shifts of its own; the last channel of its first norm has died since."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5), nn.Flatten()
@@ -153,8 +153,8 @@ def trained() -> nn.Sequential:
     for norm in (model[1], model[4]):
         nn.init.uniform_(norm.weight, 0.5, 2)
         nn.init.uniform_(norm.bias, -1, 1)
-    nn.init.zeros_(model[0].weight[5])
     recalibrate_batchnorm(model, images(1, 0.0))
+    nn.init.zeros_(model[0].weight[5])
     return model.eval()
 
 

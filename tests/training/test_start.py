@@ -133,7 +133,9 @@ def test_training_begins_with_what_the_start_computes_of_its_own_images() -> Non
     settings = TrainSettings(epochs=2, lr=1e-9, distill=DistillSettings())
     history = run(student, settings, teacher=teacher)
     assert history.start is not None
-    assert all(row.held_out_loss is not None and row.held_out_loss < 1e-4 for row in history.rows)  # else ten times that
+    assert all(
+        row.held_out_loss is not None and row.held_out_loss < 1e-4 for row in history.rows
+    )  # else ten times that
 
 
 def test_less_may_be_better() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prunekit.cli.groups import register_command
 from prunekit.cli.options import recipe_command
 from prunekit.cli.output import Console
-from prunekit.utils.display import digits, share, table
+from prunekit.utils.display import digits, numbered, share, table
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Own
@@ -60,17 +60,10 @@ def _text(layers: list[dict[str, Any]]) -> str:
             row["channels"],
             *(digits(row[name]) for name in ("mean", "mean_abs", "rms", "min", "max")),
             share(row["zero_fraction"]),
-            _dead(row["dead"]),
+            f"DEAD {numbered(row['dead'], 8)}" if row["dead"] else "",
         )
         for row in layers
         if row["side"] == "output"
     ]
     headings = ("output of", "channels", "mean", "mean |x|", "rms", "min", "max", "zeros", "dead channels")
     return table(headings, rows, text=("dead channels",))
-
-
-def _dead(channels: list[int]) -> str:
-    if not channels:
-        return ""
-    shown = ", ".join(map(str, channels[:8]))
-    return f"DEAD {len(channels)}: {shown}" + (", ..." if len(channels) > 8 else "")

@@ -9,7 +9,7 @@ import click
 
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, model_and_data, model_command, model_or_trained
-from prunekit.cli.options import is_recipe, model_options
+from prunekit.cli.options import is_recipe, model_and_images_options
 from prunekit.cli.output import Console, check_folder
 from prunekit.distributed.launcher import leads
 
@@ -17,7 +17,7 @@ from prunekit.distributed.launcher import leads
 @register_command("evaluate", about="Measure the accuracy of a model on test images.", place=6, together=True)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
-@model_command("evaluate.json.", options=partial(model_options, images=True))
+@model_command("evaluate.json.", options=model_and_images_options)
 def evaluate_command(
     console: Console,
     given: ModelOptions,

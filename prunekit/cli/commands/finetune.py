@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.options import load_job, recipe_options
+from prunekit.cli.options import combined, load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain
 from prunekit.jobs.run.early_checks import AUTO, require_job, require_packages, require_run
 from prunekit.utils.display import change, count, resource, share, table
@@ -20,28 +20,22 @@ if TYPE_CHECKING:
 
 
 SIZES = ("in", "out", "macs", "params")
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def job_options(function: Command) -> Command:
-    """Add the arguments and options of a command that runs a recipe's whole job."""
-    for option in (
-        recipe_options(),
-        click.option(
-            "--resume",
-            metavar="auto|RUN",
-            help="Continue the run in this folder; auto: the newest unfinished one of this recipe, else a new one.",
-        ),
-        click.option(
-            "--no-measure",
-            is_flag=True,
-            help="With --dry-run: measure no latency; predict budgets of time, from a cached profile if there is one.",
-        ),
-        click.option("--full", is_flag=True, help="With --dry-run: print the recipe with all its defaults."),
-        click.option("--dry-run", is_flag=True, help="Print what the recipe changes, and the plan; train nothing."),
-    ):
-        function = option(function)
-    return function
+job_options = combined(
+    recipe_options(),
+    click.option(
+        "--resume",
+        metavar="auto|RUN",
+        help="Continue the run in this folder; auto: the newest unfinished one of this recipe, else a new one.",
+    ),
+    click.option(
+        "--no-measure",
+        is_flag=True,
+        help="With --dry-run: measure no latency; predict budgets of time, from a cached profile if there is one.",
+    ),
+    click.option("--full", is_flag=True, help="With --dry-run: print the recipe with all its defaults."),
+    click.option("--dry-run", is_flag=True, help="Print what the recipe changes, and the plan; train nothing."),
+)
+"""Adds the arguments and options of a command that runs a recipe's whole job."""
 
 
 @register_command(

@@ -55,18 +55,8 @@ def show_reference(key: str, as_json: bool) -> None:
     """
     from prunekit.recipe.reference import find
 
-    keys = find(key)
-    payload = [
-        {
-            "key": one.name,
-            "allowed": one.allowed,
-            "required": one.required,
-            "default": one.default,
-            "meaning": one.meaning,
-            "example": one.example,
-        }
-        for one in keys
-    ]
+    keys, facts = find(key), ("allowed", "required", "default", "meaning", "example")
+    payload = [{"key": one.name, **{name: getattr(one, name) for name in facts}} for one in keys]
     text = "\n\n".join(f"{one.name}\n{fill(one.text, 96, **_INDENTED)}" for one in keys)
     Console(as_json).result({"keys": payload}, text)
 
@@ -97,13 +87,7 @@ def show_schema() -> None:
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @common_options
 def init_command(
-    arguments: tuple[str, ...],
-    model: str,
-    data: str,
-    zoo: str | None,
-    weights: str | None,
-    force: bool,
-    as_json: bool,
+    arguments: tuple[str, ...], model: str, data: str, zoo: str | None, weights: str | None, force: bool, as_json: bool
 ) -> None:
     """Look at a model and a data set, and write a recipe that prunes one on the other, with a comment at each key.
 

@@ -9,25 +9,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import (
-    ModelOptions,
-    find_model_pair,
-    image_options,
-    model_command,
-    pictures_folder,
-    report_of,
-)
-from prunekit.cli.options import allow_code_option, data_option, own_model_option, task_option
+from prunekit.cli.models import ModelOptions, find_model_pair, image_options, model_command, pictures_folder, report_of
+from prunekit.cli.options import allow_code_option, combined, data_option, own_model_option, task_option
 from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
-from prunekit.utils.display import table
+from prunekit.utils.display import numbered, table
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -136,17 +129,14 @@ def filters_command(
 METHODS = {"grad_cam": "Grad-CAM", "gradient": "Gradient"}
 
 
-def _map_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]", runs=True),
-        click.option(
-            "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
-        ),
-        image_options,
-        click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
-    ):
-        function = option(function)
-    return function
+_map_options = combined(
+    model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]", runs=True),
+    click.option(
+        "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
+    ),
+    image_options,
+    click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
+)
 
 
 @visualize_group.command("cam", short_help="Show where in an image a layer sees a class.")
@@ -274,7 +264,7 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> I
 @model_command(
     "the page and its tables.  [default: histograms, for a run in its folder]",
     runs=True,
-    options=lambda made: own_model_option(data_option(task_option(allow_code_option(made)))),
+    options=combined(allow_code_option, task_option, data_option, own_model_option),
 )
 def histograms_command(
     console: Console,
@@ -312,7 +302,7 @@ def _histograms_text(payload: dict[str, Any]) -> str:
     from prunekit.report.sections.pictures import by_layer
 
     rows = [
-        (row["layer"], row["model"], _channel_list(row["dead"]), _channel_list(row["redundant"]))
+        (row["layer"], row["model"], *(numbered(row[finding], 6) for finding in ("dead", "redundant")))
         for row in by_layer(payload["findings"])
     ]
     totals = [
@@ -327,9 +317,3 @@ def _histograms_text(payload: dict[str, Any]) -> str:
 
 def _findings(payload: dict[str, Any], model: str, finding: str) -> int:
     return sum(row["model"] == model and row["finding"] == finding for row in payload["findings"])
-
-
-def _channel_list(channels: list[int]) -> str:
-    if not channels:
-        return ""
-    return f"{len(channels)}: {', '.join(map(str, channels[:6]))}" + (", ..." if len(channels) > 6 else "")

@@ -101,11 +101,7 @@ def constant_channels(observation: Observation) -> Iterator[Finding]:
                 f"{constant.sum()} of {layer.channels} channels{again} never change, at {values.min():.3g} "
                 f"to {values.max():.3g}",
                 "look at its weights, and at values so large that what varies is rounded away",
-                {
-                    "constant": int(constant.sum()),
-                    "channels": layer.channels,
-                    "first": first,
-                },
+                {"constant": int(constant.sum()), "channels": layer.channels, "first": first},
             )
 
 

@@ -14,13 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.errors import ModelError, PrunekitError, reraise_shortage
 from prunekit.hooks.hook import refuse_compiled
 from prunekit.inspection.diagnosis.data_checks import DataRecorder, Pool, class_labels, in_range
-from prunekit.inspection.diagnosis.findings import (
-    BatchNormModes,
-    Failure,
-    GradientNorms,
-    Observation,
-    StepSize,
-)
+from prunekit.inspection.diagnosis.findings import BatchNormModes, Failure, GradientNorms, Observation, StepSize
 from prunekit.inspection.diagnosis.gradient_checks import largest_eigenvalue, sharpness_limit, try_steps
 from prunekit.inspection.diagnosis.recorders import (
     ExecutionRecorder,

@@ -57,11 +57,7 @@ class ClassMap(Displayed):
 
 @public_call
 def class_activation_map(
-    model: nn.Module,
-    images: Tensor,
-    layer: str | None = None,
-    *,
-    target: ClassIndex = None,
+    model: nn.Module, images: Tensor, layer: str | None = None, *, target: ClassIndex = None
 ) -> ClassMap:
     """Return where in each image a model sees a class, by one forward pass, and one backward pass to the layer.
 
@@ -122,12 +118,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 @public_call
-def saliency(
-    model: nn.Module,
-    images: Tensor,
-    *,
-    target: ClassIndex = None,
-) -> ClassMap:
+def saliency(model: nn.Module, images: Tensor, *, target: ClassIndex = None) -> ClassMap:
     """Return the largest absolute gradient of a class's logit over the channels of each pixel.
 
     The saliency of Simonyan et al. 2014, "Deep inside convolutional networks". For every model whose logits have a

@@ -58,11 +58,7 @@ class LayerFeatures:
 
 
 def feature_maps(
-    models: Mapping[str, nn.Module],
-    image: Tensor,
-    layers: Layers | None = None,
-    *,
-    kept: KeptChannels | None = None,
+    models: Mapping[str, nn.Module], image: Tensor, layers: Layers | None = None, *, kept: KeptChannels | None = None
 ) -> list[LayerFeatures]:
     """Run models on an image and return the outputs of layers, in the order in which the first model runs them.
 

@@ -15,7 +15,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from ultralytics.engine import trainer as engine
 from ultralytics.engine.model import Model
 from ultralytics.engine.trainer import BaseTrainer
@@ -24,9 +25,11 @@ from ultralytics.models.yolo.world import WorldTrainer
 from ultralytics.models.yolo.world.train import on_pretrain_routine_end
 from ultralytics.utils import LOGGER, RANK
 from ultralytics.utils.patches import torch_load
+from ultralytics.utils.torch_utils import unwrap_model
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.integrations.yolo.pruned_yolo import KEY, forget_image_size, is_marked
+from prunekit.repair.batchnorm_statistics import rebase_batchnorm
 from prunekit.utils.context import restored, same_random_state
 
 
@@ -39,8 +42,12 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
     The model as given is validated too, before the first step, and is `best.pt` until an epoch's fitness is strictly
     better: what a training delivers is never worse than what it began with. Not so with `val=False` or `save=False`,
     where ultralytics chooses no best epoch, and of a model that is pruned further while it trains.
+
+    Before the first step BatchNorm takes the statistics of the first batch, and the model computes what it did: see
+    `rebase_batchnorm`.
     """
 
+    _given: dict[str, Tensor] | None = None  # the state of the model as given
     _offered = False
     _beaten = True
 
@@ -76,6 +83,19 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
             self.add_callback("on_pretrain_routine_end", on_pretrain_routine_end)
         return model
 
+    def preprocess_batch(self, batch: Any) -> Any:
+        """Return what the trainer does; the first batch's statistics are those that BatchNorm begins with."""
+        batch = super().preprocess_batch(batch)
+        if self._given is None and self.ema is not None:  # else it is only set up
+            model = unwrap_model(self.model)
+            self._given = deepcopy(model.state_dict())
+            if self.start_epoch == 0 and not _prunes(self.callbacks):
+                with same_random_state(), restored(model.modules(), "training"), torch.no_grad():
+                    rebase_batchnorm(model.eval(), (model(images) is not None for images in [batch["img"]]))
+                forget_image_size(model)
+                self.ema.ema.load_state_dict(model.state_dict())
+        return batch
+
     def optimizer_step(self) -> None:
         """Make a step; before the first one, offer the model as given as the best."""
         if not self._offered:
@@ -85,17 +105,19 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
         super().optimizer_step()
 
     def _offer_start(self) -> None:
-        """Write the average of weights, which no step has changed yet, as the best so far, with its metrics."""
+        """Write the model as given as the best so far, with its metrics."""
+        average = self.ema.ema
+        begun = deepcopy(average.state_dict())
+        average.load_state_dict(self._given)
         with same_random_state():
             metrics, fitness = self.validate()
-        if fitness is None:  # in a process that writes nothing
-            return
-        if not math.isfinite(fitness):
+        if fitness is not None and not math.isfinite(fitness):
             self.best_fitness = None
-            return
-        state = {"epoch": START, "fitness": fitness, "metrics": metrics, "last": self.best, "save_period": -1}
-        with _holding(self, state):
-            super().save_model()
+        elif fitness is not None:  # as it is in processes that write nothing
+            state = {"epoch": START, "fitness": fitness, "metrics": metrics, "last": self.best, "save_period": -1}
+            with _holding(self, state):
+                super().save_model()
+        average.load_state_dict(begun)
 
     def validate(self) -> Any:
         """Return what the trainer does, and note whether the fitness is above the best so far."""

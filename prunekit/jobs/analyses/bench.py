@@ -16,16 +16,8 @@ from prunekit.errors import UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.subject_sources import exported_target
+from prunekit.measure.latency import row_text
 from prunekit.measure.latency.comparison import devices, measure_latency
-from prunekit.measure.latency.row_text import (
-    dtype_text,
-    failure_lines,
-    machine_text,
-    paired,
-    setting_text,
-    unstable_lines,
-    unstable_mark,
-)
 from prunekit.modes.public_call import public_call
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.context import device_of
@@ -80,7 +72,7 @@ class Benchmark(Displayed):
         return [
             {name: row[name] for name in ("model", *names)}
             | {f"speedup_{name}".removesuffix("_median"): beside and beside[name] for name in ("median", "low", "high")}
-            for row, beside in paired(self.latency, self.speedup)
+            for row, beside in row_text.paired(self.latency, self.speedup)
         ]
 
     def _headline(self) -> str:
@@ -89,9 +81,9 @@ class Benchmark(Displayed):
         fastest = max(stable, key=lambda row: float(row["median"]), default=None)
         unstable = "; speedups are unstable" if self.speedup else ""
         best = unstable if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
-        place = "" if fastest is None else f" ({setting_text(fastest)})"
+        place = "" if fastest is None else f" ({row_text.setting_text(fastest)})"
         failed = f"; {len(self.failures)} not measured" if self.failures else ""
-        settings = len({setting_text(row) for row in self.latency})
+        settings = len({row_text.setting_text(row) for row in self.latency})
         return f"{plural(len(self.models), 'model')} in {plural(settings, 'setting')}{best}{place}{failed}"
 
     def _parts(self) -> Iterator[str | Table]:
@@ -99,24 +91,24 @@ class Benchmark(Displayed):
         rows = [
             (
                 *(row[key] for key in ("model", *WHERE)),
-                dtype_text(row),
+                row_text.dtype_text(row),
                 factor(beside["median"]) if beside else "",
-                interval(beside["low"], beside["high"]) + unstable_mark(beside) if beside else "",
+                interval(beside["low"], beside["high"]) + row_text.unstable_mark(beside) if beside else "",
                 digits(row["median_ms"]),
-                interval(row["low_ms"], row["high_ms"]) + unstable_mark(row),
+                interval(row["low_ms"], row["high_ms"]) + row_text.unstable_mark(row),
                 *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms", "samples_per_s")),
                 size(row["peak_memory_bytes"]),
             )
-            for row, beside in paired(self.latency, self.speedup)
+            for row, beside in row_text.paired(self.latency, self.speedup)
         ]
         text = ("device", "runtime", "dtype", "its 95 %", "95 % interval")
         if rows:
             yield Table(("model", *WHERE, "dtype", *HEADINGS), rows, text=text, most=20)
         if self.speedup:
             yield "A speedup is the median of ratios of calls one after the other; that of two medians is less exact."
-        machine = machine_text(self.machine, self.latency)
-        failures = [f"not measured: {line}" for line in failure_lines(self.failures)]
-        remarks = [*unstable_lines(self.latency, self.speedup), *self.notes, *failures, machine]
+        machine = row_text.machine_text(self.machine, self.latency)
+        failures = [f"not measured: {line}" for line in row_text.failure_lines(self.failures)]
+        remarks = [*row_text.unstable_lines(self.latency, self.speedup), *self.notes, *failures, machine]
         yield "\n".join(remarks)
 
 

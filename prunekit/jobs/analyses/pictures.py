@@ -100,7 +100,7 @@ def write_statistics(
             "a picture of weights alone: prunekit visualize filters"
         )
     job, splits = pair.job, pair.of_job()
-    images = chosen_batches(job, splits)
+    images = chosen_batches(job, splits.train)
     histograms: list[Row] = []
     findings: list[Row] = []
     channels = {}

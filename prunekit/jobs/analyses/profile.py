@@ -21,12 +21,7 @@ NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "erro
 
 
 def profile_job(
-    job: JobSettings,
-    *,
-    networks: int = Effort.networks,
-    again: bool = False,
-    log: Log = stage,
-    own: Own = RECIPE_ONLY,
+    job: JobSettings, *, networks: int = Effort.networks, again: bool = False, log: Log = stage, own: Own = RECIPE_ONLY
 ) -> AnalysisRun[Profile]:
     """Profile a job's dense model, which need not be trained, on the job's `prune.target`."""
     layer_setting(job.prune.target)  # raises if the runtime is missing

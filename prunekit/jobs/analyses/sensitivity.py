@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from prunekit.channels.labels.label_union import Labels
@@ -19,11 +18,11 @@ from prunekit.channels.trial.trial import run_trial
 from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score
 from prunekit.data.datasets import describe_corrupt
-from prunekit.data.loader import Batches, batches
+from prunekit.data.loader import Batches
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.baseline_cache import train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
-from prunekit.jobs.run.job_subject import JobSubject, prepare
+from prunekit.jobs.run.job_subject import JobSubject, chosen_batches, prepare
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
 from prunekit.measure.group_sensitivity import forward_passes, measure_sensitivity
@@ -283,7 +282,9 @@ def analyze(
     prepared = prepare(job, own)
     task = prepared.splits.task
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
-    images, labeled = prepared.calibration_images(), _validation(prepared) if measured else None
+    # validation samples, never test samples
+    labeled = chosen_batches(job, prepared.splits.validation, in_order=True) if measured else None
+    images = prepared.calibration_images()
     with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=shown).model.to(prepared.device)
         start = time.perf_counter()
@@ -298,15 +299,6 @@ def analyze(
         if prepared.splits.corrupt:
             run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
     return AnalysisRun(run.path, result, metrics)
-
-
-def _validation(prepared: JobSubject) -> Batches:
-    """Return batches over a fixed random choice of validation samples, never of test samples."""
-    job, total = prepared.job, len(prepared.splits.validation)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
-    chosen = order[: job.calibration.images].sort().values
-    data = prepared.splits.validation
-    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
 def _metrics(prepared: JobSubject, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Every command has one, wherever its model is from: `subject_sources` makes it of
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import get_task
 from prunekit.utils.context import training_mode
+from prunekit.utils.files import sha256
 from prunekit.utils.inputs import call, described, inputs_as_example
 
 
@@ -213,7 +213,7 @@ def bound_splits(
 def own_source(reference: str | None) -> str | None:
     """Return a hash of the file that a reference names, or the reference if it names an installed module."""
     path = Path((reference or "").rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else reference
+    return sha256(path) if path.is_file() else reference
 
 
 def own_structure(model: nn.Module, factory: str) -> list[str]:
@@ -225,4 +225,4 @@ def own_structure(model: nn.Module, factory: str) -> list[str]:
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
     files.add(factory.rpartition(":")[0])
     paths = [Path(file) for file in files if file is not None and Path(file).is_file()]
-    return [repr(model), *sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)]
+    return [repr(model), *sorted(map(sha256, paths))]

@@ -16,6 +16,7 @@ from torch import nn
 
 from prunekit.compaction.model_folder import load, save
 from prunekit.criteria.criterion import CRITERIA
+from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
 from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, require_equal, share_tensors, wait_for_all
@@ -36,18 +37,9 @@ from prunekit.jobs.run.command_subject import (
 from prunekit.jobs.run.early_checks import require_files, require_own
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.measure.accuracy import Scores, evaluate
+from prunekit.models import zoo
 from prunekit.models.interface import ModelInterface
 from prunekit.models.state_dicts import load_weights
-from prunekit.models.zoo import (
-    as_build,
-    build_model,
-    has_weights,
-    load_factory,
-    missing_weights,
-    model_arguments,
-    published,
-    with_head,
-)
 from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
@@ -90,7 +82,7 @@ class JobSubject(Subject):
 
     def calibration_batches(self) -> Batches:
         """Return batches over a fixed random choice of training samples."""
-        return chosen_batches(self.job, self.splits)
+        return chosen_batches(self.job, self.splits.train)
 
     def calibration_images(self) -> Any:
         """Return the inputs (N, ...) of `calibration_batches` on the device; a tuple if the model takes several."""
@@ -135,7 +127,7 @@ def job_subject(
     require_sources(job, own)
     splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)
-    names = () if job.data.labels else published(job.model, model)[1]
+    names = () if job.data.labels else zoo.published(job.model, model)[1]
     splits = bound_splits(splits, model, device, names)
     settings, build = build_of(job, splits), None if own.model is None else own_build(own.model)
     return Subject(
@@ -143,10 +135,10 @@ def job_subject(
         job.name,
         shape or splits.sample_shape,
         splits,
-        trained=has_weights(job.model),
+        trained=zoo.has_weights(job.model),
         inputs=None if shape else inputs_of_task(model, splits),
         interface=ModelInterface((), (), splits.task.name, splits.classes, splits.preprocessing),
-        build=build if settings is None else as_build(settings),
+        build=build if settings is None else zoo.as_build(settings),
     )
 
 
@@ -171,7 +163,7 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
     device = resolve_device(job.device)
     require_sources(job, own)
     renew_code(job)
-    if not has_weights(job.model) and job.baseline is None and own.model is None:
+    if not zoo.has_weights(job.model) and job.baseline is None and own.model is None:
         raise UsageError(
             "model.weights is not given, and nothing says how to train the dense model: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
@@ -248,8 +240,8 @@ def job_model(job: JobSettings, own: Own, splits: Splits | None = None) -> nn.Mo
     classes, side = (None, None) if splits is None else (len(splits.classes) or None, _image_size(splits))
     with seeded(job.seed):
         if own.model is None:
-            return build_model(with_head(job.model, job.task), num_classes=classes, image_size=side)
-        model = load_factory(own.model)
+            return zoo.build_model(zoo.with_head(job.model, job.task), num_classes=classes, image_size=side)
+        model = zoo.load_factory(own.model)
     if job.model.weights is not None:
         load_weights(model, Path(job.model.weights))
     return model
@@ -270,8 +262,8 @@ def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
     """Return the settings that build a job's dense model, with the number of classes; None for the user's own."""
     if job.model.zoo == "own":
         return None
-    arguments = model_arguments(job.model, len(splits.classes) or None, _image_size(splits))
-    return replace(with_head(job.model, job.task), arguments=arguments, origin=None)
+    arguments = zoo.model_arguments(job.model, len(splits.classes) or None, _image_size(splits))
+    return replace(zoo.with_head(job.model, job.task), arguments=arguments, origin=None)
 
 
 def _image_size(splits: Splits) -> int | None:
@@ -280,11 +272,11 @@ def _image_size(splits: Splits) -> int | None:
     return shape[1] if len(shape) == 3 and shape[1] == shape[2] else None
 
 
-def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
-    """Return batches over the calibration samples of a job: a fixed random choice of training samples."""
-    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(job.seed))
-    chosen = order[: job.calibration.images]
-    return batches(splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
+def chosen_batches(job: JobSettings, data: SampleDataset, *, in_order: bool = False) -> Batches:
+    """Return batches over a fixed random choice of samples, as many as a job calibrates on, shuffled or in order."""
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(job.seed))[: job.calibration.images]
+    chosen = chosen.sort().values if in_order else chosen
+    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
 def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
@@ -308,7 +300,7 @@ def require_sources(job: JobSettings, own: Own) -> None:
         raise UsageError(f"--optimizer is {own.optimizer}: {expected}, got {' and '.join(map(repr, asked))}")
     if job.model.zoo == "own" and job.model.arguments:
         raise UsageError("model.arguments: expected none, because the model's factory takes no arguments")
-    require_files(job, missing_weights(job.model))
+    require_files(job, zoo.missing_weights(job.model))
 
 
 def _require_source_of_task(job: JobSettings, own: Own) -> None:

@@ -23,7 +23,7 @@ from prunekit.hooks.model_copy import copied, named_tensors
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, own_source
 from prunekit.jobs.run.early_checks import AUTO, require_run
 from prunekit.jobs.run.job_subject import JobSubject, code_of_job
-from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, weights_digest
+from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, object_in, weights_digest
 from prunekit.models.names import is_weights_file
 from prunekit.planning.plan import load_plan
 from prunekit.pruning.latency_budget_search import time_binds
@@ -95,20 +95,11 @@ def _unfinished(runs: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    return _object(folder / "status.json") or {}
+    return object_in(folder / "status.json") or {}
 
 
 def _identity(folder: Path) -> dict[str, Any] | None:
-    return _object(folder / RESUME / IDENTITY)
-
-
-def _object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it is missing or unreadable."""
-    try:
-        found = read_json(path)
-    except ArtifactError:
-        return None
-    return found if isinstance(found, dict) else None
+    return object_in(folder / RESUME / IDENTITY)
 
 
 def identity_of(prepared: JobSubject, *, training: bool) -> dict[str, Any]:

@@ -99,6 +99,15 @@ def alive(status: Mapping[str, Any]) -> bool:
         return False
 
 
+def object_in(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if it is missing or unreadable."""
+    try:
+        found = read_json(path)
+    except ArtifactError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def write_report(folder: Path) -> Path:
     """Write the page of a run that has finished."""
     from prunekit.report.pages import run_page as page  # pandas takes most of a second to import
@@ -185,11 +194,8 @@ def _opened_log(path: Path) -> TextIO:
 
 def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
     """Return when a run was started, and each time when it was resumed, now included."""
-    try:
-        status = read_json(path / "status.json")
-    except ArtifactError:  # not there yet
-        status = None
-    if not isinstance(status, dict):
+    status = object_in(path / "status.json")
+    if status is None:
         return now, ()
     resumed = status.get("resumed")
     return str(status.get("started", now)), (*map(str, resumed if isinstance(resumed, list) else ()), now)

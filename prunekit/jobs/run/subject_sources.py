@@ -15,19 +15,11 @@ from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_short
 from prunekit.jobs.run.command_subject import Own, Subject
 from prunekit.jobs.run.early_checks import MANIFEST, require_model_folder
 from prunekit.jobs.run.job_subject import job_subject, own_build
+from prunekit.models import zoo
 from prunekit.models.detectors import made_for
 from prunekit.models.interface import ModelInterface, TensorSpec
 from prunekit.models.names import zoo_of
 from prunekit.models.state_dicts import load_weights
-from prunekit.models.zoo import (
-    as_build,
-    build_model,
-    image_shape,
-    is_detector,
-    load_factory,
-    load_with_example,
-    published,
-)
 from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
@@ -100,7 +92,7 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; give that as "
                 f"--model file.py:factory, or in Python load it first: prunekit.load({str(folder)!r}, model=...)"
             )
-        dense = load_factory(factory)
+        dense = zoo.load_factory(factory)
     found = folder_model(folder, dense, shape)
     return found if dense is None else replace(found, build=own_build(str(factory)))
 
@@ -145,20 +137,20 @@ def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> Subject:
-    model = build_model(settings, num_classes=None)
+    model = zoo.build_model(settings, num_classes=None)
     shape = shape or _usual_shape(settings, model)
-    preprocessing, classes = published(settings, model)
-    task = "detection" if is_detector(settings) else IMAGE_CLASSIFICATION.name
+    preprocessing, classes = zoo.published(settings, model)
+    task = "detection" if zoo.is_detector(settings) else IMAGE_CLASSIFICATION.name
     known = ModelInterface((), (), task, classes, preprocessing)
     return Subject(
-        model, settings.name, shape, trained=settings.weights is not None, interface=known, build=as_build(settings)
+        model, settings.name, shape, trained=settings.weights is not None, interface=known, build=zoo.as_build(settings)
     )
 
 
 def _from_factory(
     factory: str, weights: str | None, shape: tuple[int, ...] | None, beside: Sequence[Subject]
 ) -> Subject:
-    model, example = load_with_example(factory)
+    model, example = zoo.load_with_example(factory)
     if shape is None and example is None:
         shape = next((one.sample_shape for one in beside if one.sample_shape and one.inputs is None), None)
     if shape is None and example is None:
@@ -193,7 +185,7 @@ def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
     if (side := made_for(model)) is not None:
         return (3, side, side)
     if settings.zoo != "torchvision":
-        return image_shape(model) or (3, 224, 224)
+        return zoo.image_shape(model) or (3, 224, 224)
     from torchvision.models import get_model_weights
 
     presets = [weights.transforms for weights in get_model_weights(settings.name)]

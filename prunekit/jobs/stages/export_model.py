@@ -188,14 +188,12 @@ def require_exportable(request: ExportRequest, name: str) -> Path:
     if not path.name.endswith(kind.suffix):
         better = f"{path.name.partition('.')[0]}{kind.suffix}"
         raise UsageError(f"{path}: expected a name with {kind.suffix} for {kind.format}, such as {better}")
-    if path.exists() and not request.force:
-        raise UsageError(f"{path}: exists already; name another path, or replace it with --force (force=True)")
+    for made in (path, *([] if request.quantize is None else [int8_path(path)])):
+        if made.exists() and not request.force:
+            raise UsageError(f"{made}: exists already; name another path, or replace it with --force (force=True)")
     if path.exists() and path.is_dir() == bool(kind.suffix):
         there = "folder" if path.is_dir() else "file"
         raise UsageError(f"{path}: a {there} of this name is there, which would be lost; choose another name")
-    beside = int8_path(path)
-    if request.quantize is not None and beside.exists() and not request.force:
-        raise UsageError(f"{beside}: exists already; name another path, or replace it with --force (force=True)")
     require_writable(path)
     return path
 

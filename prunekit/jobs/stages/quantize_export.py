@@ -22,25 +22,8 @@ from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
-from prunekit.jobs.stages.export_model import (
-    CPU,
-    READ,
-    Exported,
-    ExportRequest,
-    checked_batches,
-    export_float,
-    file_batches,
-    fixed_batch,
-    int8_path,
-    latency_row,
-    move_into_place,
-    one_copy,
-    real_samples,
-    samples_in_batches,
-    score_export,
-    size_of,
-    time_export,
-)
+from prunekit.jobs.stages import export_model as exports
+from prunekit.jobs.stages.export_model import Exported, ExportRequest
 from prunekit.measure.accuracy import evaluate
 from prunekit.models.interface import ModelInterface
 from prunekit.settings.deployment import QuantizeSettings
@@ -66,10 +49,10 @@ def export_target(
 ) -> Exported:
     """Export a model, and quantize the file if the request asks for it; see `export_float` and `quantize_export`."""
     if request.quantize is None:
-        return export_float(target, request, folder=folder, facts=facts, log=log)
+        return exports.export_float(target, request, folder=folder, facts=facts, log=log)
     require_quantizable(request)
     require_calibration(target)
-    found, dense = export_float(target, request, folder=folder, facts=facts, log=log), None
+    found, dense = exports.export_float(target, request, folder=folder, facts=facts, log=log), None
     if folder is not None and request.timed:
         with suppress(PrunekitError):  # of the user's own code, or without a run around the folder
             dense = load_model_pair(folder).models.get(DENSE)
@@ -86,7 +69,7 @@ def require_calibration(target: Subject) -> None:
         )
     if splits is not None:
         return
-    samples, real = real_samples(target)
+    samples, real = exports.real_samples(target)
     if not real or not is_batched(samples):
         raise UsageError(
             "int8: expected data to take the ranges of activations from: a model folder inside its run, --recipe or "
@@ -102,7 +85,7 @@ def quantize_export(
     Ranges come from training samples. The limit of `settings.max_drop` is kept on validation samples; the score that is
     reported is on the test samples, which nothing has seen before.
     """
-    kind, path, settings = FORMATS.get(exported.format), int8_path(exported.path), request.quantize
+    kind, path, settings = FORMATS.get(exported.format), exports.int8_path(exported.path), request.quantize
     assert settings is not None
     require_calibration(target)
     data = list(_calibration(target, exported.interface, settings))
@@ -120,22 +103,22 @@ def quantize_export(
         if target.splits is not None and target.splits.task.main.lower_is_better:
             found = _with_lower_better(found)
         run = kind.open_trusted(aside / path.name, threads=request.threads)
-        model = one_copy(target.model)
-        samples, real = real_samples(target)
+        model = exports.one_copy(target.model)
+        samples, real = exports.real_samples(target)
         module = ExportedModel(aside / path.name, kind.format, exported.interface, run)
-        scores = score_export(module, target.splits, log)
-        latency = tuple(time_export(partial(call, model), run, samples, request))
+        scores = exports.score_export(module, target.splits, log)
+        latency = tuple(exports.time_export(partial(call, model), run, samples, request))
         others = {"float": kind.open_trusted(exported.path, threads=request.threads)}
         if dense is not None and request.timed:
             others["dense"] = _dense_run(kind, dense, samples, exported.interface, request, beside_it)
         beside = [
-            {"over": name, **latency_row(batch, timed, "other")}
+            {"over": name, **exports.latency_row(batch, timed, "other")}
             for name, other in others.items()
-            for batch, timed in time_export(other, run, samples, request)
+            for batch, timed in exports.time_export(other, run, samples, request)
         ]
-        bytes_written = size_of(aside)
+        bytes_written = exports.size_of(aside)
         del run, others, module
-        move_into_place(aside, path)
+        exports.move_into_place(aside, path)
     figures = found.as_dict() | {"path": str(path), "speedup": beside}
     size, notes, interface = bytes_written, tuple(found.notes), exported.interface
     return Exported(path, kind.format, size, (), real, scores, latency, interface, notes, figures)
@@ -151,13 +134,15 @@ def _calibration(
     target: Subject, interface: ModelInterface, settings: QuantizeSettings
 ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
     """Yield training samples, or those of the example, as arrays by the names of the inputs."""
-    names, fixed = [one.name for one in interface.inputs], fixed_batch(interface)
+    names, fixed = [one.name for one in interface.inputs], exports.fixed_batch(interface)
     if target.splits is None:
-        chosen: Iterable[Any] = samples_in_batches(real_samples(target)[0], fixed or READ)
+        chosen: Iterable[Any] = exports.samples_in_batches(exports.real_samples(target)[0], fixed or exports.READ)
     else:
         train = target.splits.train
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))[: settings.images]
-        chosen = (inputs_as_example(target.model, inputs) for inputs, _ in file_batches(train, interface, order))
+        chosen = (
+            inputs_as_example(target.model, inputs) for inputs, _ in exports.file_batches(train, interface, order)
+        )
     for example in chosen:
         yield {name: tensor.numpy() for name, tensor in zip(names, gather(example), strict=True)}
 
@@ -165,9 +150,9 @@ def _calibration(
 def _validation_merit(kind: FileBackend, interface: ModelInterface, target: Subject, file: Path) -> float:
     """Return the main score of a file on the validation samples; its negative if less is better."""
     assert target.splits is not None
-    held_out = batches(target.splits.validation, READ, shuffle_seed=None)
+    held_out = batches(target.splits.validation, exports.READ, shuffle_seed=None)
     module = ExportedModel(file, kind.format, interface, kind.open_trusted(file))
-    found = evaluate(module, held_out, target.splits.task, CPU)
+    found = evaluate(module, held_out, target.splits.task, exports.CPU)
     score = next(iter(found.values.values()))
     return -score if found.lower_is_better else score
 
@@ -181,8 +166,8 @@ def _dense_run(
     folder: Path,
 ) -> Run:
     """Export the dense model in float, to time against, and open it."""
-    example = next(checked_batches(samples, request.batch))
+    example = next(exports.checked_batches(samples, request.batch))
     file = folder / "dense" / f"dense{kind.suffix}"
     file.parent.mkdir()
-    kind.write(ExportSource(one_copy(unwrapped(dense)), example, interface, request.options), file)
+    kind.write(ExportSource(exports.one_copy(unwrapped(dense)), example, interface, request.options), file)
     return kind.open_trusted(file, threads=request.threads)

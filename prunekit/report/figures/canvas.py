@@ -157,13 +157,7 @@ def _cell(body: str, ends: list[float], height: float, attributes: str = "") -> 
     left, below, right, above = ends
     box = left - MARGIN, height - above - MARGIN, right - left + 2 * MARGIN, above - below + 2 * MARGIN
     view = " ".join(f"{value:.2f}" for value in box)
-    return (
-        HEAD
-        + Markup(attributes)
-        + Markup(' viewBox="{}" aria-hidden="true">').format(view)
-        + Markup(body)
-        + Markup("</svg>")
-    )
+    return HEAD + Markup(f'{attributes} viewBox="{view}" aria-hidden="true">{body}</svg>')
 
 
 def _split(body: str) -> tuple[dict[str, str], Markup]:

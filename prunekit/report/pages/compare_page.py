@@ -10,20 +10,9 @@ from typing import Any
 
 from prunekit.errors import ArtifactError, PrunekitError, UsageError, reason_of
 from prunekit.measure.latency.row_text import dtype_text, paired, setting_text, unstable_mark
+from prunekit.report.figures import pareto
 from prunekit.report.figures.canvas import are_drawn
-from prunekit.report.figures.pareto import (
-    MACHINE_KEYS,
-    MAX_PANELS,
-    TEST_KEYS,
-    ComparedRun,
-    Panel,
-    by_latency,
-    by_macs,
-    compared_runs,
-    fronts,
-    pareto,
-    settings,
-)
+from prunekit.report.figures.pareto import MACHINE_KEYS, MAX_PANELS, TEST_KEYS, ComparedRun, Panel
 from prunekit.report.headline import PROVEN, capital, direction, guessing, intervals, reference, unit
 from prunekit.report.pages.run_page import write_report
 from prunekit.report.rendering import linked, write
@@ -54,7 +43,7 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
 
 
 def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
-    found = compared_runs([read_run(folder) for folder in folders])
+    found = pareto.compared_runs([read_run(folder) for folder in folders])
     _require_finished(found)
     require_writable(page)
     for side in found:
@@ -70,9 +59,10 @@ def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         **result,
         score=score,
         intervals=" ".join(dict.fromkeys(filter(None, (intervals(side.run.metrics) for side in found)))),
-        figure=pareto(panels, score, units) if panels and are_drawn() else None,
+        figure=pareto.pareto(panels, score, units) if panels and are_drawn() else None,
         fronts=[
-            (panel[0], [", ".join(one.label for one in best) for best in fronts(panel[2]) if best]) for panel in panels
+            (panel[0], [", ".join(one.label for one in best) for best in pareto.fronts(panel[2]) if best])
+            for panel in panels
         ],
         left_out=max(0, len(panels) - MAX_PANELS),
         links={side.letter: linked(side.run.folder / PAGE, page) for side in found},
@@ -159,10 +149,10 @@ def _panels(found: Sequence[ComparedRun]) -> Iterator[Panel]:
     yield (
         "multiply-accumulates",
         "millions of MACs, one sample",
-        [replace(point, cost=point.cost / 1e6) for point in by_macs(found)],
+        [replace(point, cost=point.cost / 1e6) for point in pareto.by_macs(found)],
     )
-    for setting in settings(found):
-        yield setting, "median latency, ms", by_latency(found, setting)
+    for setting in pareto.settings(found):
+        yield setting, "median latency, ms", pareto.by_latency(found, setting)
 
 
 def _notes(found: Sequence[ComparedRun]) -> Iterator[str]:
