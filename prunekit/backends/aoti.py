@@ -20,10 +20,7 @@ from prunekit.utils.tensors import gather
 
 
 @register_backend(
-    format="aoti",
-    about="AOTInductor package, compiled for this machine's CPU",
-    suffix=".aoti.pt2",
-    compiler=True,
+    format="aoti", about="AOTInductor package, compiled for this machine's CPU", suffix=".aoti.pt2", compiler=True
 )
 class Aoti(ProgramBackend):
     """Packages of `torch._inductor.aoti_compile_and_package`. They hold a compiled library, so only open your own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -17,19 +16,20 @@ from prunekit.backends.files.export_source import ExportSource
 from prunekit.backends.folders.library_configs import CONFIG, LibraryLoading, library_loading, processor_config
 from prunekit.backends.folders.model_card import RUN, CardFacts, Loading, card
 from prunekit.backends.folders.model_file import CODE
-from prunekit.backends.standalone import (
-    DENSE,
-    FolderBackend,
-    Standalone,
-    build_of,
-    require_same,
-    write_files,
-)
+from prunekit.backends.standalone import DENSE, FolderBackend, Standalone, build_of, require_same, write_files
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.folded_norms import folds_of
-from prunekit.compaction.model_folder import FORMAT, MANIFEST, WEIGHTS, load, read_manifest, stored_tensors
+from prunekit.compaction.model_folder import (
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    facts_of_model,
+    load,
+    read_manifest,
+    stored_tensors,
+)
 from prunekit.errors import ArtifactError, RunError, UsageError
-from prunekit.hooks.model_copy import foreign_methods, named_tensors
+from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.bitmask import write_tensors
 from prunekit.models.interface import ModelInterface
@@ -110,26 +110,15 @@ def _manifest(source: ExportSource, build: Mapping[str, Any] | None) -> dict[str
     zoo = build if build is not None and build.get("zoo") != "own" else None
     model = source.model
     _require_dense(source, build)
-    specs = input_specs(source.example)
     return {
-        "format": FORMAT,
-        "class": original_of(type(model)).__name__,
+        **facts_of_model(model, input_specs(source.example)),
         "build": None if zoo is None else {key: zoo.get(key) for key in ("name", "zoo", "arguments")},
         "kept": {},
         "attention_heads": {},
         "attributes": {},
         "widths_of_bare_norms": {},
         "dense_shapes": {},
-        "folded_norms": folds_of(model),
-        "foreign_methods": foreign_methods(model),
-        "channels_last": lies_channels_last(model),
-        "example": {
-            "shapes": [list(one.shape) for one in specs],
-            "dtypes": [one.dtype for one in specs],
-            "names": [one.name for one in specs],
-        },
         "provenance": {},
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         **own,
     }
 

@@ -24,9 +24,7 @@ EXTRA = "prunekit.json"
 
 
 @register_backend(
-    format="pt2",
-    about="program of torch.export, which PyTorch runs without the model's code",
-    suffix=".pt2",
+    format="pt2", about="program of torch.export, which PyTorch runs without the model's code", suffix=".pt2"
 )
 class Pt2(ProgramBackend):
     """Files of `torch.export.save`."""

@@ -22,29 +22,21 @@ from prunekit.backends.backend import FileBackend, register_backend
 from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.folders.builders import Builder, builders
 from prunekit.backends.folders.differences import Differences, DiffersError, differences, explicit_sizes
-from prunekit.backends.folders.model_file import (
-    ATTRIBUTES,
-    CODE,
-    MANIFEST,
-    WEIGHTS,
-    FileContents,
-    text_of_file,
-)
+from prunekit.backends.folders.model_file import ATTRIBUTES, CODE, MANIFEST, WEIGHTS, FileContents, text_of_file
 from prunekit.channels.float64 import relative_difference
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.channels.tracing.execution import first_outputs
 from prunekit.channels.tracing.storages import parts_of
-from prunekit.compaction.model_folder import read_manifest, stored_tensors
+from prunekit.compaction.model_folder import checked_manifest, read_manifest, stored_tensors
 from prunekit.errors import ArtifactError, RunError, UsageError, raised_as, reason_of
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.wrappers import require_values
 from prunekit.models.bitmask import write_tensors
 from prunekit.models.interface import ModelInterface
 from prunekit.models.zoo import from_build
-from prunekit.reading.text_files import read_json
 from prunekit.utils.context import set_mode, without_gradients
 from prunekit.utils.context import threads as with_threads
-from prunekit.utils.files import require_checksum, sha256, with_checksum, write_json, write_text
+from prunekit.utils.files import sha256, with_checksum, write_json, write_text
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, lies_channels_last
 
@@ -232,14 +224,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
     for name in (MANIFEST, CODE, WEIGHTS):
         if not (path / name).is_file():
             raise ArtifactError(f"{path}: expected a standalone folder with {name}, which is not there")
-    manifest = read_json(path / MANIFEST)
-    wanted = {"format": int, "interface": dict, "sha256": dict}
-    if not isinstance(manifest, dict) or any(not isinstance(manifest.get(k), kind) for k, kind in wanted.items()):
-        raise ArtifactError(f"{path / MANIFEST}: expected an object with {', '.join(wanted)}; it is damaged")
-    if manifest["format"] != FORMAT:
-        raise ArtifactError(f"{path / MANIFEST}: format {manifest['format']}, expected {FORMAT}")
-    require_checksum(path / MANIFEST, manifest)
-    return manifest
+    return checked_manifest(path / MANIFEST, {"format": int, "interface": dict, "sha256": dict}, (FORMAT,))
 
 
 def imported(path: Path) -> ModuleType:

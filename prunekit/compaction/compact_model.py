@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.channels.cut.shorter_model import AbsentModule, ConstantModule, EmptyModule, ShorterModule
 from prunekit.channels.cut.slicing import narrowed
@@ -19,6 +20,8 @@ from prunekit.models.hugging_face import set_noted_config, unsayable
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
+
+Found = TypeVar("Found", bound=Tensor)
 
 
 @public_call
@@ -97,26 +100,28 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     """
     require_plan(plan, model)
     compact_tensors = dict(named_tensors(small))
-    places = {}
-    for name, tensor in named_tensors(model):
-        if name in plan.lost:
-            continue
-        axes = plan.kept_indices.get(name, (None,) * tensor.ndim)
-        kept = [np.arange(size) if index is None else index for size, index in zip(tensor.shape, axes, strict=True)]
-        wanted = tuple(map(len, kept))
-        there = compact_tensors.pop(name, None)
-        if there is None or tuple(there.shape) != wanted:
-            got = "no such tensor" if there is None else f"the shape {tuple(there.shape)}"
-            raise PlanError(
-                f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan"
-            )
-        places[name] = tensor, there, kept, name in plan.kept_indices
+    left = [(name, tensor) for name, tensor in named_tensors(model) if name not in plan.lost]
+    pairs = [(name, tensor, counterpart(name, tensor, compact_tensors.pop(name, None), plan)) for name, tensor in left]
     if compact_tensors:
         raise PlanError(f"{next(iter(compact_tensors))}: in the compact model, but not in the dense one")
     plan.zero(model)
-    for tensor, there, kept, shrinks in places.values():
-        values = there.to(tensor.device, tensor.dtype)
-        if shrinks:
-            tensor[np.ix_(*kept)] = values
-        else:
+    for name, tensor, there in pairs:
+        values, axes = there.to(tensor.device, tensor.dtype), plan.kept_indices.get(name)
+        if axes is None:
             tensor.copy_(values)
+        else:
+            sizes = zip(tensor.shape, axes, strict=True)
+            tensor[np.ix_(*(np.arange(size) if index is None else index for size, index in sizes))] = values
+
+
+def counterpart(name: str, dense: Tensor, found: Found | None, plan: Plan) -> Found:
+    """Return the tensor of a compact model for one of the dense model; raise if it is not what the plan keeps of that.
+
+    None stands for a tensor that the compact model lacks.
+    """
+    kept = plan.kept_indices.get(name, (None,) * dense.dim())
+    wanted = tuple(size if index is None else len(index) for size, index in zip(dense.shape, kept, strict=True))
+    if found is None or tuple(found.shape) != wanted:
+        got = "no such tensor" if found is None else f"the shape {tuple(found.shape)}"
+        raise PlanError(f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan")
+    return found

@@ -28,13 +28,7 @@ from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
 from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.errors import ArtifactError, ModelError, UsageError
-from prunekit.hooks.model_copy import (
-    foreign_methods,
-    hidden_parameters,
-    named_tensors,
-    with_tensors,
-    without_values,
-)
+from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors, without_values
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.known_names import is_export_name
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
@@ -162,24 +156,19 @@ def save(
         tensors, sparse = stored_tensors(model)
         compressed = write_tensors(tensors, temporary / WEIGHTS, compress=compress)
         manifest = {
+            **facts_of_model(model, specs),
             "format": COMPRESSED_FORMAT if compressed else FORMAT,
             "compression": COMPRESSION if compressed else None,
-            "class": type(model).__name__,
             "build": None if build is None else as_build(build),
             "kept": kept,
             "attention_heads": {path: list(entry) for path, entry in heads_of(model).items()},
             "attributes": attribute_values(model, plan.channel_map, plan.keep),
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(shapes[name]) for name in kept},
-            "folded_norms": folds,
             **({"shorter": shorter.as_json()} if shorter else {}),
             "sparse": sparse,
-            "foreign_methods": foreign_methods(model),
-            "channels_last": lies_channels_last(model),
-            "example": _example(plan.channel_map.inputs),
             ENTRY: interface.as_dict(),
             "provenance": dict(plan.provenance),
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
             **(extra or {}),
         }
@@ -229,7 +218,20 @@ def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
     return model, plan
 
 
-def _example(inputs: tuple[InputSpec, ...]) -> dict[str, Any]:
+def facts_of_model(model: nn.Module, inputs: Sequence[InputSpec]) -> dict[str, Any]:
+    """Return the manifest's entries that tell of a model by itself, pruned or not."""
+    return {
+        "format": FORMAT,
+        "class": type(model).__name__,
+        "folded_norms": folds_of(model),
+        "foreign_methods": foreign_methods(model),
+        "channels_last": lies_channels_last(model),
+        "example": _example(inputs),
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+
+
+def _example(inputs: Sequence[InputSpec]) -> dict[str, Any]:
     """Return the manifest's entry for the example; for one positional float32 tensor the shape alone."""
     known: dict[str, Any] = {"shapes": [list(one.shape) for one in inputs]}
     if [(one.dtype, one.name) for one in inputs] != [("float32", None)]:
@@ -266,13 +268,18 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
         raise ArtifactError(
             f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there{hint}"
         )
-    manifest = read_json(path)
     wanted = {"format": int, "kept": dict, "dense_shapes": dict, "example": dict, "sha256": dict}
+    return checked_manifest(path, wanted, (FORMAT, COMPRESSED_FORMAT))
+
+
+def checked_manifest(path: Path, wanted: Mapping[str, type], formats: Sequence[int]) -> dict[str, Any]:
+    """Return the manifest in a file, which has some entries, is of a known format, and was not changed."""
+    manifest = read_json(path)
     if not isinstance(manifest, dict) or any(not isinstance(manifest.get(k), t) for k, t in wanted.items()):
         raise ArtifactError(f"{path}: expected an object with {', '.join(wanted)}; the manifest is damaged")
-    if manifest["format"] not in (FORMAT, COMPRESSED_FORMAT):
+    if manifest["format"] not in formats:
         raise ArtifactError(
-            f"{path}: format {manifest['format']}, expected {FORMAT} or {COMPRESSED_FORMAT}: a newer prunekit wrote "
+            f"{path}: format {manifest['format']}, expected {' or '.join(map(str, formats))}: a newer prunekit wrote "
             "it; load it with that version or a later one"
         )
     require_checksum(path, manifest)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from prunekit.channels.cut.slicing import cut
-from prunekit.compaction.compact_model import compact
+from prunekit.compaction.compact_model import compact, counterpart
 from prunekit.errors import PlanError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
@@ -128,14 +128,7 @@ def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Pa
             f"the optimizer has a parameter of shape {tuple(dense.shape)} that is not the model's; give the model that "
             "it was made for"
         )
-    name = names[dense]
-    found = there.get(name)
-    kept = plan.kept_indices.get(name, (None,) * dense.dim())
-    wanted = tuple(size if index is None else len(index) for size, index in zip(dense.shape, kept, strict=True))
-    if found is None or tuple(found.shape) != wanted:
-        got = "no such parameter" if found is None else f"the shape {tuple(found.shape)}"
-        raise PlanError(f"{name}: expected {wanted} in the compact model, got {got}; make it from this model and plan")
-    return found
+    return counterpart(names[dense], dense, there.get(names[dense]), plan)
 
 
 def cut_state(key: str, value: Any, dense: Tensor, name: str, plan: Plan) -> Any:

@@ -82,12 +82,7 @@ CRITERIA: Registry[Criterion] = known_names.CRITERIA
 
 
 def register_criterion(
-    name: str,
-    *,
-    needs: tuple[Need, ...] = ("weights",),
-    measures: str = "",
-    paper: str = "",
-    comparable: bool = False,
+    name: str, *, needs: tuple[Need, ...] = ("weights",), measures: str = "", paper: str = "", comparable: bool = False
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register an importance score under a name that Python, recipes and commands take from then on.
 

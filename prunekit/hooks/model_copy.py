@@ -354,7 +354,7 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values(), *vars(value).values()
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         named = (value.__kwdefaults__ or {}).values()
         return *cells, *(value.__defaults__ or ()), *named, *vars(value).values(), *_globals_read(value).values()
     if isinstance(value, weakref.ref):
@@ -362,7 +362,8 @@ def _children(value: Any) -> Iterable[Any]:
     return _entries(value) or list(getattr(value, "__dict__", {}).values())
 
 
-def _is_filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
+    """Return whether a variable that a function takes from outside has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -449,7 +450,7 @@ def _function_rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionT
     names.update({name: _rebound(item, memo) for name, item in found.items()})
     twin.__defaults__ = function.__defaults__ and tuple(_rebound(item, memo) for item in function.__defaults__)
     for cell, old in zip(cells, function.__closure__ or (), strict=True):
-        if _is_filled(old):
+        if is_filled(old):
             cell.cell_contents = _rebound(old.cell_contents, memo)
     if function.__kwdefaults__:
         twin.__kwdefaults__ = {key: _rebound(item, memo) for key, item in function.__kwdefaults__.items()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 import torch
+from annotated_types import Ge
+from pydantic import ConfigDict
 from torch import nn
 
 from prunekit.errors import ArtifactError, UsageError
@@ -18,6 +20,7 @@ from prunekit.masks.activation_masks import Side
 from prunekit.masks.module_values import one_of, paths_matching
 from prunekit.masks.threshold_search import MaskedActivations, search_thresholds
 from prunekit.modes.public_call import public_call
+from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json
 from prunekit.settings.train import ActivationSettings
 from prunekit.tasks.batches import ModelBatches
@@ -27,21 +30,26 @@ from prunekit.utils.display import Displayed, Table, digits, plural, share
 from prunekit.utils.files import StrPath, write_json
 from prunekit.utils.progress import reporting
 
+Amount = Annotated[float, Ge(0)]
+KNOWN_NAMES = ConfigDict(extra="forbid")
+"""Files with other entries than the fields are refused."""
+
 
 @dataclass(frozen=True)
 class ActivationBudget:
     """A budget of zeros for all masks together, and how it was spread over them."""
 
-    overall: float  # share of zeros asked for, weighted by what they save
+    overall: Amount  # share of zeros asked for, weighted by what they save
     by: SavedBy  # what that is: MACs of the layers that read the masked values, or the values themselves
     # share of all that can be saved that lies behind each mask, by module path; they add up to 1. With 0, nothing that
     # computes by MACs reads these values, and they are not masked.
-    weights: Mapping[str, float]
+    weights: Mapping[str, Amount]
     # share of zeros that each mask was given; where zeros alone exceed it, the threshold is 0
-    shares: Mapping[str, float]
+    shares: Mapping[str, Amount]
     # mean squared difference of the model's output from the unmasked one's on held-out samples, as a share of the
     # latter's variance: `spread` over the layers by measured errors, and `uniform` with one share for all
-    errors: Mapping[str, float]
+    errors: Mapping[str, Amount]
+    __pydantic_config__ = KNOWN_NAMES
 
     @property
     def way(self) -> str:
@@ -83,12 +91,13 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         ...     y = model(x)
     """
 
-    thresholds: Mapping[str, float]
-    reached: Mapping[str, float]
-    target: float | None
+    thresholds: Mapping[str, Amount]
+    reached: Mapping[str, Amount]
+    target: Amount | None
     side: Side
-    rounds: int
+    rounds: Annotated[int, Ge(0)]
     budget: ActivationBudget | None = None
+    __pydantic_config__ = KNOWN_NAMES
 
     def __getitem__(self, path: str) -> float:
         return self.thresholds[path]
@@ -157,7 +166,7 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
     def save(self, path: StrPath) -> None:
         """Write the thresholds as JSON."""
         budget = {} if self.budget is None else {"budget": asdict(self.budget)}
-        known = {name: getattr(self, name) for name in _VALID}
+        known = {name: value for name, value in vars(self).items() if name != "budget"}
         write_json(Path(path), {**known, "thresholds": dict(self.thresholds), "reached": dict(self.reached), **budget})
 
     @classmethod
@@ -167,53 +176,13 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         Raises:
             ArtifactError: the file is missing, damaged, or something else.
         """
-        found = read_json(Path(path))
-        if not isinstance(found, dict) or found.keys() - {"budget"} != _VALID.keys():
-            raise ArtifactError(f"{path}: expected activation thresholds, an object with {', '.join(_VALID)}")
-        budget = found.pop("budget", None)
-        _require_valid(found, _VALID, str(path))
-        if budget is None:
-            return cls(**found)
-        if not isinstance(budget, dict) or budget.keys() != _VALID_BUDGET.keys():
-            raise ArtifactError(f"{path}: budget: expected an object with {', '.join(_VALID_BUDGET)}")
-        _require_valid(budget, _VALID_BUDGET, f"{path}: budget")
-        if not budget["weights"].keys() == found["thresholds"].keys() == found["reached"].keys():
-            raise ArtifactError(f"{path}: budget: weights: expected one for each threshold; the file is damaged")
-        return cls(**found, budget=ActivationBudget(**budget))
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_number, value.values()))
-
-
-_Valid = dict[str, tuple[Callable[[Any], bool], str]]
-_VALID: _Valid = {
-    "thresholds": (_numbers, "numbers of at least 0 by module path"),
-    "reached": (_numbers, "shares by module path"),
-    "target": (lambda value: value is None or _number(value), "a share or null"),
-    "side": (lambda value: value in ("input", "output"), "'input' or 'output'"),
-    "rounds": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
-}
-_VALID_BUDGET: _Valid = {
-    "overall": (_number, "a share"),
-    "by": (lambda value: value in ("macs", "values"), "'macs' or 'values'"),
-    "weights": (_numbers, "shares by module path"),
-    "shares": (_numbers, "shares by module path"),
-    "errors": (
-        lambda value: _numbers(value) and value.keys() == {"spread", "uniform"},
-        "numbers of at least 0 that are named spread and uniform",
-    ),
-}
-
-
-def _require_valid(found: dict[str, Any], valid: _Valid, where: str) -> None:
-    for name, (is_valid, expected) in valid.items():
-        if not is_valid(found[name]):
-            raise ArtifactError(f"{where}: {name}: expected {expected}, got {found[name]!r}; the file is damaged")
+        found = as_record(cls, read_json(Path(path)), str(path))
+        if (budget := found.budget) is not None:
+            if not budget.weights.keys() == found.thresholds.keys() == found.reached.keys():
+                raise ArtifactError(f"{path}.budget.weights: expected one for each threshold; the file is damaged")
+            if budget.errors.keys() != {"spread", "uniform"}:
+                raise ArtifactError(f"{path}.budget.errors: expected spread and uniform; the file is damaged")
+        return found
 
 
 def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:

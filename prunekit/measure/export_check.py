@@ -30,12 +30,7 @@ class Parity:
 
 
 def check_export(
-    kind: FileBackend,
-    path: Path,
-    run: Run,
-    model: nn.Module,
-    interface: ModelInterface,
-    example: tuple[Any, ...],
+    kind: FileBackend, path: Path, run: Run, model: nn.Module, interface: ModelInterface, example: tuple[Any, ...]
 ) -> Parity:
     """Compare a file's outputs with the model's in float32, on an example."""
     with torch.inference_mode():

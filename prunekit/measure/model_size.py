@@ -37,11 +37,7 @@ def _grouped_product(left: Tensor, right: Tensor, *args: Any, **named: Any) -> i
     return 2 * stacks * prod(left.shape[-2:]) * right.shape[-1]
 
 
-_FLOPS = {
-    aten._grouped_mm: _grouped_product,
-    **flop_registry,
-    aten._sparse_addmm: flop_registry[aten.addmm],
-}
+_FLOPS = {aten._grouped_mm: _grouped_product, **flop_registry, aten._sparse_addmm: flop_registry[aten.addmm]}
 
 
 class FlopCounter(OperatorMode):

@@ -184,12 +184,7 @@ class _BlockSearch:
     """Blocks at their best widths for prices of budgets; one goes if they keep less for the cost than its absence."""
 
     def __init__(
-        self,
-        parts: list[GroupPart],
-        blocks: list[Block],
-        worth: KeptScores,
-        budgets: Budgets,
-        settings: PruneSettings,
+        self, parts: list[GroupPart], blocks: list[Block], worth: KeptScores, budgets: Budgets, settings: PruneSettings
     ) -> None:
         self.parts, self.blocks, self.worth, self.budgets, self.settings = parts, blocks, worth, budgets, settings
         own = [float(sum(worth.kept[index][-1] for index in block.parts)) for block in blocks]

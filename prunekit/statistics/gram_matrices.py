@@ -30,14 +30,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.statistics.layer_graph import (
-    ChainMark,
-    LayerChain,
-    LayerFinder,
-    calls_by_use,
-    find_layers,
-    merge_calls,
-)
+from prunekit.statistics.layer_graph import ChainMark, LayerChain, LayerFinder, calls_by_use, find_layers, merge_calls
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.observers import watch
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows

@@ -217,10 +217,7 @@ def _slopes_and_errors(model: nn.Module, stats: PatchStats) -> tuple[_Slopes, li
 
 
 def _gains_by_gradients(
-    model: nn.Module,
-    stats: PatchStats,
-    judge: OutputComparison,
-    inputs: tuple[Any, ...],
+    model: nn.Module, stats: PatchStats, judge: OutputComparison, inputs: tuple[Any, ...]
 ) -> list[float | None] | None:
     """Return the gain of each layer, None where it is none; None altogether if gradients miss some."""
     if judge.weights or not stats.layers:

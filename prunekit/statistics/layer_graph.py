@@ -92,10 +92,7 @@ class LayerChain:
         summed, scaled = "sum" in stages, any(stage.startswith("gain") for stage in stages)
         rectified = self.rectified == stages[-1] and self.reads[stages[-1]] == 1 and (summed or not scaled)
         layer = replace(
-            self.layer,
-            calls=calls,
-            rectified=rectified,
-            norm=self.layer.norm if "norm" in stages else None,
+            self.layer, calls=calls, rectified=rectified, norm=self.layer.norm if "norm" in stages else None
         )
         if summed:
             layer = replace(layer, end=_plain_end(layer) if layer.moves else "sum")

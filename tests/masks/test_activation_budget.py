@@ -171,10 +171,10 @@ def test_budgets_are_saved_and_loaded_and_old_files_are_read(tmp_path: Path) -> 
     }
     for name, value in wrong.items():
         path.write_text(json.dumps({**text, "budget": {**text["budget"], name: value}}))
-        with pytest.raises(ArtifactError, match=rf"budget: {name}: expected"):
+        with pytest.raises(ArtifactError, match=rf"budget\.{name}[^:]*: (Input should be|expected)"):
             ActivationThresholds.load(path)
     path.write_text(json.dumps({**text, "budget": {"overall": 0.5}}))
-    with pytest.raises(ArtifactError, match="budget: expected an object with overall, by, weights, shares, errors"):
+    with pytest.raises(ArtifactError, match=r"budget\.by: Field required"):
         ActivationThresholds.load(path)
     path.write_text(json.dumps({**text, "budget": {**text["budget"], "weights": {"main": 1.0}}}))
     with pytest.raises(ArtifactError, match="expected one for each threshold"):

@@ -294,29 +294,33 @@ def test_thresholds_are_saved_and_loaded(tmp_path: Path) -> None:
     found.save(tmp_path / "thresholds.json")
     again = ActivationThresholds.load(tmp_path / "thresholds.json")
     assert vars(again) == vars(found)
-    for other in ([1], {"thresholds": {}}):
+    for other, message in (
+        ([1], "Input should be an object"),
+        ({"thresholds": {}}, "reached: Field required"),
+        ({**json.loads((tmp_path / "thresholds.json").read_text()), "more": 1}, "more: Unexpected keyword"),
+    ):
         (tmp_path / "other.json").write_text(json.dumps(other))
-        with pytest.raises(ArtifactError, match="expected activation thresholds, an object with thresholds, reached"):
+        with pytest.raises(ArtifactError, match=message):
             ActivationThresholds.load(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("thresholds", [0.1], "expected numbers of at least 0 by module path, got"),
-        ("thresholds", {"0": "a"}, "expected numbers of at least 0 by module path, got"),
-        ("thresholds", {"0": -1.0}, "expected numbers of at least 0 by module path, got"),
-        ("reached", {"0": True}, "expected shares by module path, got"),
-        ("target", "0.9", "expected a share or null, got '0.9'"),
-        ("side", ["input"], "expected 'input' or 'output', got"),
-        ("rounds", 1.5, r"expected a whole number of at least 0, got 1\.5"),
+        ("thresholds", [0.1], r": Input should be an object, got \[0\.1\]"),
+        ("thresholds", {"0": "a"}, r"\.0: Input should be a valid number, got 'a'"),
+        ("thresholds", {"0": -1.0}, r"\.0: Input should be greater than or equal to 0, got -1\.0"),
+        ("reached", {"0": True}, r"\.0: Input should be a valid number, got True"),
+        ("target", "0.9", ": Input should be a valid number, got '0.9'"),
+        ("side", ["input"], ": Input should be 'input' or 'output', got"),
+        ("rounds", 1.5, r": Input should be a valid integer, got 1\.5"),
     ],
 )
 def test_damaged_thresholds_are_refused(name: str, wrong: Any, message: str, tmp_path: Path) -> None:
     ActivationThresholds({"0": 0.5}, {"0": 0.9}, None, "output", 0).save(tmp_path / "thresholds.json")
     found = json.loads((tmp_path / "thresholds.json").read_text())
     (tmp_path / "thresholds.json").write_text(json.dumps({**found, name: wrong}))
-    with pytest.raises(ArtifactError, match=rf"thresholds\.json: {name}: {message}"):
+    with pytest.raises(ArtifactError, match=rf"thresholds\.json\.{name}{message}"):
         ActivationThresholds.load(tmp_path / "thresholds.json")
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.backends.folders.bundled_source import literal
 from prunekit.channels.cut.shorter_model import REPLACED, ShorterModule, shortening_of
 from prunekit.channels.labels.branch import WHOLE, Shortening, is_inside
-from prunekit.channels.rewrite.source_rewriter import original_of
+from prunekit.channels.rewrite.source_rewriter import integers, original_of
 from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.hooks.hook import HOOK_TABLES
@@ -82,7 +82,7 @@ def explicit_sizes(model: nn.Module) -> Differences:
         wanted = {
             name: text
             for name, value in own.items()
-            if (text := literal(value)) is not None and (not plain or _is_size(value))
+            if (text := literal(value)) is not None and (not plain or integers(value) is not None)
         }
         if wanted:
             found.attributes[path] = wanted
@@ -92,11 +92,6 @@ def explicit_sizes(model: nn.Module) -> Differences:
 def _is_internal(name: str) -> bool:
     """Return whether an attribute is torch's own, or a remark of prunekit."""
     return name in _OF_TORCH or name in _OF_HOOKS or name.startswith("_prunekit")
-
-
-def _is_size(value: Any) -> bool:
-    items = value if type(value) in (tuple, list, torch.Size) else [value]
-    return bool(items) and all(type(item) is int for item in items)
 
 
 def _compare(dense: nn.Module, model: nn.Module, path: str, found: Differences, seen: set[int]) -> None:

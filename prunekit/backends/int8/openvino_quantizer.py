@@ -68,13 +68,7 @@ class OpenvinoQuantizer(Quantizer):
     """
 
     def __init__(
-        self,
-        file: Path,
-        folder: Path,
-        batches: Iterable[Batch],
-        images: int,
-        *,
-        correct_biases: bool = True,
+        self, file: Path, folder: Path, batches: Iterable[Batch], images: int, *, correct_biases: bool = True
     ) -> None:
         self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
         self.notes = [int8_note()]

@@ -54,6 +54,7 @@ from prunekit.channels.tracing.call_sites import (
 )
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.errors import ArtifactError
+from prunekit.hooks.model_copy import is_filled
 
 Values = dict[str, dict[str, Any]]
 """Module path -> attribute, or name of an expression -> an integer, or a list or tuple of integers."""
@@ -276,20 +277,13 @@ def _redecorated(
         return new if depth else None
     cells, found = list(outer.__closure__ or ()), False
     for index, cell in enumerate(cells):
-        inner = _contents(cell)
+        inner = cell.cell_contents if is_filled(cell) else None
         changed = _redecorated(inner, old, new, depth - 1) if isinstance(inner, FunctionType) else None
         if changed is not None:
             cells[index], found = CellType(changed), True
     if not found:
         return None
     return functools.update_wrapper(_function(outer, outer.__code__, tuple(cells)), new)  # type: ignore[return-value]
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable without a value
-        return None
 
 
 @weak_cache

@@ -95,9 +95,7 @@ class _UntracedSearch:
 
     def __post_init__(self) -> None:
         self._values: dict[tuple[Holder, str], list[list[SizeAttribute]]] = {}  # what `_meanings` returned
-        self._read: set[Holder] = (
-            set()
-        )  # what methods read as sizes on lines that the examples run: no search for these
+        self._read = set[Holder]()  # what methods read as sizes on lines that the examples run: no search for these
         self._known: dict[tuple[str, str, int | None], SizeAttribute] = {}  # sizes that were found
         self._notes: dict[str, list[str]] = {}  # each with the paths of the modules that it is about
         touched = {name.rpartition(".")[0] for name in self.kept}

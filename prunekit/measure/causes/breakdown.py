@@ -208,13 +208,7 @@ class Breakdown:
 
 
 def break_down(
-    dense: nn.Module,
-    pruned: nn.Module,
-    inputs: tuple[Any, ...],
-    *,
-    batch: int,
-    rounds: int,
-    device: torch.device,
+    dense: nn.Module, pruned: nn.Module, inputs: tuple[Any, ...], *, batch: int, rounds: int, device: torch.device
 ) -> Breakdown:
     """Time two models in eval mode, without gradients; each round times both as a whole and both by operator."""
     calls = [record_calls(model, inputs) for model in (dense, pruned)]

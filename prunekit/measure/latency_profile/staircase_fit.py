@@ -393,19 +393,14 @@ def _best_cut(design: Numbers, wanted: Numbers, widths: Sequence[Labels]) -> Cut
     """Return the cut with the least squared error; None if there are too few points."""
     least, best = CUT_POINTS * design.shape[1], None
     for index, values in enumerate(widths):
-        for low in _subsampled(np.unique(values)[1:]):
+        lows = np.unique(values)[1:]
+        for low in lows[:: max(1, -(-lows.size // CUTS))]:  # evenly spaced
             above = values >= low
             if least <= np.count_nonzero(above) <= above.size - least:
                 error = sum(_squared(design[side], wanted[side]) for side in (above, ~above))
                 if best is None or error < best[0]:
                     best = error, (index, float(low), above)
     return None if best is None else best[1]
-
-
-def _subsampled(values: Labels) -> Labels:
-    """Return at most `CUTS` of the values, evenly spaced."""
-    chosen: Labels = values[:: -(-values.size // CUTS)] if values.size else values
-    return chosen
 
 
 def _squared(design: Numbers, wanted: Numbers) -> float:
