@@ -114,6 +114,7 @@ EXAMPLES: dict[str, Any] = {
     "TrainSettings.label_smoothing": 0.1,
     "TrainSettings.mixup": 0.2,
     "TrainSettings.cutmix": 1.0,
+    "TrainSettings.norms": "running",
     "TrainSettings.accumulate": 4,
     "AdapterSettings.modules": ["*.mlp.*"],
     "FeatureSettings.modules": ["layer*"],

@@ -224,6 +224,10 @@ class TrainSettings(Checked):
     cutmix: Annotated[float, Ge(0)] = 0.0
     """Replaces a rectangle of each image by another's, of an area from Beta(cutmix, cutmix) (Yun et al. 2019). With
     mixup too, each image draws one of them."""
+    norms: Literal["batch", "running"] | None = None
+    """Statistics by which BatchNorm normalizes in training: those of each `batch`, or the `running` ones, which stay as
+    they are and hold at low rates only, best with `adamw`. Null: `running` of detectors that were trained before, whose
+    batches are small, else `batch`."""
     precision: FloatName = "fp32"
     """Dtype of the forward pass (mixed precision, Micikevicius et al. 2018; fp16 with a loss scale)."""
     accumulate: Annotated[int, Ge(1)] = 1

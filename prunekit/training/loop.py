@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.data.augmentation import Mixing
 from prunekit.data.loader import Batch, Batches, batches
@@ -258,11 +259,12 @@ class TrainingLoop:
         if not self.settings.epochs:
             best.keep()
         elif at.epoch == 1 and not at.step:
-            self.state.model.train()
+            self._set_train_mode()
             if not at.begun:
                 self._offer_start(at)
                 with self.state.callbacks.around_trial():
-                    rebase_batchnorm(self.state.model, (counts for _, counts in self._losses(self.first)))
+                    if self.settings.norms != "running":
+                        rebase_batchnorm(self.state.model, (counts for _, counts in self._losses(self.first)))
                 at.begun = True
             if self.settings.lr == "auto":
                 self._search_rate()
@@ -279,6 +281,12 @@ class TrainingLoop:
                 self.state.write_if_due()
         if not over:
             self.state.write_result()
+
+    def _set_train_mode(self) -> None:
+        """Put the model into train mode, but norms that keep their running statistics."""
+        for module in self.state.model.train().modules():
+            if self.settings.norms == "running" and isinstance(module, _BatchNorm):
+                module.eval()
 
     def _offer_start(self, at: Position) -> None:
         """Make the state before the first step a candidate for the best, if its loss is finite."""
@@ -360,7 +368,7 @@ class TrainingLoop:
     def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
         """Make the remaining steps of an epoch."""
         callbacks = self.state.callbacks
-        self.state.model.train()
+        self._set_train_mode()
         if until():
             raise _Paused
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), self.settings.accumulate):

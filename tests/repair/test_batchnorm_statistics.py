@@ -145,7 +145,7 @@ def images(seed: int, shift: float) -> Tensor:
 
 
 def trained() -> nn.Sequential:
-    """A model that has seen images, with scales and shifts of its own; the last channel of its first norm has died since."""
+    """A model that has seen images, with scales and shifts of its own; a channel of its first norm has died since."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5), nn.Flatten()

@@ -20,13 +20,13 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
-from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
+from prunekit.settings.train import AverageSettings, DistillSettings, FeatureSettings, TrainSettings
 from prunekit.tasks.task import get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks import distillation
 from prunekit.training.callbacks.callback import ContextCallback, TrainingRun
 from prunekit.training.callbacks.distillation import Distillation, feature_error, soft_targets
-from prunekit.training.callbacks.selection import on_labels, task_loss, with_teacher
+from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, on_labels, task_loss, with_teacher
 from prunekit.training.loop import fit
 from prunekit.utils.context import training_mode
 
@@ -395,6 +395,50 @@ def test_the_fast_teacher_answers_as_the_teacher(view: bool) -> None:
     torch.testing.assert_close(fast(images), teacher(images))
     assert isinstance(teacher.body[1], nn.BatchNorm2d)
     assert teacher.body[0].weight.is_contiguous()
+
+
+@pytest.mark.parametrize(("distill", "norms", "kept"), [
+    (DistillSettings(), "running", True), (DistillSettings(), "batch", False), (None, "running", True),
+])  # fmt: skip
+def test_running_statistics_stay_where_they_are_asked_to(
+    distill: DistillSettings | None, norms: Any, kept: bool
+) -> None:
+    student, modes, same = net(1), set[bool](), list[bool]()
+    before = copy.deepcopy(dict(student[1].named_buffers()))
+
+    def note(*_: Any) -> None:
+        if student.training and torch.is_grad_enabled():
+            modes.add(student[1].training)
+
+    def compare(_: Any) -> None:
+        same.append(all(torch.equal(before[name], value) for name, value in student[1].named_buffers()))
+
+    student[1].register_forward_hook(note)
+    settings = TrainSettings(epochs=2, lr=0.05, distill=distill, norms=norms)
+    parts = build_callbacks(settings, CallbackInputs(splits(), 16, net(2)))
+    fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts, on_epoch=compare)
+    assert (modes, same) == ({not kept}, [kept, kept])
+    assert student[1].training  # as it was
+
+
+def test_an_average_keeps_running_statistics_that_stay() -> None:
+    """Those of a batch are not what the weights were trained with: computed again, they would spoil them."""
+    made = []
+    for statistics in (None, "averaged"):
+        average = AverageSettings("swa", start=0.0, statistics=statistics)  # type: ignore[arg-type]
+        settings = TrainSettings(epochs=2, average=average, distill=DistillSettings(), norms="running")
+        student = net(1)
+        parts = build_callbacks(settings, CallbackInputs(splits(), 16, net(2)))
+        made.append(fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=parts).rows)
+    assert [row.held_out_loss for row in made[0]] == [row.held_out_loss for row in made[1]]
+
+
+def test_detectors_that_were_trained_keep_running_statistics() -> None:
+    """Their batches are small; a training from nothing, which no teacher is beside, needs those of batches."""
+    classes, boxes, plain = get_task("image_classification"), get_task("detection"), TrainSettings(distill=None)
+    assert [with_teacher(plain, task).norms for task in (classes, boxes)] == [None, "running"]
+    assert with_teacher(replace(plain, norms="batch"), boxes).norms == "batch"
+    assert on_labels(plain).norms is None
 
 
 class Viewed(nn.Module):

@@ -54,7 +54,10 @@ def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Cal
         train = inputs.splits.train
         chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
         images = batches(train, inputs.batch, shuffle_seed=None, indices=chosen)
-        callbacks.append(Average(settings.average, images, inputs.masks))
+        average = settings.average
+        if settings.norms == "running" and average.statistics is None:
+            average = replace(average, statistics="averaged")  # which are the same all the time
+        callbacks.append(Average(average, images, inputs.masks))
     return callbacks
 
 
@@ -112,8 +115,10 @@ def on_labels(settings: TrainSettings) -> TrainSettings:
 
 
 def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = None) -> TrainSettings:
-    """Return the settings of a training beside the dense model: what `distill: auto` means for its task."""
+    """Return the settings of a training beside the dense model: what `distill: auto` and null mean for its task."""
     distill = settings.distill
+    if settings.norms is None and task.heads is not None:
+        settings = replace(settings, norms="running")
     if distill == "auto":
         distill = DistillSettings() if can_teach(task, model) else None
     if distill is None:
