@@ -267,11 +267,13 @@ class _ObjectiveState:
         # columns that are always zero, as of taps that only ever read padding, cost nothing and change no other one
         seen = objective.gram.diagonal()[:-1] != 0
         kept = torch.cat([seen, seen.new_ones(int(objective.biased))])
-        gram = with_ridge(objective.gram.double())[: len(kept), : len(kept)][kept][:, kept]
+        gram, products = with_ridge(objective.gram.double())[: len(kept), : len(kept)], objective.products
+        if not bool(seen.all()):
+            gram, products = gram[kept][:, kept], products[seen][:, seen]
         size, columns = len(gram), len(gram) - objective.biased
         self._inverse = _inverse(gram).to(kind)  # (d, d) H without the changes that wait, inverted in float64
         self._products = self._inverse.new_zeros(size, size)  # (d, d) P likewise; the constant has no weight
-        self._products[:columns, :columns] = objective.products[seen][:, seen]
+        self._products[:columns, :columns] = products
         taps, places = (by.reshape(len(objective.labels), -1) for by in (seen, seen.cumsum(0) - 1))
         own = [torch.from_numpy(objective.labels == label).to(seen.device) for label in labels]
         read = [places[which][taps[which]] for which in own]

@@ -268,8 +268,9 @@ def _fitted(values: dict[str, Any], prepared: JobSubject) -> dict[str, Any]:
     steps = max(1, images // batch)
     kinds = {type(module) for module in prepared.model.modules()}
     normed = not any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
-    textual = prepared.splits.task.texts is not None
-    rates = {"optimizer": "adamw", "weight_decay": 0.05} if textual or (normed and nn.LayerNorm in kinds) else {}
+    textual, boxes = prepared.splits.task.texts is not None, prepared.splits.task.heads is not None
+    adaptive = textual or boxes or (normed and nn.LayerNorm in kinds)
+    rates = {"optimizer": "adamw", "weight_decay": 0.05} if adaptive else {}
     most = 5e-4 if rates else 0.05
     most = 5e-5 if textual and has_weights(prepared.job.model) else most
     epochs = min(90, max(3, 600 // steps))

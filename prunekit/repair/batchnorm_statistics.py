@@ -105,7 +105,7 @@ def rebase_batchnorm(model: nn.Module, passes: Iterable[bool]) -> None:
     norms = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and _is_trained(module)
+        if isinstance(module, _BatchNorm) and is_trained(module)
         if all(
             isinstance(own, nn.Parameter) and own.requires_grad and owners[id(own)] == 1
             for own in (module._parameters.get("weight"), module._parameters.get("bias"))
@@ -122,30 +122,32 @@ def rebase_batchnorm(model: nn.Module, passes: Iterable[bool]) -> None:
             _rebase(norm, moments.sums[name])
 
 
-def _is_trained(norm: _BatchNorm) -> bool:
+def is_trained(norm: _BatchNorm) -> bool:
     """Return whether a norm has running statistics that are not those of a new one."""
     mean, variance = norm.running_mean, norm.running_var
     return mean is not None and variance is not None and bool((mean != 0).any() or (variance != 1).any())
 
 
 def _rebase(norm: Any, read: VarianceSum) -> None:
-    """Give a BatchNorm the statistics of what it read in all processes."""
+    """Give a BatchNorm the statistics of what it read in all processes; computed on the CPU, in float64."""
     m, v = norm.running_mean, norm.running_var
     (count,) = total(read.count)
     if count < 2:
         return
-    mean = total_of(read.count * read.mean.to(m).double().expand_as(m)) / count
-    apart = read.mean.to(m).double().expand_as(m) - mean
-    variance = total_of(read.squares.to(m).double().expand_as(m) + read.count * apart.square()) / (count - 1)
-    scale, gamma, beta = (v.double() + norm.eps).sqrt(), full_tensor(norm.weight), full_tensor(norm.bias)
-    factor, shift = (variance + norm.eps).sqrt() / scale, gamma * (mean - m) / scale
+    own, squares = (value.cpu().double().expand(m.shape) for value in (read.mean, read.squares))
+    mean = total_of(read.count * own) / count
+    variance = total_of(squares + read.count * (own - mean).square()) / (count - 1)
+    mean, variance = mean.to(m.dtype).double(), variance.to(v.dtype).double()  # as they are kept
+    gamma, beta = (full_tensor(parameter).cpu().double() for parameter in (norm.weight, norm.bias))
+    scale = (v.cpu().double() + norm.eps).sqrt()
+    factor, shift = (variance + norm.eps).sqrt() / scale, gamma * (mean - m.cpu().double()) / scale
     # of a channel that hardly varies on these images, a batch in which it does would be made small
     told = (factor > STEADY) & factor.isfinite() & shift.isfinite()
-    for parameter, old, new in ((norm.weight, gamma, gamma * factor), (norm.bias, beta, beta + shift)):
-        value = torch.where(told, new.to(old), old)
+    for parameter, value in ((norm.weight, gamma * factor), (norm.bias, beta + shift)):
+        value = torch.where(told.to(parameter.device), value.to(parameter), full_tensor(parameter))
         local_part(parameter).copy_(local_part(shard_like(value, parameter)))
     for buffer, value in ((m, mean), (v, variance)):
-        buffer.copy_(torch.where(told, value.to(buffer), buffer))
+        buffer.copy_(torch.where(told.to(buffer.device), value.to(buffer), buffer))
 
 
 @contextmanager
@@ -182,7 +184,7 @@ class _InputMoments(HookOwner):
         self._read.clear()
 
     def begin_pass(self) -> None:
-        """Drop what a pass noted that failed."""
+        """Drop what a pass noted that failed, or that does not count."""
         self._read.clear()
 
     def register(self) -> None:

@@ -145,7 +145,7 @@ def fit(
     if sharding := in_shards(settings):
         require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     if isinstance(settings.distill, DistillSettings):
-        settings = with_teacher(settings, splits.task)
+        settings = with_teacher(settings, splits.task, model)
     loss = task_loss(splits.task, settings)
     require_unfrozen(model)
     require_adapted(model, settings)
@@ -162,7 +162,7 @@ def fit(
     chosen = torch.linspace(0, len(splits.validation) - 1, min(HELD_OUT, len(splits.validation))).long()
     held_out = replace(validation, indices=chosen, mixing=mixing)  # read by the same workers
     train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
-    first = replace(train, indices=train.order()[: REBASED * batch]).dealt(rank(), size())
+    first = replace(train, indices=train.order()[: REBASED * batch]).split(rank(), size())
     train, validation = shares(train, validation)
     given = model
     if sharding:
@@ -315,7 +315,7 @@ class TrainingLoop:
         return sums.of_all().mean_loss
 
     def _losses(self, batches: Batches) -> Iterator[tuple[tuple[float, Any], bool]]:
-        """Yield the loss that is trained of each batch, its targets, and whether it counts; nothing is changed."""
+        """Yield the loss that is trained of each batch, its targets, and whether it counts, and change nothing."""
         model = self.state.model
         # with gradients, which a comparison of features asks for
         with same_draws(model), self.task.mode_for_loss(model), torch.enable_grad():

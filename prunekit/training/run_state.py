@@ -115,7 +115,7 @@ class Position:
     def next_epoch(self, row: EpochRow, steps: int) -> None:
         """Move on to the next epoch."""
         rows, epoch = (*self.rows, row), self.epoch + 1
-        moved = Position(epoch, step=self.epoch * steps, rows=rows, start=self.start, rates=self.rates)
+        moved = Position(epoch, step=self.epoch * steps, begun=True, rows=rows, start=self.start, rates=self.rates)
         self.load_state_dict(asdict(moved))
 
     def state_dict(self) -> dict[str, Any]:

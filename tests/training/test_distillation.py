@@ -434,10 +434,14 @@ def test_an_average_keeps_running_statistics_that_stay() -> None:
 
 
 def test_detectors_that_were_trained_keep_running_statistics() -> None:
-    """Their batches are small; a training from nothing, which no teacher is beside, needs those of batches."""
+    """Their batches are small; a training from nothing, also of a new head alone, needs those of batches."""
     classes, boxes, plain = get_task("image_classification"), get_task("detection"), TrainSettings(distill=None)
-    assert [with_teacher(plain, task).norms for task in (classes, boxes)] == [None, "running"]
-    assert with_teacher(replace(plain, norms="batch"), boxes).norms == "batch"
+    model, new = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), nn.BatchNorm2d(3)
+    for norm in (model[0], model[1]):
+        norm(torch.randn(2, 3, 4, 4))
+    asked = [(classes, model), (boxes, model), (boxes, nn.Sequential(*model, new)), (boxes, nn.Linear(2, 2))]
+    assert [with_teacher(plain, *each).norms for each in asked] == [None, "running", None, None]
+    assert with_teacher(replace(plain, norms="batch"), boxes, model).norms == "batch"
     assert on_labels(plain).norms is None
 
 

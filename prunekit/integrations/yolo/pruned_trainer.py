@@ -47,7 +47,10 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
     `rebase_batchnorm`.
     """
 
-    _given: dict[str, Tensor] | None = None  # the state of the model as given
+    _begun = False
+    _given: dict[str, Tensor] | None = (
+        None  # the state of the model as given, where it was changed and is not offered yet
+    )
     _offered = False
     _beaten = True
 
@@ -86,14 +89,17 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
     def preprocess_batch(self, batch: Any) -> Any:
         """Return what the trainer does; the first batch's statistics are those that BatchNorm begins with."""
         batch = super().preprocess_batch(batch)
-        if self._given is None and self.ema is not None:  # else it is only set up
-            model = unwrap_model(self.model)
-            self._given = deepcopy(model.state_dict())
+        model = unwrap_model(self.model)
+        # An open vocabulary computes with texts that it is given in training alone.
+        if not self._begun and self.ema is not None and not hasattr(model, "set_classes"):
             if self.start_epoch == 0 and not _prunes(self.callbacks):
+                given = deepcopy(model.state_dict()) if self.args.val and self.args.save else None
                 with same_random_state(), restored(model.modules(), "training"), torch.no_grad():
                     rebase_batchnorm(model.eval(), (model(images) is not None for images in [batch["img"]]))
                 forget_image_size(model)
                 self.ema.ema.load_state_dict(model.state_dict())
+                self._given = given
+            self._begun = True
         return batch
 
     def optimizer_step(self) -> None:
@@ -106,9 +112,10 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
 
     def _offer_start(self) -> None:
         """Write the model as given as the best so far, with its metrics."""
-        average = self.ema.ema
-        begun = deepcopy(average.state_dict())
-        average.load_state_dict(self._given)
+        average, given = self.ema.ema, self._given
+        begun, self._given = deepcopy(average.state_dict()), None
+        if given is not None:
+            average.load_state_dict(given)
         with same_random_state():
             metrics, fitness = self.validate()
         if fitness is not None and not math.isfinite(fitness):

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
 from prunekit.errors import ModelError, UsageError
 from prunekit.planning.plan import Plan
+from prunekit.repair.batchnorm_statistics import is_trained
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Task, training_loss
 from prunekit.training.callbacks.averaging import Average
@@ -117,8 +119,9 @@ def on_labels(settings: TrainSettings) -> TrainSettings:
 def with_teacher(settings: TrainSettings, task: Task, model: nn.Module | None = None) -> TrainSettings:
     """Return the settings of a training beside the dense model: what `distill: auto` and null mean for its task."""
     distill = settings.distill
-    if settings.norms is None and task.heads is not None:
-        settings = replace(settings, norms="running")
+    norms = [] if model is None else [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if settings.norms is None and task.heads is not None and all(map(is_trained, norms)):
+        settings = replace(settings, norms="running" if norms else None)
     if distill == "auto":
         distill = DistillSettings() if can_teach(task, model) else None
     if distill is None:
