@@ -4,7 +4,8 @@ Idea: what a rate is worth shows only once it has come down. So each of a few ra
 small and from the same state: linear warm-up and cosine to zero. The one of lowest held-out loss is taken. (A range
 test, Smith 2017, raises the rate within one run, and so says where losses explode, but not what is left at the end.)
 Formula: together at most B = floor(0.05 * epochs * steps) steps; n = min(max(B // 8, 3), 6) rates of k = B // n steps,
-rate i = low * (high / low)^(i / (n - 1)). With k < 2 there are no trials, and the middle rate is taken.
+rate i = low * (high / low)^(i / (n - 1)). With k < 8 there are no trials, as after a few steps no rate has helped yet,
+and the middle rate is taken.
 Invariants: every trial sees the same training batches, random numbers and held-out samples, and minimizes the loss that
 is trained, masks, teacher and mixing included. After it everything is as before, bit for bit. No trial counts as a step
 of the run; finished ones are in the run's position, so that a resumed run goes on with the next. No rate that makes the
@@ -35,6 +36,8 @@ SHARE = 0.05
 """The largest share of a training's steps that trials may take together."""
 RATES = {"sgd": (3e-4, 1e-1), "adam": (1e-5, 3e-3), "adamw": (1e-5, 3e-3)}
 """The lowest and the highest rate that is tried with an optimizer."""
+STEPS = 8
+"""The least steps of a trial."""
 HELD_OUT = 512
 """Validation samples, at most, on which the loss is measured."""
 FEWEST = 8
@@ -45,7 +48,7 @@ def planned_trials(settings: TrainSettings, steps: int) -> tuple[tuple[float, ..
     """Return the rates to try in a training of so many steps, ascending, and the steps of each; none if too few."""
     budget = math.floor(SHARE * steps)
     count = min(max(budget // 8, 3), 6)
-    if settings.lr != "auto" or budget // count < 2:
+    if settings.lr != "auto" or budget // count < STEPS:
         return (), 0
     low, high = RATES[settings.optimizer]
     return tuple(_rounded(low * (high / low) ** (place / (count - 1))) for place in range(count)), budget // count

@@ -137,6 +137,7 @@ def test_a_learning_rate_is_found_and_the_run_says_which(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    monkeypatch.setattr(rate_search, "STEPS", 2)
     log: list[str] = []
     found = finetune(job(tmp_path, finetune=TrainSettings(epochs=1, lr="auto")), log=log.append, own=Own(f"{file}:Net"))
     rows = pd.read_csv(found.folder / "rates.csv")

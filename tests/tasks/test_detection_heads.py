@@ -219,6 +219,7 @@ def test_a_detector_trains_with_it(make: Callable[[], nn.Module], monkeypatch: p
     assert moved == [True, True]
     assert part.cost.seconds > 0
     monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    monkeypatch.setattr(rate_search, "STEPS", 2)
     monkeypatch.setattr(rate_search, "FEWEST", 1)
     found, losses = [], []
     for lr in ("auto", None):

@@ -146,6 +146,7 @@ def test_training_weighs_batches_by_tokens() -> None:
 
 def test_a_learning_rate_is_found_by_the_loss_of_held_out_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    monkeypatch.setattr(rate_search, "STEPS", 2)
     texts = sentences(20)
     splits = sample_splits({"train": texts, "test": texts[:2], "validation": texts[12:]}, CAUSAL_LM)
     settings = TrainSettings(epochs=2, optimizer="adamw", lr="auto")

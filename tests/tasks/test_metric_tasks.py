@@ -109,6 +109,7 @@ def test_processes_measure_a_metric_over_the_samples_of_all(tmp_path: Path) -> N
 @pytest.mark.parametrize("lr", [0.1, "auto"])
 def test_a_model_that_computes_its_own_loss_is_trained(lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    monkeypatch.setattr(rate_search, "STEPS", 2)
     splits = sample_splits({"train": samples(), "test": samples(6), "validation": samples(9)}, TASK)
     settings = TrainSettings(epochs=12, lr=lr)
     net = model()

@@ -51,6 +51,7 @@ AUTO = TrainSettings(epochs=3, lr="auto")
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets trials take as many steps as the training has."""
     monkeypatch.setattr(rate_search, "SHARE", 1.0)
+    monkeypatch.setattr(rate_search, "STEPS", 2)
 
 
 class Odd(nn.Module):
@@ -96,9 +97,9 @@ def run(model: nn.Module, settings: TrainSettings = AUTO, *parts: Callback, batc
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_trials_take_a_twentieth_of_the_steps_and_span_two_decades(optimizer: Any) -> None:
     settings = TrainSettings(lr="auto", optimizer=optimizer)
-    for steps in (0, 119, 120, 400, 1000, 30_000):
+    for steps in (0, 479, 480, 800, 1000, 30_000):
         rates, each = planned_trials(settings, steps)
-        assert bool(rates) == (steps >= 120)
+        assert bool(rates) == (steps >= 480)
         assert len(rates) * each <= 0.05 * steps
         if rates:
             assert 3 <= len(rates) <= 6
@@ -271,7 +272,7 @@ def test_resumed_is_uninterrupted(at: int, short: None, tmp_path: Path) -> None:
 
 
 def in_processes(folder: Path) -> list[Any]:
-    rate_search.SHARE, found = 1.0, []
+    rate_search.SHARE, rate_search.STEPS, found = 1.0, 2, list[Any]()
     for sharding, distill in (("replicas", FEATURES), ("full", DistillSettings())):
         settings = replace(AUTO, sharding=sharding, distill=distill)  # type: ignore[arg-type]
         model, given = net(), net()
