@@ -31,8 +31,8 @@ from prunekit.utils.files import StrPath, write_json
 from prunekit.utils.progress import reporting
 
 Amount = Annotated[float, Ge(0)]
-KNOWN_NAMES = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Files with other entries than the fields are refused, and numbers that are not finite."""
+KNOWN_NAMES = ConfigDict(extra="forbid")
+"""Files with other entries than the fields are refused."""
 
 
 @dataclass(frozen=True)
