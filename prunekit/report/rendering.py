@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cache
+from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ UNDRAWN = Markup(
 FEWEST = 5
 """Sections from which on a page has a list of contents."""
 SECTION = re.compile(r"<section(?P<attributes>[^>]*)>(?P<space>\s*)<h2[^>]*>(?P<title>.*?)</h2>", re.DOTALL)
-TAG = re.compile(r"""<!--.*?-->|<[/!?a-zA-Z](?:"[^"]*"|'[^']*'|[^"'>])*>""", re.DOTALL)
 ANCHOR = re.compile(r'\bid="([^"]*)"')
 
 
@@ -109,9 +109,23 @@ class Outline:
     entries: tuple[Entry, ...]
 
 
+class _Text(HTMLParser):
+    """The text of a piece of HTML, whatever its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        """Take text between tags."""
+        self.parts.append(data)
+
+
 def _text_of(html: str) -> str:
-    """Return the text of a piece of HTML, whatever its attributes hold."""
-    return " ".join(Markup(TAG.sub("", html)).unescape().split())
+    parser = _Text()
+    parser.feed(html)
+    parser.close()
+    return " ".join("".join(parser.parts).split())
 
 
 def outlined(content: Markup) -> Outline:
