@@ -10,9 +10,11 @@ from functools import cache
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torchvision.transforms import InterpolationMode, v2
 
 from prunekit.settings.inputs import Augment, AugmentSettings
@@ -136,22 +138,26 @@ class Mixing:
         Labels are (B,) int64, shares (B, classes) float32; their rows sum to 1. `first` is the place of the first image
         in its batch, where images are a part of that; -1 for one of which the result is not used.
         """
-        height, width = images.shape[-2:]
         places, end = np.arange(first, first + len(labels)), first + len(labels)
         blends, areas, choices, middles = (np.random.default_rng((*draw, MIXING, number)) for number in range(4))
         # a part of a batch draws what the whole does: each number comes from those before it alone
         blend = blends.beta(self.mixup, self.mixup, end)[places] if self.mixup else np.zeros(len(places))
         area = areas.beta(self.cutmix, self.cutmix, end)[places] if self.cutmix else np.ones(len(places))
         middle = middles.random((end, 2))[places]
-        blended = choices.random(end)[places] < (0.5 if self.cutmix else 1.0) * bool(self.mixup)
-        inside = np.ones((len(places), height, width), dtype=bool)  # of the rectangle that is replaced
-        for axis, size in enumerate((height, width)):
-            center, half = np.floor(size * middle[:, axis]), np.floor(size * np.sqrt(1 - area) / 2)
-            place = np.arange(size)
-            along = (place >= (center - half)[:, None]) & (place < (center + half)[:, None])
-            inside &= along[:, None] if axis else along[:, :, None]
-        kept = np.where(blended[:, None, None], blend[:, None, None], ~inside)
-        weights = torch.from_numpy(kept).to(images.dtype)[:, None]  # (B, 1, H, W), of the images themselves
-        share = torch.from_numpy(kept.mean((1, 2))).float()[:, None]
-        classes = torch.nn.functional.one_hot(labels, self.classes).float()
-        return torch.lerp(images.roll(1, 0), images, weights), torch.lerp(classes.roll(1, 0), classes, share)
+        often = bool(self.mixup) / (bool(self.mixup) + bool(self.cutmix))
+        blended = choices.random(end)[places] < often
+        # the rectangle that is replaced: (B, H) and (B, W)
+        rows, columns = (_side(size, middle[:, axis], area) for axis, size in enumerate(images.shape[-2:]))
+        share = np.where(blended, blend, 1 - rows.mean(1) * columns.mean(1))
+        kept = torch.from_numpy(~(rows[:, :, None] & columns[:, None, :])).to(images.dtype)
+        own = torch.from_numpy(blend).to(images.dtype)[:, None, None]
+        weights = torch.where(torch.from_numpy(blended)[:, None, None], own, kept)[:, None]  # (B, 1, H, W)
+        classes, shares = one_hot(labels, self.classes).float(), torch.from_numpy(share).float()[:, None]
+        return torch.lerp(images.roll(1, 0), images, weights), torch.lerp(classes.roll(1, 0), classes, shares)
+
+
+def _side(size: int, middle: npt.NDArray[np.float64], area: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Return where along a side of images a rectangle lies that leaves shares of their areas, (B, size)."""
+    center, half = np.floor(size * middle)[:, None], np.floor(size * np.sqrt(1 - area) / 2)[:, None]
+    places = np.arange(size)
+    return (places >= center - half) & (places < center + half)

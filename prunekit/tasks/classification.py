@@ -16,7 +16,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.models.interface import auxiliary, logits
 from prunekit.tasks.task import Score, Task, register_task, with_smoothing
 from prunekit.tasks.texts import EXTRAS, LABELS, PaddedTexts
-from prunekit.utils.tensors import occurrences
+from prunekit.utils.tensors import accumulation_dtype, occurrences
 
 Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
 
@@ -43,7 +43,8 @@ def hits(output: Any, labels: Tensor) -> Tensor:
         right = (predicted == labels).sum()
         frequency = occurrences(labels, classes)
     else:
-        right, frequency = labels.gather(1, predicted[:, None]).sum(), labels.sum(0)
+        wide = labels.to(accumulation_dtype(labels.device))  # sums of shares don't depend on their order
+        right, frequency = wide.gather(1, predicted[:, None]).sum(), wide.sum(0)
     return torch.cat([torch.stack([right, torch.full_like(right, len(labels))]), frequency])
 
 
