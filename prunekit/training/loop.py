@@ -262,8 +262,8 @@ class TrainingLoop:
             self._set_train_mode()
             if not at.begun:
                 self._offer_start(at)
-                with self.state.callbacks.around_trial():
-                    if self.settings.norms != "running":
+                if self.settings.norms != "running":
+                    with self.state.callbacks.around_trial():
                         rebase_batchnorm(self.state.model, (counts for _, counts in self._losses(self.first)))
                 at.begun = True
             if self.settings.lr == "auto":

@@ -47,7 +47,7 @@ FEWEST = 8
 def planned_trials(settings: TrainSettings, steps: int) -> tuple[tuple[float, ...], int]:
     """Return the rates to try in a training of so many steps, ascending, and the steps of each; none if too few."""
     budget = math.floor(SHARE * steps)
-    count = min(max(budget // 8, 3), 6)
+    count = min(max(budget // STEPS, 3), 6)
     if settings.lr != "auto" or budget // count < STEPS:
         return (), 0
     low, high = RATES[settings.optimizer]

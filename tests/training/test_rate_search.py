@@ -51,7 +51,7 @@ AUTO = TrainSettings(epochs=3, lr="auto")
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets trials take as many steps as the training has."""
     monkeypatch.setattr(rate_search, "SHARE", 1.0)
-    monkeypatch.setattr(rate_search, "STEPS", 2)
+    monkeypatch.setattr(rate_search, "STEPS", 4)
 
 
 class Odd(nn.Module):
@@ -272,7 +272,7 @@ def test_resumed_is_uninterrupted(at: int, short: None, tmp_path: Path) -> None:
 
 
 def in_processes(folder: Path) -> list[Any]:
-    rate_search.SHARE, rate_search.STEPS, found = 1.0, 2, list[Any]()
+    rate_search.SHARE, rate_search.STEPS, found = 1.0, 3, list[Any]()
     for sharding, distill in (("replicas", FEATURES), ("full", DistillSettings())):
         settings = replace(AUTO, sharding=sharding, distill=distill)  # type: ignore[arg-type]
         model, given = net(), net()
@@ -293,7 +293,10 @@ def in_processes(folder: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_processes_agree_with_each_other_and_with_one(short: None, tmp_path: Path) -> None:
+def test_processes_agree_with_each_other_and_with_one(
+    short: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rate_search, "STEPS", 3)  # as in the processes: three epochs of three steps
     told = together(2, tmp_path, in_processes, tmp_path / "runs")
     for distill, one, other in zip((FEATURES, DistillSettings()), *told, strict=True):
         assert one == other

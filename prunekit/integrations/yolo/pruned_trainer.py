@@ -48,9 +48,7 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
     """
 
     _begun = False
-    _given: dict[str, Tensor] | None = (
-        None  # the state of the model as given, where it was changed and is not offered yet
-    )
+    _given: dict[str, Tensor] | None = None  # the state of the model as given, until it is offered; None if unchanged
     _offered = False
     _beaten = True
 
@@ -89,24 +87,35 @@ class PrunedTrainer(BaseTrainer):  # type: ignore[misc]  # ultralytics has no ty
     def preprocess_batch(self, batch: Any) -> Any:
         """Return what the trainer does; the first batch's statistics are those that BatchNorm begins with."""
         batch = super().preprocess_batch(batch)
-        model = unwrap_model(self.model)
-        # An open vocabulary computes with texts that it is given in training alone.
-        if not self._begun and self.ema is not None and not hasattr(model, "set_classes"):
-            if self.start_epoch == 0 and not _prunes(self.callbacks):
-                given = deepcopy(model.state_dict()) if self.args.val and self.args.save else None
-                with same_random_state(), restored(model.modules(), "training"), torch.no_grad():
-                    rebase_batchnorm(model.eval(), (model(images) is not None for images in [batch["img"]]))
-                forget_image_size(model)
-                self.ema.ema.load_state_dict(model.state_dict())
-                self._given = given
+        if not self._begun and self.ema is not None:  # else it is only set up
+            self._begin(batch["img"])
             self._begun = True
         return batch
+
+    def _begin(self, images: Tensor) -> None:
+        """Let BatchNorm take the statistics of the first batch."""
+        model = unwrap_model(self.model)
+        # An open vocabulary computes with texts that it is given in training alone.
+        if self.start_epoch or _prunes(self.callbacks) or hasattr(model, "set_classes"):
+            return
+        given = deepcopy(model.state_dict()) if self._offers else None
+        with same_random_state(), restored(model.modules(), "training"), torch.no_grad():
+            model.eval()
+            rebase_batchnorm(model, (True for _ in map(model, [images])))
+        forget_image_size(model)
+        self.ema.ema.load_state_dict(model.state_dict())
+        self._given = given
+
+    @property
+    def _offers(self) -> bool:
+        """Whether the model as given is a candidate for the best."""
+        return self.start_epoch == 0 and self.args.val and self.args.save and not _prunes(self.callbacks)
 
     def optimizer_step(self) -> None:
         """Make a step; before the first one, offer the model as given as the best."""
         if not self._offered:
             self._offered = True
-            if self.start_epoch == 0 and self.args.val and self.args.save and not _prunes(self.callbacks):
+            if self._offers:
                 self._offer_start()
         super().optimizer_step()
 
