@@ -90,7 +90,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe = recipe.replace(old, new)
     (folder / "recipes").mkdir()
     (folder / "recipes" / "resnet34.yaml").write_text(recipe, encoding="utf-8")
-    Image.new("RGB", (40, 30), (200, 120, 40)).save(folder / "photo.png")  # the user's own
+    images = folder / "path" / "to" / "images"
+    images.mkdir(parents=True)
+    for file in (folder / "photo.png", images / "photo.png"):  # the user's own
+        Image.new("RGB", (40, 30), (200, 120, 40)).save(file)
     return folder
 
 
@@ -148,7 +151,7 @@ def test_every_kind_of_command_is_shown() -> None:
 @pytest.mark.usefixtures("little_effort")
 def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
-    monkeypatch.setattr(batch_size, "free_memory", lambda: 20_000_000)  # so that few batches are tried
+    monkeypatch.setattr(batch_size, "free_memory", lambda: 60_000_000)  # so that few batches are tried
     for arguments in commands(OF_CHECKOUT):
         run(arguments, checkout / "runs" / "resnet34")
     assert (next((checkout / "runs" / "resnet34").glob("2*")) / "report.html").is_file()
