@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,10 @@ def fit(
     `splits.train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched. The
     state before the first step is a candidate too, which an epoch has to beat: `History.best_epoch` is 0 where none
     did. Where labels have no weight, the loss that is trained is compared in place of the score: the distance from the
-    teacher, on blends of held-out images, which no weights have memorized. Under a pruning schedule the start is a
-    candidate only if its plan is final, and never if its loss is NaN or Inf. A last batch that is not full is left out,
-    and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take part in a loss on
-    labels. Zero epochs leave the model as it is.
+    teacher, on held-out images as they are and on blends of them, which no weights have memorized. Under a pruning
+    schedule the start is a candidate only if its plan is final, and never if its loss is NaN or Inf. A last batch that
+    is not full is left out, and its images come in another epoch. Auxiliary heads of GoogLeNet and Inception take part
+    in a loss on labels. Zero epochs leave the model as it is.
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
@@ -160,7 +160,8 @@ def fit(
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
     validation = reading(splits.validation, shuffle_seed=None)
     chosen = torch.linspace(0, len(splits.validation) - 1, min(HELD_OUT, len(splits.validation))).long()
-    held_out = replace(validation, indices=chosen, mixing=mixing)  # read by the same workers
+    ways = (None,) if mixing is None else (None, mixing)
+    held_out = [replace(validation, indices=chosen, mixing=way) for way in ways]  # read by the same workers
     train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
     first = replace(train, indices=train.order()[: REBASED * batch]).split(rank(), size())
     train, validation = shares(train, validation)
@@ -206,7 +207,7 @@ def fit(
         state.resume()
         loop = TrainingLoop(
             state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
-            labels, laid, held_out.dealt(rank(), size()), first,
+            labels, laid, [some.dealt(rank(), size()) for some in held_out], first,
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
@@ -240,7 +241,8 @@ class TrainingLoop:
     loss: Loss  # of training, on labels
     labels: float  # its weight
     channels_last: bool  # whether the channels of images are laid last, which is faster
-    held_out: Batches  # the samples on which the loss that is trained is compared, mixed as in training
+    # the samples on which the loss that is trained is compared: as they are, and mixed as in training if it mixes
+    held_out: Sequence[Batches]
     first: Batches  # those by whose statistics BatchNorms normalize before the first step
     # losses of the step, with what `_finite` takes, that were not looked at yet
     unread: list[tuple[Tensor, tuple[Any, ...], str]] = field(default_factory=list)
@@ -307,9 +309,9 @@ class TrainingLoop:
             return self._held_out_loss()
 
     def _held_out_loss(self) -> float:
-        """Return the mean over the held-out samples of all processes of the loss that is trained."""
+        """Return the mean over the held-out samples of all processes, both ways, of the loss that is trained."""
         sums = EpochSums()
-        for (loss, targets), counts in self._losses(self.held_out):
+        for (loss, targets), counts in chain.from_iterable(map(self._losses, self.held_out)):
             if counts:
                 sums.add(loss, None, len(targets), self.task.weighed(targets))
         return sums.of_all().mean_loss

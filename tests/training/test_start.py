@@ -10,9 +10,12 @@ import pytest
 import torch
 from process_group import together
 from torch import Tensor, nn
+from torch.nn import functional
 from training_models import CPU, Ends, EndsAfter, net, splits
 
 import prunekit
+from prunekit.data.augmentation import Mixing
+from prunekit.data.loader import batches
 from prunekit.distributed.process_group import rank
 from prunekit.masks.scheduled_masks import Planner
 from prunekit.planning.plan import Plan
@@ -113,6 +116,21 @@ def test_who_learns_from_a_teacher_alone_is_compared_by_the_distance(monkeypatch
     assert None not in losses
     assert history.best_epoch == losses.index(min(losses)) > 0
     assert history.chosen()["held_out_loss"] == min(losses)
+
+
+def test_the_distance_is_of_images_as_they_are_and_of_blends() -> None:
+    """What comes closer on blends alone may answer whole images worse."""
+    student, teacher, data = net(3).eval(), trained().eval(), splits()
+    history = run(student, TrainSettings(epochs=1, lr=0.05, distill=DistillSettings()), teacher=teacher)
+    assert history.start is not None
+    student, blends = net(3).eval(), Mixing(len(data.classes), 1.0, 1.0)
+    read = [batches(data.validation, 16, shuffle_seed=None, mixing=way) for way in (None, blends)]
+    each = [torch.cat([images for images, _ in some]) for some in read]
+    assert not torch.equal(*each)
+    with torch.no_grad():
+        logs = [(student(images).log_softmax(1), teacher(images).log_softmax(1)) for images in each]
+    apart = [functional.kl_div(*log, reduction="batchmean", log_target=True).item() for log in logs]
+    assert history.start.held_out_loss == pytest.approx(sum(apart) / 2, rel=1e-5)
 
 
 def test_a_student_that_is_its_teacher_stays_it_bit_for_bit() -> None:
