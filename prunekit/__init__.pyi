@@ -34,6 +34,8 @@ from prunekit.jobs.analyses.predict import predict as predict
 from prunekit.jobs.analyses.sensitivity import Sensitivity as Sensitivity
 from prunekit.jobs.analyses.sensitivity import sensitivity as sensitivity
 from prunekit.jobs.finetune import RunResult as RunResult
+from prunekit.jobs.frontier import Frontier as Frontier
+from prunekit.jobs.frontier import frontier as frontier
 from prunekit.jobs.run.command_subject import Own as Own
 from prunekit.jobs.stages.export_model import Exported as Exported
 from prunekit.masks.activation_masks import ActivationMasks as ActivationMasks

@@ -207,7 +207,9 @@ class Rehearsal:
                 "--find-batch-size: expected a job that trains, and this one has no epochs; set finetune.epochs"
             )
         self._chart = trace(prepared.model, prepared.example_inputs)
-        budget = BudgetSettings(macs=0.5) if job.prune.budget.measured else job.prune.budget
+        budget = job.prune.budget
+        if budget.measured or budget.max_drop is not None:
+            budget = BudgetSettings(macs=0.5)
         self._plan = feasible_plan(self._chart, replace(job.prune, budget=budget))
 
     @property

@@ -45,6 +45,11 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     says; under scope `uniform` the widths do not depend on them. Where nothing may be timed (`measure`), a profile from
     the cache is used; without one, a speedup is predicted from multiply-accumulates.
     """
+    if job.prune.budget.max_drop is not None:
+        raise UsageError(
+            "prune.budget.max_drop: models have to be made and measured to find what it leaves; `prunekit prune "
+            "RECIPE` does, and trains nothing"
+        )
     timely = job.prune.budget.measured
     if timely and measure:
         log(MEASURES.format(current_effort().networks))

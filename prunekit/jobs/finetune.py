@@ -50,7 +50,7 @@ from prunekit.jobs.stages.deployment_stage import (
 )
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
 from prunekit.jobs.stages.measurement_stage import layer_rows, measure_models, metrics_of, write_detections, write_plan
-from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary
+from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary, within_max_drop
 from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import (
@@ -71,6 +71,7 @@ from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency_budget_search import with_profile
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan
+from prunekit.pruning.score_budget import with_axis
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
@@ -115,7 +116,8 @@ def finetune(
     prepared = prepare(job, own)
     require_stages(stages_of(job, training=training), prepared)
     identity = identity_of(prepared, training=training)
-    search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
+    pruning = job.prune if job.prune.budget.max_drop is None else with_axis(job.prune)
+    search = PlanSearch.trace(prepared.model, prepared.example_inputs, pruning, log=log)
     resumed = None
     with one_for_all():
         if resume is not None:
@@ -221,7 +223,11 @@ class FinetuneRun:
         with self._stage("plan"):
             if inputs.stats is not None:
                 inputs.stats.save(self.folder.path / "statistics")
-            planned = self.search.find(inputs)
+            limit = self.job.prune.budget.max_drop
+            if limit is None:
+                planned = self.search.find(inputs)
+            else:
+                planned = within_max_drop(self.prepared, self.search, inputs, limit, self.log, training=self.training)
             write_plan(self.folder.path, planned)
             self._log_plan(planned)
             if inputs.patches is not None:

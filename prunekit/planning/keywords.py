@@ -20,6 +20,7 @@ from prunekit.settings.pruning import (
     Target,
     budget_names,
     depth_contradictions,
+    drop_contradictions,
 )
 from prunekit.settings.weight_pattern import UNSTRUCTURED, PatternSettings
 from prunekit.utils.inputs import described
@@ -58,6 +59,7 @@ class PlanKeywords(TypedDict, total=False):
     latency_ms: float | None
     speedup: float | None
     memory_mb: float | None
+    max_drop: float | None
     pattern: str | PatternSettings | None
     sparsity: float | None
     target: Target | None
@@ -171,24 +173,27 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
                 "dataclasses.replace(settings, round_to=8)"
             )
         return settings
+    drop = budgets.pop("max_drop", None)
     unknown = next((name for name in budgets if BUDGETS.problem(name) is not None), None)
     if unknown is not None:
         known = [*budget_names(), *OPTIONS, "settings", *SHARED]
         instead = ELSEWHERE.get(unknown) or nearest(unknown, known)
         raise UsageError(f"{unknown}: there is no such argument and no such budget; {instead}")
-    if not budgets and "pattern" not in given:
+    if not budgets and drop is None and "pattern" not in given:
         raise UsageError(
             f"budget: expected at least one of {', '.join(budget_names())}, such as macs=0.5, or a pattern of zeros, "
             "such as pattern='2:4' or sparsity=0.8; got none"
         )
     for name in budgets:
         BUDGETS.reload(name)
-    budget = BudgetSettings(**budgets)
+    budget = BudgetSettings(**budgets, max_drop=drop)
     budget.require_sound()
     given["criterion"] = criterion = criterion or (BY_SAMPLES if samples else BY_WEIGHTS)
     given.setdefault("scope", "per_mac" if criterion == "elimination" or budget.measured else "uniform")
     made = PruneSettings(budget, **given)
-    if problems := [f"{'.'.join(path)}: {text}" for path, text in depth_contradictions(asdict(made))]:
+    plain = asdict(made)
+    found = (*depth_contradictions(plain), *drop_contradictions(plain))
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in found]:
         raise UsageError("; ".join(problems))
     return made
 

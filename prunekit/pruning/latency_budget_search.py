@@ -98,10 +98,11 @@ class TimedPlanSearch(PlanSearch):
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
         """Measure the final model beside the dense one in fresh processes: the most, as its figure counts."""
-        first, most = planned.attempts[0].timing, current_effort().last_processes
+        first = planned.attempts[0].timing if planned.attempts else None  # none where the score decided
+        dense_ms = self.latency.table.dense_ms if first is None else first.ms * first.speedup
         limit_s = FINAL_SHARE * self.latency.settings.target.limit_s
-        final = _time_beside_dense(self.latency, model, first.ms * first.speedup, most, limit_s, self.log)
-        found = LatencyResult(self.latency, planned.attempts, time_binds(planned.plan), final)
+        final = _time_beside_dense(self.latency, model, dense_ms, current_effort().last_processes, limit_s, self.log)
+        found = LatencyResult(self.latency, planned.attempts, first is not None and time_binds(planned.plan), final)
         of = f": {share(found.excess)} of the time asked for" if final.stable else ""
         self.log(f"latency: measured last: {final}{of}")
         return found

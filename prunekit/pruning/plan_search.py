@@ -116,6 +116,11 @@ class PlanSearch:
         """
         model, examples = unwrapped(model), (example, *more_examples)
         require_trainable(model, "plan")
+        if settings.budget.max_drop is not None:
+            raise UsageError(
+                "max_drop: a plan alone has no score that could fall; give it to prunekit.prune, `prunekit prune` or "
+                "`prunekit finetune`, or give another budget, such as the macs that prunekit.frontier shows for it"
+            )
         if channel_map is not None:
             require_model(channel_map, model, "the channel map")
         with paused_garbage_collection(), own_part():  # jobs may be called in other modes than torch's usual ones

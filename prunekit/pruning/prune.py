@@ -33,6 +33,7 @@ from prunekit.utils.progress import reporting, stage
 from prunekit.utils.tensors import map_tensors
 
 if TYPE_CHECKING:
+    from prunekit.measure.score_drop import Evaluate
     from prunekit.pruning.collected_statistics import Collected
     from prunekit.repair.repair_report import RepairReport
     from prunekit.statistics.channel_stats import ChannelStats
@@ -59,6 +60,8 @@ def prune(
     more_examples: Sequence[Any] = (),
     outputs: Outputs | None = None,
     task: Task | str | None = None,
+    evaluate: Evaluate | None = None,
+    held_out: Any = None,
     progress: bool | None = None,
     **removed: Unpack[PlanKeywords],
 ) -> Pruned:
@@ -94,6 +97,11 @@ def prune(
         speedup: how many times faster than the dense model it is to be on the target, measured.
         memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget or a
             pattern is given, and all that are hold; `plan.provenance` says what is left of each, and which binds.
+        max_drop: how much lower the score may be than the dense model's, such as 0.01 for one point of a score in
+            percent, one percent of a perplexity, or as much of any other score. The smallest model is looked for that
+            keeps to it within the other budgets; the fastest, by prediction, if there is a budget of time or a target.
+            Half of the held-out samples choose it, and the others confirm that the drop is at most that, at 95 %: see
+            `score`. Without a repair far less can go.
         pattern: of zeros among single weights, in what the budgets leave; without a budget all channels stay.
             `unstructured`, `2:4` or another `N:M`, `kernel`, or `PatternSettings`, which also say how zeros are chosen
             and which layers have them. With calibration data they are chosen where they add the least error, and the
@@ -142,6 +150,11 @@ def prune(
             0 or "1.boxes", several of them, or a function of the output; None: all, except what the model returns to
             be given again, such as cached keys and values. Others may become narrower.
         task: whose `unpack` takes batches in another form apart; itself or its name.
+        evaluate: for `max_drop`: a function of the model that returns its score, higher if it is better, or better the
+            score of each sample; or a task or its name, whose main score counts, on `held_out`. None: whether class
+            scores say what the dense model says.
+        held_out: for `max_drop`: samples apart from the calibration data, in the same forms, with targets where
+            `evaluate` is a task. None: up to 4,096 of the calibration data, at least a third, which are kept apart.
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook; elsewhere a line now
             and then, once the call takes longer than half a minute. The logger `prunekit` gets a line for each stage in
             any case.
@@ -149,8 +162,8 @@ def prune(
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
-        UsageError: an argument is out of range, neither an example nor calibration data is given, or `repair` is asked
-            for without the latter.
+        UsageError: an argument is out of range, neither an example nor calibration data is given, `repair` is asked
+            for without the latter, or `evaluate` returns no number, or another one each time.
         DataError: fewer than 8 samples, or no tensors, or the task cannot unpack a batch; a `UsageError`.
         NonFiniteError: a layer reads or computes NaN or Inf on the samples; names the layer.
         VerificationError: masked and compact model differ.
@@ -162,6 +175,13 @@ def prune(
         8
         >>> refitted = pk.prune(model, calibration=torch.randn(64, 4), macs=0.5)
         >>> refitted.repair.after <= refitted.repair.before
+        True
+
+        A budget of the score, for which held-out samples with targets are given:
+
+        >>> x, y = torch.randn(600, 4), torch.randint(2, (600,))
+        >>> kept = pk.prune(model, calibration=x[:200], max_drop=0.05, evaluate="classification", held_out=(x, y))
+        >>> kept.score.most <= 0.05
         True
 
         Blocks go as a whole where channels alone cannot meet the budget, as where each group keeps eight of sixteen:
@@ -184,19 +204,31 @@ def prune(
         )
     if repair is not False:
         require_kind("repair", repair, RepairSettings, "prunekit.RepairSettings(), or False for none")
-    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs)
+    limit = wanted.budget.max_drop
+    if limit is None and (evaluate is not None or held_out is not None):
+        raise UsageError("evaluate, held_out: expected them together with max_drop, which they measure; got none")
     with reporting(progress, "prune"):
+        if limit is not None:
+            from prunekit.pruning.score_budget import ScoreSearch, judged, with_axis
+
+            calibration, models = judged(model, calibration, images, held_out, evaluate, task)
+            wanted = with_axis(wanted)
+        request = Request(
+            model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs
+        )
+        fitting = None if calibration is None or repair is False else repair or RepairSettings()
         request.prepare(None if calibration is None else repair or RepairSettings())
-        planned = request.search.find(request.inputs)
-        if wanted.pattern is not None:
-            fitting = None if repair is False else repair or RepairSettings()
-            result = _with_zeros(request, planned, wanted.pattern, fitting)
-        elif calibration is None or repair is False:
-            result = _result(request, planned, planned.compact)
+        if limit is None:
+            planned = request.search.find(request.inputs)
+            result = pruned_by(request, planned, fitting)
         else:
-            if is_large(request.model):
-                planned.compact.to("meta")  # it is made again of the repaired weights, and would take memory until then
-            result = _repaired(request, planned, repair or RepairSettings())
+
+            def make(planned: Planned) -> tuple[Pruned, nn.Module]:
+                found = pruned_by(request, planned, fitting)
+                return found, found.model
+
+            planned, result, drop = ScoreSearch(request.search, request.inputs, models, limit, make).run()
+            result = replace(result, plan=planned.plan, score=drop)
         took = request.search.deliver(planned, result.model)
         return result if took is None else replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
@@ -255,6 +287,17 @@ def plan(
         request.prepare(channel_map=channel_map)
         found = request.search.find(request.inputs).plan
         return found if wanted.pattern is None else _masked_plan(request, found, wanted.pattern)
+
+
+def pruned_by(request: Request, planned: Planned, fitting: RepairSettings | None) -> Pruned:
+    """Return the result of a plan, with kept weights fitted to the samples where settings of a repair are given."""
+    if request.settings.pattern is not None:
+        return _with_zeros(request, planned, request.settings.pattern, fitting)
+    if fitting is None:
+        return _result(request, planned, planned.compact)
+    if is_large(request.model):
+        planned.compact.to("meta")  # it is made again of the repaired weights, and would take memory until then
+    return _repaired(request, planned, fitting)
 
 
 def _result(

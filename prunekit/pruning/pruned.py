@@ -13,6 +13,7 @@ from prunekit.planning.plan import Plan
 from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share, shares_left
 
 if TYPE_CHECKING:
+    from prunekit.measure.score_drop import Drop
     from prunekit.pruning.latency_target import LatencyResult
     from prunekit.repair.repair_report import RepairReport
 
@@ -41,6 +42,8 @@ class Pruned(Displayed):
             that only the trial found to be needed, whether all of the model is frozen, and budgets of time that were
             missed.
         delivered: the measured result of a budget of time; None without one.
+        score: how much lower the score is than the dense model's, on the held-out samples that confirmed it; None
+            without `max_drop`.
 
     Example:
         >>> import prunekit as pk, torch
@@ -73,6 +76,7 @@ class Pruned(Displayed):
     repair: RepairReport | None = None
     notes: tuple[str, ...] = ()
     delivered: LatencyResult | None = None
+    score: Drop | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return figures of the dense and the pruned model, and the share that is left.
@@ -104,6 +108,8 @@ class Pruned(Displayed):
         yield Table(("", "dense", "pruned", "left"), cells)
         yield from self.plan.budgets()
         said = [f"masked against compact: relative difference {scientific(self.max_relative_difference)} at most"]
+        if self.score is not None:
+            said.insert(0, f"score: {self.plan.provenance['max_drop']['said']}")
         if self.delivered is not None:
             said.append(f"time: {self.delivered.target.in_words} asked for, {self.delivered.final} measured")
         if self.repair is not None:

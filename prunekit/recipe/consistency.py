@@ -134,7 +134,7 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
     budget = prune.get("budget")
     if not isinstance(budget, Mapping):
         return
-    names = budget_names()
+    names = [*budget_names(), "max_drop"]
     others = other_budgets(budget)
     if not others and prune.get("pattern") is None and all(budget.get(name) is None for name in names):
         yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"

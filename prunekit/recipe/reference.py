@@ -91,6 +91,7 @@ EXAMPLES: dict[str, Any] = {
     "BudgetSettings.latency_ms": 8,
     "BudgetSettings.speedup": 2,
     "BudgetSettings.memory_mb": 40,
+    "BudgetSettings.max_drop": 0.01,
     "PruneSettings.budget": {"macs": 0.4, "params": 0.5},
     "PruneSettings.round_to": 8,
     "PruneSettings.min_channels": 16,

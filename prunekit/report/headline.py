@@ -251,13 +251,17 @@ def samples(metrics: Mapping[str, Any]) -> str:
 
 def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each budget of a plan: what is left and was asked for, as share, megabytes or predicted time."""
+    lost = plan.get("max_drop")
+    if lost:
+        yield f"max_drop: {lost['said']}"
     for name, found in plan.get("budgets", {}).items():
         facts = facts_from(name, found)
         asked, dense = (facts.shown(found[key]) for key in ("asked", "dense"))
         of = "" if facts.share else f", of {dense}"
         binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
         what = "predicted" if facts.measured else "left"
-        yield f"{facts.asked(found['left'])} {what}, {facts.limit} {asked} asked for{of}{binds}"
+        found_by = "as far as max_drop allows" if lost and plan.get("binding") == name else ""
+        yield f"{facts.asked(found['left'])} {what}, {found_by or f'{facts.limit} {asked} asked for'}{of}{binds}"
 
 
 def blocks(metrics: Mapping[str, Any]) -> Iterator[str]:

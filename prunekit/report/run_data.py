@@ -47,6 +47,7 @@ OBJECTS = {
     "analysis": "sensitivity.json",
     "profile": "profile.json",
     "fits": "fits.json",
+    "frontier": "frontier.json",
 }
 Found = TypeVar("Found")
 
@@ -75,6 +76,7 @@ class Run:
     analysis: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
     fits: dict[str, Any] = field(default_factory=dict)
+    frontier: dict[str, Any] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Names of files that cannot be read and are left out, with the reason."""
     page: Path | None = None

@@ -176,6 +176,10 @@ class BudgetSettings:
     memory_mb: Amount | None = None
     """Peak bytes of a forward pass of the target's batch, in units of 10^6: parameters, buffers, inputs and results of
     operators, in the target's dtype, as eager makes and frees them."""
+    max_drop: Amount | None = None
+    """How much lower the score may be than the dense model's, on held-out samples: 0.01 is one point of a score in
+    percent, 1 % of a perplexity, or 0.01 of any other score. The smallest model is looked for, with a target the
+    fastest; what is left depends on it alone or on the other budgets."""
     others: OtherBudgets = field(default_factory=dict)
     """Further registered budgets by name."""
 
@@ -188,6 +192,7 @@ class BudgetSettings:
         latency_ms: float | None = None,
         speedup: float | None = None,
         memory_mb: float | None = None,
+        max_drop: float | None = None,
         others: Any = None,  # `dataclasses.replace` passes it
         **more: float | None,
     ) -> None:
@@ -199,6 +204,7 @@ class BudgetSettings:
             "latency_ms": latency_ms,
             "speedup": speedup,
             "memory_mb": memory_mb,
+            "max_drop": max_drop,
             "others": {name: value for name, value in {**(others or {}), **more}.items() if value is not None},
         }
         for name, value in values.items():
@@ -212,12 +218,12 @@ class BudgetSettings:
 
     @property
     def given(self) -> dict[str, float]:
-        """The given budgets and their figures, by name."""
+        """The given budgets of what is left and their figures, by name; `max_drop` is none of them."""
         own = {name: getattr(self, name) for name in OWN_BUDGETS}
         return {name: value for name, value in own.items() if value is not None} | self.others
 
     def changed(self, **figures: float | None) -> BudgetSettings:
-        """Return settings with other figures; None removes a budget."""
+        """Return settings with other figures and without `max_drop`; None removes a budget."""
         return BudgetSettings(**(self.given | figures))
 
     @property
@@ -232,7 +238,9 @@ class BudgetSettings:
             facts: returns the facts of a budget; `facts_of` runs user code, and so knows the bounds of its budgets.
         """
         found = ((name, facts(name).problem(value)) for name, value in self.given.items())
-        return [f"{name}: {text}" for name, text in found if text is not None]
+        problems = [f"{name}: {text}" for name, text in found if text is not None]
+        drop = None if self.max_drop is None else BudgetFacts("max_drop").problem(self.max_drop)
+        return problems if drop is None else [*problems, f"max_drop: {drop}"]
 
     def require_sound(self) -> None:
         """Check the figures of all budgets; user code is run if it is allowed.
@@ -246,8 +254,8 @@ class BudgetSettings:
             raise UsageError("; ".join(problems))
 
 
-OWN_BUDGETS = tuple(one.name for one in fields(BudgetSettings) if one.name != "others")
-"""Budgets that are fields of `BudgetSettings`."""
+OWN_BUDGETS = tuple(one.name for one in fields(BudgetSettings) if one.name not in ("max_drop", "others"))
+"""Budgets of what is left that are fields of `BudgetSettings`."""
 
 
 @dataclass(frozen=True)
@@ -498,6 +506,7 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
         text = "expected false, because a pattern is given: masks keep its zeros while the dense model is trained"
         yield ("compact_early",), text
     yield from depth_contradictions(prune)
+    yield from drop_contradictions(prune)
     if not isinstance(schedule, Mapping):
         return
     if prune.get("pattern") is None and schedule.get("gradients") == "straight_through":
@@ -534,6 +543,19 @@ def depth_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
     if least and isinstance(least, int) and (plain or depth is False):
         because = "plain_classes is true" if plain else "depth is false"
         yield ("min_blocks",), f"expected 0, because {because}, so that all blocks stay, got {least}"
+
+
+def drop_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the budget of the score where models are not made one by one before training."""
+    budget = prune.get("budget")
+    if isinstance(budget, Mapping) and budget.get("max_drop") is not None:
+        reasons = {
+            "pattern": "a pattern is given, whose share of zeros is not looked for",
+            "schedule": "a schedule is given, which prunes while training, so that there is no score before",
+        }
+        for key, reason in reasons.items():
+            if prune.get(key) is not None:
+                yield ("budget", "max_drop"), f"expected nothing, because {reason}; give macs or another budget"
 
 
 def budget_names() -> list[str]:

@@ -152,7 +152,7 @@ def metrics_of(
         "accuracy": {name: found.figures() for name, found in measured.accuracies.items()},
         "sparsity": {"weights": share.weights, "channels": share.channels},
         "plan": {
-            **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},
+            **{key: planned.plan.provenance.get(key) for key in ("budgets", "binding", "max_drop")},
             "macs_left": chart.macs_left(planned.plan.keep),
             "blocks": len(chart.branches.found),
             "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
 
+from prunekit.compaction.compact_model import compact
+from prunekit.data.loader import batches
 from prunekit.distributed.process_group import is_main
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.job_subject import JobSubject, share_model
 from prunekit.jobs.run.resume import cache_repair, cached_repair
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.masks.masked_model import masked
+from prunekit.measure.score_drop import HeldOut
+from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import share_plan
+from prunekit.pruning.score_budget import ScoreSearch
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
 from prunekit.settings.weight_pattern import PatternSettings
+from prunekit.tasks.task import pair
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import sample_count
+from prunekit.utils.progress import Log
 
 COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 
@@ -71,6 +79,48 @@ def _repaired(
     dense.cpu()
     _write_report(run, report)
     return model.cpu(), report
+
+
+def within_max_drop(
+    prepared: JobSubject, search: PlanSearch, inputs: CriterionInputs, limit: float, log: Log, *, training: bool
+) -> Planned:
+    """Return the plan of the narrowest model, repaired as the job says, that `max_drop` allows on validation samples.
+
+    Before any fine-tuning, which never delivers less than what it began with.
+    """
+    splits, dense = prepared.splits, search.model
+    log(f"max_drop: judged on {len(splits.validation)} validation {splits.task.samples}, before any fine-tuning")
+    made = PrunedCopies(prepared, dense, training=training)
+    models, make = held_out(prepared, dense), lambda planned: (None, made.of(planned.plan))
+    return ScoreSearch(search, inputs, models, limit, make, log).run()[0]
+
+
+def held_out(prepared: JobSubject, dense: nn.Module) -> HeldOut:
+    """Return what models of a job are judged by: its validation samples, and its task's main score."""
+    splits = prepared.splits
+    samples = batches(splits.validation, prepared.job.data.batch, shuffle_seed=None)
+    return HeldOut(dense, samples, replace(splits.task, unpack=pair))
+
+
+class PrunedCopies:
+    """Compact models of a job by several plans, repaired as the job says, from the same images."""
+
+    def __init__(self, prepared: JobSubject, dense: nn.Module, *, training: bool) -> None:
+        self._prepared, self._dense, self._training = prepared, dense, training
+        self._images: Any = None if prepared.job.repair is None else prepared.calibration_images()
+
+    def of(self, plan: Plan) -> nn.Module:
+        """Return the compact model by a plan, on the CPU; masked and compact are proven equal."""
+        prepared, settings = self._prepared, self._prepared.job.repair
+        if settings is None:
+            model = _masked(prepared, self._dense, plan, self._training)
+        else:
+            moved = self._dense.to(prepared.device)
+            model = repair(moved, plan, self._images, settings, log=lambda line: None, progress=False)[0].cpu()
+            self._dense.cpu()
+        small = compact(model, plan)
+        verify(model, small, plan, [prepared.example_inputs], strict=True)
+        return small
 
 
 def _masked(prepared: JobSubject, dense: nn.Module, plan: Plan, training: bool) -> nn.Module:

@@ -266,6 +266,52 @@ def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
         return stacked(figure, "Held-out loss of each learning rate that was tried", len(tried))
 
 
+def frontier(found: Mapping[str, Any]) -> Markup:
+    """Return the score of a frontier's points against the MACs that are left, and against the speedup if it is known.
+
+    Bars are 95 % intervals of the score, and of a speedup. The dense model is a diamond, the knee a ring; lines are
+    the budgets that were asked for.
+    """
+    points, about, dense = found["points"], found["score"], found["dense"]
+    sign = 1 if about["lower_is_better"] else -1
+    unit = 100 if about["unit"] == "%" else dense if about["lower_is_better"] else 1
+    asked = found.get("asked") or {}
+    panels = [("macs", "multiply-accumulates left, %", 100.0)]
+    if any(point["speedup"] for point in points):
+        panels.append(("speedup", "speedup, times the dense model", 1.0))
+    with canvas(2, 1, 3.4, "frontier", used=len(panels)) as (figure, each):
+        for axes, (key, label, scale) in zip(each, panels, strict=False):
+            rows = [point for point in points if point[key]]
+            at, reached = [scale * row[key] for row in rows], [row["score"] for row in rows]
+            if all(row["low"] is not None for row in rows):
+                ends = [[unit * (row["drop"] - row["low"]), unit * (row["high"] - row["drop"])] for row in rows]
+                axes.errorbar(at, reached, list(zip(*ends, strict=True))[::-sign], color=PALE, fmt="none", zorder=2)
+            if key == "speedup":
+                across = [[row[key] - row["speedup_low"], row["speedup_high"] - row[key]] for row in rows]
+                axes.errorbar(at, reached, xerr=list(zip(*across, strict=True)), color=PALE, fmt="none", zorder=2)
+            axes.plot(at, reached, "o-", color=COLORS["pruned"], markersize=4.5, zorder=3, label="pruned, repaired")
+            axes.plot(scale, dense, "D", color=COLORS["dense"], markersize=6, zorder=3, label="dense")
+            if found.get("knee") is not None and points[found["knee"]] in rows:
+                knee = points[found["knee"]]
+                ring: dict[str, Any] = {"markersize": 11, "fillstyle": "none", "color": INK}
+                axes.plot(scale * knee[key], knee["score"], "o", label="knee", **ring)
+            if key in asked:
+                axes.axvline(
+                    scale * asked[key], color=COLORS["control"], linestyle="--", linewidth=1, label="asked for"
+                )
+            if "max_drop" in asked:
+                limit = dense + sign * unit * asked["max_drop"]
+                axes.axhline(limit, color=COLORS["control"], linestyle=":", linewidth=1.2, label="max_drop")
+            axes.set(xlabel=label, ylabel=f"{about['label']} {about['unit']}".rstrip())
+            if key == "macs":
+                axes.invert_xaxis()
+                axes.set_title("Score against what is left")
+                axes.legend(loc="lower left")
+            else:
+                axes.set_title("Score against speed")
+        return stacked(figure, "Score of the frontier's models against MACs and speedup", len(panels))
+
+
 def latencies(samples: pd.DataFrame) -> Markup:
     """Return every timed run as a dot, with median and the range from p10 to p90, in a panel for each setting."""
     keys = ["device", "runtime", "batch", "threads", "dtype"]

@@ -12,6 +12,8 @@ from markupsafe import Markup
 
 from prunekit.errors import ArtifactError, PrunekitError, reason_of
 from prunekit.reading.text_files import read_json
+from prunekit.report.figures.canvas import are_drawn
+from prunekit.report.figures.charts import frontier
 from prunekit.report.headline import sentence, tiles
 from prunekit.report.rendering import rendered
 from prunekit.report.run_data import Run, options_of, read_run
@@ -37,6 +39,7 @@ KINDS = {
     "metrics.json": Kind("metrics", ("dense", "pruned"), "page.html"),
     "sensitivity.json": Kind("analysis", ("groups",), "sensitivity.html", "sensitivity"),
     "profile.json": Kind("profile", ("setting", "checks"), "profile.html", "profile"),
+    "frontier.json": Kind("frontier", ("points", "score"), "frontier.html", "frontier"),
 }
 """Kinds of runs, by the files that hold their figures."""
 RUN = Path("resume", "run.json")
@@ -92,7 +95,7 @@ def write_report(
         name = figures_of(run)
         reason = f"{folder / name}: not as prunekit writes it ({reason_of(error)}); the file is damaged"
         log(reason)
-        bare = replace(shown, metrics={}, analysis={}, profile={}, damaged={**run.damaged, name: reason})
+        bare = replace(shown, metrics={}, analysis={}, profile={}, frontier={}, damaged={**run.damaged, name: reason})
         html = _render(bare, state, sections, log, whole=False)
     write_text(target, html)
     return target
@@ -109,6 +112,8 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log, *, w
         from prunekit.report.sections import sensitivity_curves as sensitivity
 
         values = sensitivity.values(run)
+    elif kind == "frontier.json":
+        values = {"facts": run.frontier, "picture": frontier(run.frontier) if are_drawn() else None}
     else:
 
         def note(text: str) -> Markup:

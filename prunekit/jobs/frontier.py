@@ -1,0 +1,485 @@
+"""The frontier of a model: score against MACs, parameters and time at several points, each a repaired, proven model.
+
+Samples, statistics and orders of removal are collected once; each point is then a plan, a fit, a proof and a score.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, Unpack
+
+import numpy as np
+from torch import nn
+
+from prunekit.backends.session import inputs_like
+from prunekit.errors import PlanError, UsageError
+from prunekit.hooks.model_copy import with_weights
+from prunekit.hooks.wrappers import require_trainable, unwrapped
+from prunekit.jobs.run.baseline_cache import train_baseline
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
+from prunekit.jobs.run.job_subject import prepare
+from prunekit.jobs.run.resume import IDENTITY, find_run, identity_of, run_recipe
+from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
+from prunekit.jobs.stages.calibration_stage import criterion_inputs
+from prunekit.jobs.stages.repair_stage import PrunedCopies
+from prunekit.jobs.stages.repair_stage import held_out as held_out_of
+from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
+from prunekit.measure.score_drop import SURE, Drop, Evaluate, HeldOut
+from prunekit.modes.public_call import public_call
+from prunekit.planning.keywords import PlanKeywords, prune_settings, shows_keywords
+from prunekit.planning.plan import Plan
+from prunekit.pruning.latency_budget_search import with_profile
+from prunekit.pruning.plan_search import PlanSearch
+from prunekit.pruning.prune import Calibration, Request, pruned_by
+from prunekit.pruning.pruned import Pruned
+from prunekit.pruning.score_budget import WITHOUT_EFFECT, at_share, axis_of, judged, share_range, with_axis
+from prunekit.reading.text_files import read_json
+from prunekit.settings.calibration import IMAGES, RepairSettings
+from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.job import JobSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
+from prunekit.tasks.task import Task
+from prunekit.utils.context import threads
+from prunekit.utils.display import Displayed, Table, factor, in_unit, share
+from prunekit.utils.files import StrPath, write_csv, write_json
+from prunekit.utils.outputs import Outputs
+from prunekit.utils.progress import Log, reporting, stage, wanted
+
+POINTS = 8
+"""Points of a frontier, if it is not said."""
+WIDEST, NARROWEST = 0.9, 0.2
+"""Shares of the first and the last point, where plans can be as narrow."""
+AT = ("macs", "params", "speedup", "drop")
+Result: TypeAlias = "Pruned | Path"
+"""The model of a point: the result of `prune`, or the folder of a job's model."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrontierPoint:
+    """One model of a frontier."""
+
+    share: float  # of the MACs, or of the predicted time, that its plan was made for
+    macs: float  # share of the dense model's that is left
+    params: float  # likewise
+    drop: Drop
+    result: Result
+    # of the dense model's time, on the target: median, and ends of the 95 % interval; None if it was not timed
+    speedup: tuple[float, float, float] | None = None
+    stable: bool = True  # whether the figure of the time supports a claim
+
+    def row(self) -> dict[str, Any]:
+        """Return plain data: shares that are left, the score, how much lower it is with its interval, the speedup."""
+        low, high = self.drop.interval or (None, None)
+        times = dict(zip(("speedup", "speedup_low", "speedup_high"), self.speedup or (None,) * 3, strict=True))
+        sizes = {"share": self.share, "macs": self.macs, "params": self.params}
+        scores = {"score": self.drop.score, "drop": self.drop.drop, "low": low, "high": high, "most": self.drop.most}
+        return {**sizes, **scores, **times, "stable": self.stable}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Frontier(Displayed):
+    """The score of a model against what is left of it, from the widest point to the narrowest.
+
+    Attributes:
+        name: of the dense model.
+        points: the models, the widest first.
+        missed: sentences on points that could not be made.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> x, y = torch.randn(600, 4), torch.randint(2, (600,))
+        >>> found = pk.frontier(
+        ...     model, calibration=x[:200], evaluate="image_classification", held_out=(x, y), points=[0.75, 0.5],
+        ...     timed=False,
+        ... )
+        >>> [point.result.model[0].out_features for point in found.points]
+        [48, 32]
+        >>> found.at(macs=0.5).model[0].out_features
+        32
+    """
+
+    name: str
+    points: tuple[FrontierPoint, ...]
+    missed: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each point, see `FrontierPoint.row`."""
+        return [point.row() for point in self.points]
+
+    def at(self, **wanted: float) -> Any:
+        """Return the result of the point that a figure asks for: `macs`, `params`, `speedup` or `drop`.
+
+        For a share of MACs or parameters and for a speedup it is the widest point that meets it; for a drop the
+        narrowest that loses at most that, at 95 %, as do all that are wider. Of `prunekit.frontier` it is what `prune`
+        returns, with the compact model; of a job the model's folder, for `prunekit.load`.
+
+        Raises:
+            UsageError: it is not one of these figures, or no point meets it.
+        """
+        if len(wanted) != 1 or not wanted.keys() <= set(AT):
+            got = ", ".join(f"{name}={value}" for name, value in wanted.items())
+            raise UsageError(f"at: expected one of {', '.join(AT)}, such as at(speedup=2), got {got or 'none'}")
+        return self.point(**wanted).result
+
+    def point(self, **wanted: float) -> FrontierPoint:
+        """Return the point itself, see `at`."""
+        ((name, value),) = wanted.items()
+        found: FrontierPoint | None = None
+        if name == "drop":
+            for point in self.points:
+                if point.drop.most > value:
+                    break
+                found = point
+        elif name == "speedup":
+            timed = (point for point in self.points if point.speedup is not None)
+            found = next((point for point in timed if point.speedup is not None and point.speedup[0] >= value), None)
+        else:
+            found = next((point for point in self.points if getattr(point, name) <= value), None)
+        if found is None:
+            raise UsageError(f"at: no point meets {name}={value:g}: {self._reach(name)}; measure further points")
+        return found
+
+    def _reach(self, name: str) -> str:
+        if name == "drop":
+            first = self.points[0].drop
+            return f"the first one, with MACs {share(self.points[0].macs)} left, may lose {first.in_words(first.most)}"
+        figures = [row[name] for row in self.rows() if row[name] is not None]
+        if not figures:
+            return "nothing was timed"
+        return f"they reach from {min(figures):.3g} to {max(figures):.3g}"
+
+    @property
+    def knee(self) -> FrontierPoint | None:
+        """The point after which the score falls faster; None of fewer than three points.
+
+        It is the one farthest above the line from the first to the last (Kneedle, Satopaa et al. 2011).
+        """
+        if len(self.points) < 3:
+            return None
+        left = np.array([point.share for point in self.points])
+        lost = np.array([point.drop.drop for point in self.points])
+        along = (left - left[0]) / (left[-1] - left[0] or 1)
+        above = along * (lost[-1] - lost[0]) - (lost - lost[0])
+        return self.points[int(np.argmax(above))] if above.max() > 0 else None
+
+    @property
+    def advice(self) -> str:
+        """Up to two sentences on where to stop, with how sure that is."""
+        said, free = [], [point for point in self.points if point.drop.interval is not None]
+        free = [point for point in free if all(one.drop.bound(1 - SURE) <= 0 for one in free[: free.index(point) + 1])]
+        if free:
+            told, samples = free[-1], free[-1].drop.samples
+            what = f"{samples:,} samples" if samples else "the samples"
+            said.append(f"Down to MACs {share(told.macs)} left, no loss can be told by {what}.")
+        knee, number = self.knee, 0 if self.knee is None else self.points.index(self.knee) + 1
+        if knee is not None and number < len(self.points):
+            more = knee.drop.in_words(self.points[number].drop.drop - knee.drop.drop)
+            said.append(
+                f"Below {share(knee.macs)}, where it is {knee.drop.in_words(knee.drop.drop)}, the loss grows faster: "
+                f"{more} more down to {share(self.points[number].macs)}."
+            )
+        return " ".join(said) or "The score falls evenly: no point stands out."
+
+    def picture(self) -> str:
+        """Return the picture as SVG: the score against the MACs that are left, and against the speedup.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        from prunekit.report.figures import charts
+        from prunekit.report.figures.canvas import are_drawn
+
+        if not are_drawn():
+            raise UsageError("picture: expected matplotlib; pip install 'prunekit[report]'")
+        return str(charts.frontier(self.summary()))
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain data of all, as `frontier.json` has it."""
+        first = self.points[0].drop
+        about = {"label": first.about.label, "unit": first.about.unit, "lower_is_better": first.about.lower_is_better}
+        samples = max(point.drop.samples for point in self.points)
+        return {
+            "name": self.name,
+            "score": about,
+            "dense": first.dense,
+            "samples": samples,
+            "points": self.rows(),
+            "knee": None if self.knee is None else self.points.index(self.knee),
+            "advice": self.advice,
+            "missed": list(self.missed),
+        }
+
+    def _headline(self) -> str:
+        first, last = self.points[0], self.points[-1]
+        return (
+            f"{self.name} at {len(self.points)} points, MACs {share(first.macs)} to {share(last.macs)} left, "
+            f"{first.drop.about.label} {in_unit(first.drop.dense, first.drop.about.unit)} dense to "
+            f"{in_unit(last.drop.score, last.drop.about.unit)}"
+        )
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Frontier: {self._headline()}"
+        about, knee = self.points[0].drop.about, self.knee
+        headings = ("MACs left", "parameters", about.label, "lower by", "95 %", "speedup", "")
+        if about.lower_is_better:
+            headings = (*headings[:3], "higher by", *headings[4:])
+        yield Table(headings, [_cells(point, point is knee) for point in self.points])
+        yield "\n".join((self.advice, *self.missed))
+
+    def _repr_html_(self) -> str:
+        from prunekit.report.figures.canvas import are_drawn
+
+        return super()._repr_html_() + (self.picture() if are_drawn() else "")
+
+
+def _cells(point: FrontierPoint, knee: bool) -> tuple[str, ...]:
+    drop, speedup = point.drop, "–"
+    ends = "–" if drop.interval is None else " to ".join(drop.in_words(end).split()[0] for end in drop.interval)
+    if point.speedup is not None:
+        median, low, high = point.speedup
+        speedup = factor(median) if point.stable else f"unstable [{low:.2f}, {high:.2f}]"
+    score = in_unit(drop.score, drop.about.unit)
+    mark = "knee" if knee else ""
+    return (share(point.macs), share(point.params), score, drop.in_words(drop.drop), ends, speedup, mark)
+
+
+@public_call
+@shows_keywords(PlanKeywords)
+def frontier(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    calibration: Calibration,
+    evaluate: Evaluate | None = None,
+    held_out: Any = None,
+    points: int | Sequence[float] = POINTS,
+    timed: bool = True,
+    repair: RepairSettings | None = None,
+    images: int = IMAGES,
+    seed: int = 0,
+    more_examples: Sequence[Any] = (),
+    outputs: Outputs | None = None,
+    task: Task | str | None = None,
+    progress: bool | None = None,
+    **removed: Unpack[PlanKeywords],
+) -> Frontier:
+    """Prune a model to several sizes, and measure the score and the time of each: how much can go, at what cost.
+
+    Args:
+        model: any module that runs on the samples; not changed.
+        example: as for `prune`.
+        calibration: samples as for `prune`, whose statistics and orders of removal serve all points.
+        evaluate: a function of the model that returns its score, or the score of each sample; or a task or its name.
+            None: whether class scores say what the dense model says. See `prune`.
+        held_out: samples that models are judged on, as for `prune`.
+        points: how many, from 90 % to 20 % of the MACs, or of the time if a target is given; or the shares themselves.
+        timed: whether to measure the speedup of every point, beside the dense model: on the target, or in eager on one
+            CPU thread.
+        repair: settings of the repair of every point; None: the default.
+        images, seed, more_examples, outputs, task, progress: as for `prune`.
+        removed: as for `prune`; budgets hold for every point.
+
+    Raises:
+        PlanError: no point can be made.
+        UsageError, DataError, NonFiniteError, VerificationError: as for `prune`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> found = pk.frontier(model, calibration=torch.randn(900, 4), points=3, timed=False)
+        >>> [f"{row['macs']:.0%}" for row in found.rows()]
+        ['89%', '55%', '19%']
+    """
+    model = with_weights(unwrapped(model, offloaded=True))
+    require_trainable(model, "frontier")
+    asked = prune_settings(model, True, **({"macs": WIDEST, **removed} if not _budgets(removed) else removed))
+    if asked.budget.max_drop is not None:
+        raise UsageError("max_drop: expected none, as a frontier shows all drops; frontier(...).at(drop=0.01) has it")
+    with reporting(progress, "frontier"):
+        calibration, models = judged(model, calibration, images, held_out, evaluate, task)
+        request = Request(
+            model, example, calibration, with_axis(asked), images, None, None, seed, more_examples, task, outputs
+        )
+        fitting = repair or RepairSettings()
+        request.prepare(fitting)
+
+        def make(share: float) -> tuple[Pruned, nn.Module, Plan]:
+            found = pruned_by(request, at_share(request.search, request.inputs, share), fitting)
+            return replace(found, masked=None), found.model, found.plan
+
+        made, missed = _measured(request.search, models, make, _shares(request.search, points), stage)
+        found = Frontier(type(model).__name__, made, missed)
+        if not timed:
+            return found
+        stage(f"time of {len(made)} models and the dense one")
+        small = [point.result.model for point in made if isinstance(point.result, Pruned)]
+        return _timed(found, model, small, request.search, asked.target.as_latency, stage)
+
+
+def _budgets(removed: Mapping[str, Any]) -> bool:
+    """Return whether keywords have settings or a budget."""
+    plain = {name for name in PlanKeywords.__annotations__ if name in PruneSettings.__annotations__}
+    given = {name for name, value in removed.items() if value is not None}
+    return bool(given - plain - {"sparsity"})
+
+
+def _shares(search: PlanSearch, points: int | Sequence[float]) -> list[float]:
+    """Return the shares of the points, the largest first, within what plans can leave and budgets allow."""
+    least, most = share_range(search)
+    if isinstance(points, int):
+        if points < 2:
+            raise UsageError(f"points: expected at least 2, or shares such as [0.8, 0.5], got {points}")
+        return [float(one) for one in np.linspace(min(WIDEST, most), max(NARROWEST, least * 1.02), points)]
+    found = sorted(map(float, points), reverse=True)
+    if not found or not all(0 < one < 1 for one in found):
+        raise UsageError(f"points: expected shares above 0 and below 1, such as [0.8, 0.5], got {list(points)}")
+    return found
+
+
+def _measured(
+    search: PlanSearch,
+    models: HeldOut,
+    make: Callable[[float], tuple[Result, nn.Module, Plan]],
+    shares: Sequence[float],
+    log: Log,
+    known: Mapping[float, FrontierPoint] | None = None,
+    keep: Callable[[FrontierPoint], None] = lambda point: None,
+) -> tuple[tuple[FrontierPoint, ...], tuple[str, ...]]:
+    """Return the points, and why others could not be made."""
+    found, missed = [], []
+    what = {"macs": "MACs", "speedup": "time"}[axis_of(search.settings)]
+    for number, left in enumerate(shares, 1):
+        point = (known or {}).get(left)
+        if point is None:
+            log(f"point {number} of {len(shares)}: {share(left)} of the {what}")
+            try:
+                result, model, plan = make(left)
+            except PlanError as error:
+                missed.append(f"{share(left)}: {error}")
+                continue
+            totals = plan.totals()
+            left_of = {name: kept / (dense or 1) for name, (dense, kept) in totals.items()}
+            drop = models.drop(models.score(model))
+            point = FrontierPoint(left, left_of["MACs"], left_of["parameters"], drop, result)
+            keep(point)
+        log(f"point {number} of {len(shares)}: MACs {share(point.macs)} left: {point.drop}")
+        found.append(point)
+    if not found:
+        raise PlanError(f"frontier: no point can be made: {missed[0]}")
+    return tuple(found), tuple(missed)
+
+
+def _timed(
+    found: Frontier,
+    dense: nn.Module,
+    small: Sequence[nn.Module],
+    search: PlanSearch,
+    settings: LatencySettings,
+    log: Log,
+) -> Frontier:
+    """Return the frontier with the speedup of every point in the first setting, all timed in turn."""
+    names = [f"point {number}" for number in range(1, len(small) + 1)]
+    report: LatencyReport = measure_latency(
+        {"dense": dense, **dict(zip(names, small, strict=True))},
+        inputs_like(search.examples[0]),
+        settings,
+        devices(search.settings.target.device, settings),
+        log=log,
+    )
+    rows: dict[str, Mapping[str, Any]] = {}
+    for each in report.speedup:
+        rows.setdefault(each["model"], each)
+    points = [
+        replace(point, speedup=(row["median"], row["low"], row["high"]), stable=bool(row["stable"]))
+        if (row := rows.get(name)) is not None
+        else point
+        for name, point in zip(names, found.points, strict=True)
+    ]
+    return replace(found, points=tuple(points))
+
+
+def analyze(
+    job: JobSettings,
+    *,
+    points: int | Sequence[float] = POINTS,
+    log: Log = stage,
+    progress: bool | None = None,
+    finish: Finish | None = write_report,
+    own: Own = RECIPE_ONLY,
+    resume: StrPath | None = None,
+) -> AnalysisRun[Frontier]:
+    """Make the frontier of a job's dense model, on its validation samples; the job's budgets only mark the picture.
+
+    Every point's model lies in `points/<number>` of the run's folder, with its plan. A run that is resumed goes on with
+    the points that are missing.
+    """
+    asked = job.prune.budget
+    budget = BudgetSettings(speedup=WITHOUT_EFFECT["speedup"]) if asked.measured else BudgetSettings()
+    job = replace(job, prune=replace(job.prune, budget=budget, pattern=None, schedule=None, compact_early=False))
+    text, prepared = run_recipe(job, own), prepare(job, own)
+    identity = {**identity_of(prepared, training=False), "command": "frontier", "points": points}
+    again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
+    start = time.perf_counter()
+    with run_folder(job.output / job.name, "frontier", log, text, finish, again) as run, threads(job.threads):
+        write_json(run.resume / IDENTITY, identity)
+        dense = train_baseline(prepared, log=run.log, progress=wanted(progress)).model
+        search = PlanSearch.trace(dense, prepared.example_inputs, with_axis(job.prune), log=run.log)
+        search = with_profile(search, job.deploy)
+        models, made = held_out_of(prepared, dense), PrunedCopies(prepared, dense, training=False)
+        inputs = criterion_inputs(prepared, dense, search.channel_map, log=run.log)
+
+        def make(left: float) -> tuple[Path, nn.Module, Plan]:
+            planned = at_share(search, inputs, left)
+            small, folder = made.of(planned.plan), run.path / "points" / f"{left:.3f}"
+            prepared.save_model(small, folder, planned.plan)
+            return folder, small, planned.plan
+
+        shares, kept = _shares(search, points), run.resume / "points.json"
+        known = _kept_points(kept, models, run.path)
+        found = Frontier(
+            job.name, *_measured(search, models, make, shares, run.log, known, partial(_keep, kept, known))
+        )
+        small = [prepared.load_model(point.result, dense) for point in found.points if isinstance(point.result, Path)]
+        found = _timed(found, dense, small, search, job.latency, run.log)
+        metrics = {
+            **found.summary(),
+            "asked": {**asked.given, **({} if asked.max_drop is None else {"max_drop": asked.max_drop})},
+            "samples_called": prepared.splits.task.samples,
+            "seconds": time.perf_counter() - start,
+            "environment": environment(),
+        }
+        write_csv(run.path / "frontier.csv", found.rows())
+        write_json(run.path / "frontier.json", metrics)
+    return AnalysisRun(run.path, found, metrics)
+
+
+def _keep(path: Path, known: dict[float, FrontierPoint], point: FrontierPoint) -> None:
+    """Write the points that are there, which a resumed run reads."""
+    known[point.share] = point
+    rows = [
+        {"share": one.share, "macs": one.macs, "params": one.params, "folder": str(one.result.name)}
+        | {name: getattr(one.drop, name) for name in DROP}
+        for one in known.values()
+        if isinstance(one.result, Path)
+    ]
+    write_json(path, rows)
+
+
+def _kept_points(path: Path, models: HeldOut, folder: Path) -> dict[float, FrontierPoint]:
+    """Return the points that an interrupted run made."""
+    rows = read_json(path) if path.is_file() else []
+    known = {}
+    for row in rows:
+        drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
+        place = folder / "points" / row["folder"]
+        known[row["share"]] = FrontierPoint(row["share"], row["macs"], row["params"], drop, place)
+    return known
+
+
+DROP = ("score", "dense", "drop", "error", "parts", "samples")
+"""Figures of a drop in the file of a run that can be resumed."""
