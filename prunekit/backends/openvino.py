@@ -24,8 +24,7 @@ from prunekit.backends.files.export_source import (
     require_own_file,
 )
 from prunekit.backends.files.onnx_program import NodeModules, onnx_program_of
-from prunekit.backends.files.openvino_core import MODULES, openvino_core, sparse_options
-from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
+from prunekit.backends.int8.openvino_quantizer import MODULES, OpenvinoQuantizer, openvino_core, sparse_options
 from prunekit.backends.int8.quantizer import Array, Batch
 from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting, Source
 from prunekit.errors import ArtifactError, RunError, raised_as, reason_of
