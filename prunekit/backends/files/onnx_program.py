@@ -46,15 +46,11 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
     return Path(path)
 
 
-def translated(
-    model: nn.Module, exported: torch.export.ExportedProgram, opset: int, interface: ModelInterface | None = None
-) -> Any:
+def translated(model: nn.Module, exported: torch.export.ExportedProgram, opset: int, interface: ModelInterface) -> Any:
     """Return the ONNX program of a program of `torch.export`, simplified by onnxscript's optimizer."""
-    names: dict[str, Any] = {}
-    if interface is not None:
-        names["input_names"] = [spec.name for spec in interface.inputs]
-        if interface.outputs:
-            names["output_names"] = [spec.name for spec in interface.outputs]
+    names: dict[str, Any] = {"input_names": [spec.name for spec in interface.inputs]}
+    if interface.outputs:
+        names["output_names"] = [spec.name for spec in interface.outputs]
     advice = "compute it there with operators that ONNX has, or use another format, such as pt2"
     with tracing(), onnx_operators_read_once(), exporting(model, "exported to ONNX", advice):
         program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)

@@ -183,17 +183,12 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
             threads = settings.threads if device.type == "cpu" else settings.threads[:1]
             sizes = product(threads, settings.batches)
             found += [(combination, replace(setting, batch=batch, threads=count)) for count, batch in sizes]
-    _require_all_used([combination for combination, _ in found], left_out)
-    return [setting for _, setting in found], [text for _, text in left_out]
-
-
-def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
-    """Raise a UsageError if something is in no setting; a combination that is left out is only noted."""
-    for position in range(4):
-        timed = {combination[position] for combination in used}
+    for position in range(4):  # what is in no setting is an error, and a combination that is left out only noted
+        timed = {combination[position] for combination, _ in found}
         for combination, text in left_out:
             if combination[position] not in timed:
                 raise UsageError(f"{text}; nothing was measured")
+    return [setting for _, setting in found], [text for _, text in left_out]
 
 
 @dataclass
