@@ -114,29 +114,19 @@ class Backend(ABC):
 
 
 class FileBackend(Backend):
-    """A backend that writes models to a file or folder, and runs what is there.
+    """A backend that writes models to a file or folder, and runs what is there."""
 
-    Attributes:
-        tolerance: largest relative difference of a correct file's outputs from the model's.
-        most_samples: largest batch that every file takes; None if there is no limit.
-        reads_folder: whether a pruned model is written from its model folder.
-        runs_for_interface: whether files are loaded to read their interface, too.
-        loader: what loads its files, for messages.
-    """
-
-    tolerance: ClassVar[float] = 1e-4
-    most_samples: ClassVar[int | None] = None
-    reads_folder: ClassVar[bool] = False
-    runs_for_interface: ClassVar[bool] = False
-    loader: ClassVar[str] = ""
+    tolerance: ClassVar[float] = 1e-4  # largest relative difference of a correct file's outputs from the model's
+    most_samples: ClassVar[int | None] = None  # largest batch that every file takes; None if there is no limit
+    reads_folder: ClassVar[bool] = False  # whether a pruned model is written from its model folder
+    runs_for_interface: ClassVar[bool] = False  # whether files are loaded to read their interface, too
+    loader: ClassVar[str] = ""  # what loads its files, for messages
 
     @abstractmethod
     def write(self, source: ExportSource, path: Path) -> list[str]:
-        """Write a model, and return notes for the user.
+        """Write a model to a path where nothing is yet, and return notes for the user.
 
-        Args:
-            path: of the file or folder, which does not exist yet; it may have files beside it whose names begin with
-                its own.
+        A file may have others beside it, whose names begin with its own.
         """
 
     @abstractmethod
@@ -190,8 +180,7 @@ class FileBackend(Backend):
     ) -> Quantizer:
         """Return what quantizes a file, in a folder of its own; for a backend that is registered with a `quantizer`.
 
-        Args:
-            only_timed: whether its files are only timed, so that what changes no time may be left out.
+        What changes no time may be left out where files are `only_timed`.
         """
         raise NotImplementedError(f"{self.name}: a backend with a quantizer defines quantizer_of")
 

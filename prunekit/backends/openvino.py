@@ -233,13 +233,10 @@ def _layer_clock(file: Path, modules: NodeModules, setting: Setting, arrays: lis
 
 
 def undisturbed_means(means: Array, count: int) -> Array:
-    """Return the time of each operator, from running means that are cut off to whole numbers.
+    """Return the time of each operator, from running means (forwards, operators) that are cut off to whole numbers.
 
     The time of one forward is the difference of two sums, and as coarse as the number of forwards before; the mean
     over several is finer. Forwards that another process disturbed are left out.
-
-    Args:
-        means: (forwards, operators), each over all forwards so far.
     """
     total = len(means)
     sums = np.vstack([np.zeros_like(means[:1]), (means + ROUNDING_US) * np.arange(1, total + 1)[:, None]])

@@ -121,11 +121,7 @@ def name_of_node(operator: str) -> str:
 
 
 class NodeModules:
-    """The modules that the nodes of an ONNX file of torch's exporter were made from.
-
-    Attributes:
-        of_nodes: path of the innermost module by the name of the node; "" is the model's own code.
-    """
+    """The modules that the nodes of an ONNX file of torch's exporter were made from."""
 
     def __init__(self, file: Path) -> None:
         import onnx
@@ -134,6 +130,7 @@ class NodeModules:
         self._made_by = {output: node for node in graph.node for output in node.output}
         self._nodes = {node.name: node for node in graph.node}
         found = {node.name: _module_of(node) for node in graph.node}
+        # path of the innermost module by the name of the node; "" is the model's own code
         self.of_nodes: Mapping[str, str] = {name: path for name, path in found.items() if path is not None}
 
     @property

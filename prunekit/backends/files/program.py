@@ -287,9 +287,8 @@ def trace(
 ) -> torch.export.ExportedProgram:
     """Trace a model by `torch.export`.
 
-    Args:
-        names: of the tensors of the output, for a program with the arguments and the output of the model; None: one
-            that takes and returns tuples of tensors.
+    With `names` of the output's tensors, the program has the arguments and the output of the model; else it takes and
+    returns tuples of tensors.
     """
     named = sorted({name for one in axes for name in one.values()})
     try:
