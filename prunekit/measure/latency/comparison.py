@@ -25,16 +25,17 @@ from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
 from prunekit.measure.latency.timing_job import (
+    DEFAULT,
     Outcome,
     SettingFailure,
     SettingTimes,
     TimingJob,
+    backend_of,
     exported_source,
     file_source,
     output_tensors,
     require_timable,
     run_job_apart,
-    runtime_of,
 )
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.availability import int8_note
@@ -253,10 +254,10 @@ def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: lis
 
 def _setting(models: Mapping[str, nn.Module], name: str, found: SettingTimes) -> Row:
     row = {"model": name} | asdict(found.setting)
-    model = models[name]
+    model, asked = models[name], found.setting.runtime
     if isinstance(model, ExportedModel):
-        return row | {"runtime": runtime_of(model, found.setting.runtime)}
-    if RUNTIMES.get(found.setting.runtime).carrier == MODULE:
+        return row | ({"runtime": backend_of(model, asked).name} if asked == DEFAULT else {})
+    if RUNTIMES.get(asked).carrier == MODULE:
         row["memory_format"] = layout_of(model, found.setting.memory_format)
     return row
 

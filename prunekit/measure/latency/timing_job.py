@@ -92,11 +92,6 @@ def backend_of(model: ExportedModel, asked: str) -> Backend:
     return FORMATS.get(model.form) if asked == DEFAULT else RUNTIMES.get(asked)
 
 
-def runtime_of(model: ExportedModel, asked: str) -> str:
-    """Return the name that a file's times have."""
-    return backend_of(model, asked).name if asked == DEFAULT else asked
-
-
 def require_timable(name: str, model: ExportedModel, settings: Sequence[Setting]) -> None:
     """Raise if a file cannot be timed in all settings."""
     able = [
