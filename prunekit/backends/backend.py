@@ -7,7 +7,7 @@ one file in this folder, or anywhere else: whatever registers here is exported t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,21 +42,24 @@ class Backend(ABC):
     Backends are pickled for the process that measures, which imports their classes and functions from their modules.
     """
 
-    format: str = ""
+    format: str = ""  # name of what it writes, for recipes and commands; empty if it writes nothing
+    # name of what is timed, for `--runtime` and rows of results; empty if only files are timed, as `format`
     runtime: str = ""
-    about: str = ""
-    suffix: str = ""
-    packages: tuple[str, ...] = ()
-    install: str = ""
-    compiler: bool = False
-    carrier: str = MODULE
-    devices: tuple[str, ...] = ("cpu",)
-    reads: tuple[str, ...] = ()
-    quantizer: str = ""
-    times_layers: bool = False
+    about: str = ""  # a description in one line
+    runs: str = ""  # what the runtime is, in one line; empty: as `about`
+    suffix: str = ""  # of the file's name, such as `.onnx`; empty for a folder
+    packages: tuple[str, ...] = ()  # those that it imports, besides torch
+    install: str = ""  # the command that installs them; empty: `pip install` with their names
+    compiler: bool = False  # whether it needs a C++ compiler
+    carrier: str = MODULE  # the format of the files that its sessions are made from; or the module itself
+    devices: tuple[str, ...] = ("cpu",)  # types of device that it runs on: "cpu", "cuda", "mps"
+    reads: tuple[str, ...] = ()  # formats besides its own whose files it takes
+    quantizer: str = ""  # the package that makes its files in int8; empty if it is never asked for int8
+    times_layers: bool = False  # whether its sessions have a layer clock; plans for others are made from eager's layers
+    # whether the growth of the process is the model's memory: not if building leaves more behind
     measures_memory: bool = True
-    typed_files: bool = False
-    chooses_dtype: bool = False
+    typed_files: bool = False  # whether it computes in the dtype of its file; the others take files in float32
+    chooses_dtype: bool = False  # whether it computes a file in float32 in the dtype of the setting
 
     @abstractmethod
     def session(self, source: Source, sample: Sample, setting: Setting) -> Session:
@@ -111,29 +114,19 @@ class Backend(ABC):
 
 
 class FileBackend(Backend):
-    """A backend that writes models to a file or folder, and runs what is there.
+    """A backend that writes models to a file or folder, and runs what is there."""
 
-    Attributes:
-        tolerance: largest relative difference of a correct file's outputs from the model's.
-        most_samples: largest batch that every file takes; None if there is no limit.
-        reads_folder: whether a pruned model is written from its model folder.
-        runs_for_interface: whether files are loaded to read their interface, too.
-        loader: what loads its files, for messages.
-    """
-
-    tolerance: ClassVar[float] = 1e-4
-    most_samples: ClassVar[int | None] = None
-    reads_folder: ClassVar[bool] = False
-    runs_for_interface: ClassVar[bool] = False
-    loader: ClassVar[str] = ""
+    tolerance: ClassVar[float] = 1e-4  # largest relative difference of a correct file's outputs from the model's
+    most_samples: ClassVar[int | None] = None  # largest batch that every file takes; None if there is no limit
+    reads_folder: ClassVar[bool] = False  # whether a pruned model is written from its model folder
+    runs_for_interface: ClassVar[bool] = False  # whether files are loaded to read their interface, too
+    loader: ClassVar[str] = ""  # what loads its files, for messages
 
     @abstractmethod
     def write(self, source: ExportSource, path: Path) -> list[str]:
-        """Write a model, and return notes for the user.
+        """Write a model to a path where nothing is yet, and return notes for the user.
 
-        Args:
-            path: of the file or folder, which does not exist yet; it may have files beside it whose names begin with
-                its own.
+        A file may have others beside it, whose names begin with its own.
         """
 
     @abstractmethod
@@ -187,8 +180,7 @@ class FileBackend(Backend):
     ) -> Quantizer:
         """Return what quantizes a file, in a folder of its own; for a backend that is registered with a `quantizer`.
 
-        Args:
-            only_timed: whether its files are only timed, so that what changes no time may be left out.
+        What changes no time may be left out where files are `only_timed`.
         """
         raise NotImplementedError(f"{self.name}: a backend with a quantizer defines quantizer_of")
 
@@ -275,25 +267,7 @@ class FunctionBackend(Backend):
 Kind = TypeVar("Kind", bound=type[Backend])
 
 
-def register_backend(
-    *,
-    about: str,
-    format: str = "",
-    runtime: str = "",
-    runs: str = "",
-    suffix: str = "",
-    packages: Sequence[str] = (),
-    install: str = "",
-    compiler: bool = False,
-    carrier: str = "",
-    devices: tuple[str, ...] = ("cpu",),
-    reads: tuple[str, ...] = (),
-    quantizer: str = "",
-    times_layers: bool = False,
-    measures_memory: bool = True,
-    typed_files: bool = False,
-    chooses_dtype: bool = False,
-) -> Callable[[Kind], Kind]:
+def register_backend(*, about: str, **facts: Any) -> Callable[[Kind], Kind]:
     """Register a backend: a class of which one object, made without arguments, writes, opens, times and quantizes.
 
     With a format, models are exported to it, its files are scored, opened and timed, and with a quantizer written in
@@ -302,37 +276,29 @@ def register_backend(
 
     Args:
         about: a description in one line.
-        format: name of what it writes, for recipes and commands; empty if it writes nothing.
-        runtime: name of what is timed, for `--runtime` and rows of results; empty if only files are timed, as `format`.
-        runs: what the runtime is, in one line; by default `about`.
-        suffix: of the file's name, such as `.onnx`; empty for a folder.
-        packages: those that it imports, besides torch.
-        install: the command that installs them; by default `pip install` with their names.
-        compiler: whether it needs a C++ compiler.
-        carrier: the format of the files that its sessions are made from; by default its own, or the module itself.
-        devices: types of device that it runs on: "cpu", "cuda", "mps".
-        reads: formats besides its own whose files it takes.
-        quantizer: the package that makes its files in int8; empty if it is never asked for int8.
-        times_layers: whether its sessions have a layer clock; plans for the others are made from eager's layers.
-        measures_memory: whether the growth of the process is the model's memory: not if building leaves more behind.
-        typed_files: whether it computes in the dtype of its file; the others take files in float32.
-        chooses_dtype: whether it computes a file in float32 in the dtype of the setting.
+        facts: further attributes of `Backend` by name, such as `format`, `runtime` and `suffix`. Left out, they have
+            its values, but for `carrier`: the format, if there is one.
 
     Returns:
         A decorator that returns the class unchanged.
+
+    Raises:
+        TypeError: an argument is no attribute of `Backend`.
     """
-    facts = dict(locals())
+    usual = {name: getattr(Backend, name) for name in Backend.__annotations__}
+    if unknown := sorted(facts.keys() - usual.keys()):
+        raise TypeError(f"register_backend: expected arguments among {', '.join(usual)}, got {', '.join(unknown)}")
+    known = SimpleNamespace(**usual | {"about": about, "carrier": facts.get("format") or MODULE} | facts)
 
     def register(kind: Kind) -> Kind:
-        facts.update(carrier=carrier or format or MODULE, packages=tuple(packages))
-        for name, value in facts.items():
+        for name, value in vars(known).items():
             setattr(kind, name, value)
-        kind.facts = SimpleNamespace(**facts)  # type: ignore[attr-defined]
+        kind.facts = known  # type: ignore[attr-defined]
         backend = kind()
-        if format:
-            FORMATS.add(format, backend, kind)  # type: ignore[arg-type]
-        if runtime:
-            RUNTIMES.add(runtime, backend, kind)
+        if known.format:
+            FORMATS.add(known.format, backend, kind)  # type: ignore[arg-type]
+        if known.runtime:
+            RUNTIMES.add(known.runtime, backend, kind)
         return kind
 
     return register

@@ -61,11 +61,6 @@ def on_cpu(setting: Setting) -> bool:
     return setting.device == "cpu"
 
 
-def weight_mover(module: nn.Module, setting: Setting) -> WeightMover | None:
-    """Return the mover of a module's weights; None on devices other than the CPU."""
-    return WeightMover(module) if on_cpu(setting) else None
-
-
 @register_runtime(
     "eager",
     about="the PyTorch module as it is",
@@ -76,7 +71,7 @@ def weight_mover(module: nn.Module, setting: Setting) -> WeightMover | None:
 def eager(source: Source, sample: Sample, setting: Setting) -> Session:
     """Call the module."""
     module, inputs = placed(source, sample, setting)
-    mover = weight_mover(module, setting)
+    mover = WeightMover(module) if on_cpu(setting) else None
     return Session(lambda: call(module, inputs), layers=lambda: _layer_clock(module, inputs), move=mover)
 
 
@@ -113,7 +108,7 @@ def compiled(source: Source, sample: Sample, setting: Setting) -> Session:
     # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
     with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
         call(compiled, inputs)
-    return Session(lambda: call(compiled, inputs), move=weight_mover(module, setting))
+    return Session(lambda: call(compiled, inputs), move=WeightMover(module) if on_cpu(setting) else None)
 
 
 CAPTURE_RUNS = 3

@@ -24,8 +24,7 @@ from prunekit.backends.files.export_source import (
     require_own_file,
 )
 from prunekit.backends.files.onnx_program import NodeModules, onnx_program_of
-from prunekit.backends.files.openvino_core import MODULES, openvino_core, sparse_options
-from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
+from prunekit.backends.int8.openvino_quantizer import MODULES, OpenvinoQuantizer, openvino_core, sparse_options
 from prunekit.backends.int8.quantizer import Array, Batch
 from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting, Source
 from prunekit.errors import ArtifactError, RunError, raised_as, reason_of
@@ -234,13 +233,10 @@ def _layer_clock(file: Path, modules: NodeModules, setting: Setting, arrays: lis
 
 
 def undisturbed_means(means: Array, count: int) -> Array:
-    """Return the time of each operator, from running means that are cut off to whole numbers.
+    """Return the time of each operator, from running means (forwards, operators) that are cut off to whole numbers.
 
     The time of one forward is the difference of two sums, and as coarse as the number of forwards before; the mean
     over several is finer. Forwards that another process disturbed are left out.
-
-    Args:
-        means: (forwards, operators), each over all forwards so far.
     """
     total = len(means)
     sums = np.vstack([np.zeros_like(means[:1]), (means + ROUNDING_US) * np.arange(1, total + 1)[:, None]])

@@ -1,4 +1,4 @@
-"""Export of a model as a program of `torch.export`, and such files in PyTorch."""
+"""Programs of `torch.export`, which PyTorch runs: as they are, and compiled by AOTInductor for this machine's CPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import ProgramBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run, arguments, as_exported, interface_of_json
-from prunekit.backends.files.program import program_of, tracing
-from prunekit.backends.files.pt2_archive import PROGRAM, Archive, archive_file
+from prunekit.backends.files.export_source import KEY, ExportSource, Run, as_exported, interface_of_json
+from prunekit.backends.files.program import exporting, program_of, tracing
+from prunekit.backends.files.pt2_archive import COMPILED, PROGRAM, Archive, archive_file
 from prunekit.backends.files.symbolic_sizes import BOUNDED
-from prunekit.errors import RunError, raised_as
+from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.context import threads as threads_of
+from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
 
 EXTRA = "prunekit.json"
@@ -62,9 +63,9 @@ class Pt2(ProgramBackend):
         names = [str(name) for name in by_name.context]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            positional, named = arguments(as_exported(example, interface, by_position.num_children, names))
+            given = as_exported(example, interface, by_position.num_children, names)
             with threads_of(threads), torch.no_grad(), raised_as(RunError, f"{path}: the program cannot run: "):
-                return [one.clone() for one in gather(module(*positional, **named))]
+                return [one.clone() for one in gather(call(module, given))]
 
         return run
 
@@ -86,3 +87,57 @@ def _bound_numbers(module: torch.nn.Module) -> None:
             node.target = BOUNDED[node.target]
         if changed:
             graph.recompile()
+
+
+@register_backend(
+    format="aoti", about="AOTInductor package, compiled for this machine's CPU", suffix=".aoti.pt2", compiler=True
+)
+class Aoti(ProgramBackend):
+    """Packages of `torch._inductor.aoti_compile_and_package`. They hold a compiled library, so only open your own."""
+
+    loader = "torch._inductor.aoti_load_package"
+
+    def write(self, source: ExportSource, path: Path) -> list[str]:
+        """Compile a model; the package is for the operating system and the instructions of this CPU."""
+        self.require_writable(source, "a compiled package stores weights")
+        program = program_of(source, flat=False)
+        metadata = {KEY: json.dumps(program.interface.as_dict())}
+        failing = exporting(source.model, "compiled by AOTInductor", "use another format, such as pt2")
+        with tracing(), archive_file(path) as stream, failing:
+            torch._inductor.aoti_compile_and_package(
+                program.exported, package_path=stream, inductor_configs={"aot_inductor.metadata": metadata}
+            )
+        return [*program.notes, "it holds code for this CPU and operating system; export it again for others"]
+
+    def code_in(self, path: Path) -> str:
+        """Return that a package is a compiled library."""
+        found = [name for name in Archive(path).names if name.startswith(COMPILED)]
+        library = next((name for name in found if name.endswith(".so")), next(iter(found), "no library"))
+        return f"{library} is machine code, compiled by AOTInductor"
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Return a function that runs a package. Loading it runs the library in it."""
+        interface = self.interface(path)
+        with tracing(), raised_as(ArtifactError, f"{path}: expected an AOTInductor package, but "):
+            model = torch._inductor.aoti_load_package(str(path))
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            with threads_of(threads), torch.no_grad(), raised_as(RunError, f"{path}: the package cannot run: "):
+                found = gather(call(model, example))
+            if len(found) != len(interface.outputs):
+                raise ArtifactError(f"{path}: its interface has {len(interface.outputs)} outputs, it gave {len(found)}")
+            return [one.clone() for one in found]
+
+        return run
+
+    def interface(self, path: Path) -> ModelInterface:
+        """Return the interface in a package's metadata."""
+        archive = Archive(path)
+        for name in archive.names:
+            if name.startswith(COMPILED) and name.endswith("wrapper_metadata.json"):
+                text = archive.json(name).get(KEY)
+                if text is not None:
+                    return interface_of_json(text, str(path))
+        raise ArtifactError(
+            f"{path}: expected an AOTInductor package with prunekit's interface in its metadata, got none"
+        )

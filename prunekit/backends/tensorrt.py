@@ -153,10 +153,8 @@ def built_engine(file: Path, logger: Any, shapes: Mapping[str, Sizes] | None = N
     """Return an engine of an ONNX file.
 
     The network is strongly typed: it computes in the dtypes of the file, as TensorRT 11 always does. Where weights are
-    2:4, TensorRT may choose kernels of sparse tensor cores, and does where they are faster by its own timing.
-
-    Args:
-        shapes: smallest, usual and largest shape of each input that has axes of any size.
+    2:4, TensorRT may choose kernels of sparse tensor cores, and does where they are faster by its own timing. Inputs
+    with axes of any size have `shapes`.
     """
     import tensorrt
 

@@ -57,15 +57,10 @@ class Scores:
 def evaluate(
     model: nn.Module, batches: Any, task: Task | str, device: torch.device, *, together: bool = False
 ) -> Scores:
-    """Return every score of a task, in eval mode and without gradients.
+    """Return every score of a task, in eval mode and without gradients; the model stays on `device`, in its mode.
 
-    Args:
-        model: is moved to `device`; its train/eval mode is restored.
-        batches: pairs of inputs and targets, as `prunekit.prune` takes them.
-        task: a task or its name.
-        device: where the model runs.
-        together: whether all processes of a group call this, each with its share of the batches, to count all samples;
-            no sample may be in two shares.
+    Batches are pairs of inputs and targets, as `prunekit.prune` takes them. With `together`, all processes of a group
+    call this, each with its share of the batches, to count all samples; no sample may be in two shares.
 
     Raises:
         DataError: there are no samples, or no targets.

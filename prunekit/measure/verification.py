@@ -1,4 +1,4 @@
-"""Verification: the proof that the compact model computes what the masked model computes."""
+"""Verification: the proof that the compact model computes what the masked one does, and a file what its model does."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
@@ -24,7 +25,7 @@ from prunekit.channels.float64 import (
     rounding,
 )
 from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
-from prunekit.channels.tracing.execution import plain_attention
+from prunekit.channels.tracing.execution import first_outputs, plain_attention
 from prunekit.channels.tracing.kept_state import (
     NO_STATE,
     KeptState,
@@ -36,17 +37,22 @@ from prunekit.channels.tracing.kept_state import (
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.channels.trial.comparison import compare, output_with_decisions, record_reference
-from prunekit.errors import ModelError, UsageError, VerificationError, raised_as, reason_of, reraise_shortage
+from prunekit.errors import ModelError, RunError, UsageError, VerificationError, raised_as, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, has_gradients, named_tensors
 from prunekit.hooks.wrappers import require_values, unwrapped
+from prunekit.models.interface import ModelInterface
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.utils.context import is_large, same_draws, training_mode, without_gradients
 from prunekit.utils.display import Displayed, listed, plural, scientific
-from prunekit.utils.inputs import as_examples, example_advice, sample_count
+from prunekit.utils.inputs import as_examples, call, described, example_advice, sample_count
 from prunekit.utils.outputs import Outputs, ReadOutputs
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import gather
+
+if TYPE_CHECKING:
+    from prunekit.backends.backend import FileBackend
+    from prunekit.backends.files.export_source import Run
 
 
 @dataclass(frozen=True, repr=False)
@@ -429,3 +435,44 @@ def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: flo
             if not difference <= tolerance:
                 return f"{name} of the compact model is not what the plan keeps of the masked model's"
     return ""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The agreement of an exported file with its model on one batch."""
+
+    inputs: str  # shapes and dtypes, in words
+    batch: int  # number of samples
+    max_relative_difference: float  # largest difference of an output, over its largest value
+
+
+def check_export(
+    kind: FileBackend, path: Path, run: Run, model: nn.Module, interface: ModelInterface, example: tuple[Any, ...]
+) -> Parity:
+    """Compare a file's outputs with the model's in float32, on an example."""
+    with torch.inference_mode():
+        expected = gather(call(model, example))
+    with raised_as(RunError, f"{kind.format}: the exported model does not run on {described(example)}: "):
+        found = run(example)
+    worst, reason = largest_difference(expected, found)
+    if not worst <= kind.tolerance:
+        named = "; ".join(_parted(expected, found, interface, kind.tolerance)) or reason
+        where = kind.parts(path, example, first_outputs(model, example))
+        raise RunError(
+            f"{kind.format}: the exported model computes something else than {type(model).__name__} on "
+            f"{described(example)}: {named}{f'; it first differs at {where}' if where else ''}; the file was removed"
+        )
+    return Parity(described(example), sample_count(example, 1), worst)
+
+
+def _parted(
+    expected: Sequence[Tensor], found: Sequence[Tensor], interface: ModelInterface, tolerance: float
+) -> Iterator[str]:
+    """Yield the difference of each output that differs by more than a tolerance."""
+    if len(expected) != len(found):
+        return
+    names = [one.name for one in interface.outputs]
+    for index, (want, got) in enumerate(zip(expected, found, strict=True)):
+        difference, reason = largest_difference([want], [got])
+        if not difference <= tolerance:
+            yield f"{names[index] if index < len(names) else f'output {index}'}: {reason}"

@@ -40,16 +40,6 @@ def adapted(model: nn.Module, settings: AdapterSettings, *, seed: int) -> Iterat
 
     Raises:
         ModelError: no layer is left to adapt.
-
-    Example:
-        >>> import prunekit as pk, torch
-        >>> from prunekit.training.adapters import adapted
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-        >>> with adapted(model, pk.AdapterSettings(rank=2, modules=("0",)), seed=0):
-        ...     print([name for name, parameter in model.named_parameters() if parameter.requires_grad])
-        ['0.lora_A.default.weight', '0.lora_B.default.weight']
-        >>> print([name for name, parameter in model.named_parameters() if parameter.requires_grad])
-        ['0.weight', '0.bias', '2.weight', '2.bias']
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel

@@ -23,6 +23,7 @@ from prunekit.hooks.owner import HookOwner
 from prunekit.known_names import FloatName
 from prunekit.training.callbacks.callback import Compilation
 from prunekit.training.run_state import Position
+from prunekit.utils.context import forward_replaced
 from prunekit.utils.private_torch import backward_compiled_at_once
 from prunekit.utils.tensors import map_tensors
 
@@ -119,7 +120,7 @@ class CompiledForward:
             self._reason = "hooks on all modules (register_module_forward_hook and its like) are left out of graphs"
         if self._reason is not None or not (model.training and torch.is_grad_enabled()):
             return model(*arguments, **named)
-        with _forward_replaced(model, self._step):
+        with forward_replaced(model, self._step):
             return model(*arguments, **named)
 
     def _step(self, *arguments: Any, **named: Any) -> Any:
@@ -166,19 +167,6 @@ def _own_code(forward: Forward) -> Forward:
 
     # so that graphs of other models of the class, or of this one before it was hooked, are not used
     return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-
-
-@contextmanager
-def _forward_replaced(model: nn.Module, forward: Forward) -> Iterator[None]:
-    """Replace a model's forward for a while; its hooks still run around it."""
-    own = vars(model)
-    before = {name: own[name] for name in ("forward",) if name in own}
-    try:
-        own["forward"] = forward
-        yield
-    finally:
-        own.pop("forward", None)
-        own.update(before)
 
 
 def _error_line(error: Exception) -> str:

@@ -57,6 +57,19 @@ def restored(objects: Iterable[Any], *names: str) -> Iterator[None]:
 
 
 @contextmanager
+def forward_replaced(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a model's forward for a while; its hooks still run around it."""
+    own = vars(model)
+    before = {name: own[name] for name in ("forward",) if name in own}
+    try:
+        own["forward"] = forward
+        yield
+    finally:
+        own.pop("forward", None)
+        own.update(before)
+
+
+@contextmanager
 def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Put a model into train or eval mode; afterwards every module has its former mode."""
     with restored(model.modules(), "training"):

@@ -14,8 +14,7 @@ from quantized_nets import Array, Encoder, Residual, agreement, drawn, made
 from prunekit.backends.backend import FORMATS
 from prunekit.backends.files.export_source import ExportSource
 from prunekit.backends.files.onnx_program import NodeModules, export_onnx
-from prunekit.backends.files.openvino_core import MODULES
-from prunekit.backends.int8.openvino_quantizer import OpenvinoQuantizer
+from prunekit.backends.int8.openvino_quantizer import MODULES, OpenvinoQuantizer
 from prunekit.backends.int8.quantizer import quantized_file, relative_error
 from prunekit.backends.openvino import OpenVino
 from prunekit.errors import ArtifactError, DataError, RunError, UsageError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.backends.files.onnx_program import export_onnx
-from prunekit.backends.files.openvino_core import SPARSE_RATE, openvino_core, sparse_options
+from prunekit.backends.int8.openvino_quantizer import SPARSE_RATE, openvino_core, sparse_options
 from prunekit.backends.tensorrt import built_engine, sparse_notes, two_of_four_weights
 
 STAND_IN = Path(__file__).parent.parent / "stand_ins" / "tensorrt.py"

@@ -76,12 +76,6 @@ def interface_of_json(text: str, where: str) -> ModelInterface:
     return ModelInterface.from_dict(parse_json(text, where, "the interface as JSON in its metadata"), where)
 
 
-def arguments(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional arguments of an example, and those by name as a plain dictionary."""
-    positional, named = split(example)
-    return positional, dict(named)
-
-
 def as_exported(
     example: tuple[Any, ...], interface: ModelInterface, positional: int, named: Sequence[str]
 ) -> tuple[Any, ...]:

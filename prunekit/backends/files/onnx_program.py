@@ -46,15 +46,11 @@ def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
     return Path(path)
 
 
-def translated(
-    model: nn.Module, exported: torch.export.ExportedProgram, opset: int, interface: ModelInterface | None = None
-) -> Any:
+def translated(model: nn.Module, exported: torch.export.ExportedProgram, opset: int, interface: ModelInterface) -> Any:
     """Return the ONNX program of a program of `torch.export`, simplified by onnxscript's optimizer."""
-    names: dict[str, Any] = {}
-    if interface is not None:
-        names["input_names"] = [spec.name for spec in interface.inputs]
-        if interface.outputs:
-            names["output_names"] = [spec.name for spec in interface.outputs]
+    names: dict[str, Any] = {"input_names": [spec.name for spec in interface.inputs]}
+    if interface.outputs:
+        names["output_names"] = [spec.name for spec in interface.outputs]
     advice = "compute it there with operators that ONNX has, or use another format, such as pt2"
     with tracing(), onnx_operators_read_once(), exporting(model, "exported to ONNX", advice):
         program = torch.onnx.export(exported, dynamo=True, opset_version=opset, verbose=False, **names)
@@ -125,11 +121,7 @@ def name_of_node(operator: str) -> str:
 
 
 class NodeModules:
-    """The modules that the nodes of an ONNX file of torch's exporter were made from.
-
-    Attributes:
-        of_nodes: path of the innermost module by the name of the node; "" is the model's own code.
-    """
+    """The modules that the nodes of an ONNX file of torch's exporter were made from."""
 
     def __init__(self, file: Path) -> None:
         import onnx
@@ -138,6 +130,7 @@ class NodeModules:
         self._made_by = {output: node for node in graph.node for output in node.output}
         self._nodes = {node.name: node for node in graph.node}
         found = {node.name: _module_of(node) for node in graph.node}
+        # path of the innermost module by the name of the node; "" is the model's own code
         self.of_nodes: Mapping[str, str] = {name: path for name, path in found.items() if path is not None}
 
     @property

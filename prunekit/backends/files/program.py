@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from prunekit.backends.files.export_source import ExportOptions, ExportSource, arguments
+from prunekit.backends.files.export_source import ExportOptions, ExportSource
 from prunekit.errors import RunError, UsageError, nearest, raised_as, reraise_shortage
 from prunekit.models.interface import BATCH, ModelInterface, TensorSpec
-from prunekit.utils.inputs import call
+from prunekit.utils.context import forward_replaced
+from prunekit.utils.inputs import call, split
 from prunekit.utils.tensors import gather, map_tensors
 
 LIBRARY = str(Path(torch.__file__).parent)
@@ -286,17 +287,18 @@ def trace(
 ) -> torch.export.ExportedProgram:
     """Trace a model by `torch.export`.
 
-    Args:
-        names: of the tensors of the output, for a program with the arguments and the output of the model; None: one
-            that takes and returns tuples of tensors.
+    With `names` of the output's tensors, the program has the arguments and the output of the model; else it takes and
+    returns tuples of tensors.
     """
     named = sorted({name for one in axes for name in one.values()})
     try:
         return _traced(model, example, axes, names, most)
     except Exception as error:  # of the exporter, or of the model's code
         reraise_shortage(error)
-        problem = failure(error, model)
-        if named and _is_traceable(model, example, names):
+        problem, fixed = failure(error, model), None
+        with suppress(Exception):
+            fixed = _traced(model, example, (), names) if named else None
+        if fixed is not None:
             raise RunError(
                 f"{type(model).__name__} cannot be exported with {' and '.join(named)} of any size: {problem}; export "
                 f"it with a fixed {' and '.join(named)}, or take the size from the tensors' shapes there"
@@ -310,7 +312,7 @@ def trace(
 def _traced(
     model: nn.Module,
     example: tuple[Any, ...],
-    axes: Sequence[Mapping[int, str]] = (),
+    axes: Sequence[Mapping[int, str]],
     names: Sequence[str] | None = None,
     most: Mapping[str, int] | None = None,
 ) -> torch.export.ExportedProgram:
@@ -321,7 +323,8 @@ def _traced(
     for tensor, called in zip(tensors, axes or [{}] * len(tensors), strict=True):
         if called:
             shapes[tensor] = {axis: hint(max=most[name]) if most else hint for axis, name in called.items()}
-    given = arguments(example) if names is not None else (tuple(tensors), {})
+    positional, named = split(example) if names is not None else (tuple(tensors), {})
+    given = positional, dict(named)  # a plain one, for torch.export
     with tracing(), _forward(model, example, names):
         wanted = shapes.dynamic_shapes(model, *given) if any(axes) else None  # type: ignore[no-untyped-call]
         try:
@@ -331,14 +334,6 @@ def _traced(
                 return torch.export.export(model, *given, dynamic_shapes=wanted, strict=True)
             except Exception:
                 raise error from error.__cause__
-
-
-def _is_traceable(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> bool:
-    try:
-        _traced(model, example, (), names)
-    except Exception:
-        return False
-    return True
 
 
 @contextmanager
@@ -355,10 +350,8 @@ def tracing() -> Iterator[None]:
         logging.disable(before)
 
 
-@contextmanager
-def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> Iterator[None]:
+def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> AbstractContextManager[None]:
     """Let a model take an example's tensors one by one and return a tuple, or return one of Python's own classes."""
-    own = vars(model).get("forward")
     forward = model.forward
 
     def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -371,14 +364,7 @@ def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | 
         output = forward(*args, **kwargs)  # a process that runs the program may not know its class
         return output if _is_plain(output) else dict(zip(names or (), gather(output), strict=True))
 
-    try:
-        vars(model)["forward"] = flat if names is None else plain
-        yield
-    finally:
-        if own is None:
-            vars(model).pop("forward", None)
-        else:
-            vars(model)["forward"] = own
+    return forward_replaced(model, flat if names is None else plain)
 
 
 def _is_plain(value: Any) -> bool:

@@ -69,14 +69,7 @@ DTYPES = (
 
 
 class Archive:
-    """A file of `torch.export.save`, as a ZIP archive.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        ArtifactError: it is missing or no such archive.
-    """
+    """A file of `torch.export.save`, as a ZIP archive; an `ArtifactError` if it is missing or none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -55,9 +55,7 @@ class Builder:
 def builders(model: nn.Module, build: Mapping[str, Any] | None, dense: Any = None) -> Iterator[Builder]:
     """Yield builders of the dense model that a model may come from, the likeliest first.
 
-    Args:
-        build: name, zoo and arguments, as a model folder has them, or the zoo `own` with `file.py:factory` as the name;
-            None if nobody knows.
+    `build` is its name, zoo and arguments, as in a model folder, or the zoo `own` with `file.py:factory` as the name.
     """
     if build is not None:
         yield from _of_zoo(build)

@@ -19,41 +19,33 @@ from torch import nn
 
 from prunekit.utils.user_code import name_of_module
 
+BRACKETS: dict[type, str] = {
+    tuple: "({})", list: "[{}]", set: "{{{}}}", frozenset: "frozenset([{}])", torch.Size: "torch.Size([{}])"
+}  # fmt: skip
+"""Source of collections, around that of their items."""
+
 
 def literal(value: Any) -> str | None:
     """Return the source of a plain value, such as `(3, 'a', [1.5, None])`; None for any other object."""
-    if type(value) is float:
+    kind = type(value)
+    if kind is float:
         return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-    if value is None or type(value) in (bool, int, str, bytes):
+    if value is None or kind in (bool, int, str, bytes):
         return repr(value)
     if isinstance(value, torch.dtype):
         return str(value)
-    if type(value) is torch.Size:
-        return f"torch.Size({list(value)})"
-    if type(value) in (tuple, list, set, frozenset):
-        return _collection(value)
-    if type(value) is dict:
+    if kind is dict:
         pairs = [(literal(key), literal(item)) for key, item in value.items()]
-        if any(part is None for pair in pairs for part in pair):
-            return None
-        return f"{{{', '.join(f'{key}: {item}' for key, item in pairs)}}}"
-    return None
-
-
-def _collection(value: Any) -> str | None:
-    items = [literal(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        items = sorted(items, key=str)
-    if any(item is None for item in items):
+        return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {item}' for k, item in pairs)}}}"
+    if kind not in BRACKETS:
         return None
-    inner = ", ".join(map(str, items))
-    if type(value) is tuple:
-        return f"({inner},)" if len(items) == 1 else f"({inner})"
-    if type(value) is list:
-        return f"[{inner}]"
-    if type(value) is frozenset:
-        return f"frozenset([{inner}])"
-    return f"{{{inner}}}" if items else "set()"
+    items = [literal(item) for item in value]
+    if None in items:
+        return None
+    inner = ", ".join(sorted(map(str, items)) if kind in (set, frozenset) else map(str, items))
+    if kind is set and not items:
+        return "set()"
+    return BRACKETS[kind].format(f"{inner}," if kind is tuple and len(items) == 1 else inner)
 
 
 def call_of(function: str, *positional: Any, **named: Any) -> str:

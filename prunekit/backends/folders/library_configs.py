@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -14,11 +13,10 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from prunekit.backends.folders.builders import Builder, builders
-from prunekit.channels.float64 import largest_gap, largest_value
+from prunekit.channels.float64 import relative_difference
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import first_line
 from prunekit.models.hugging_face import ConfigSearch, quiet_library, shapes_of, whole_numbers
@@ -210,20 +208,13 @@ def _differs(
     expected = gather(without_gradients(lambda: call(model, example)))
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
         return "what it loads returns other shapes"
-    distance = max((_distance(a, b) for a, b in zip(expected, found, strict=True)), default=0.0)
+    pairs = zip(expected, found, strict=True)
+    distance = max((relative_difference(a.double(), b.double(), 0.0)[0] for a, b in pairs), default=0.0)
     if not distance <= TOLERANCE:
         return (
             f"what it loads computes something else, by {distance:.1e}; its code derives a size or a scale from others"
         )
     return ""
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference of two tensors, as a share of the largest value."""
-    if not a.numel() or torch.equal(a, b):
-        return 0.0
-    largest = largest_value(a.double())
-    return largest_gap(a.double(), b.double()) / largest if largest else math.inf
 
 
 def processor_config(preprocessing: Preprocessing) -> dict[str, Any] | None:

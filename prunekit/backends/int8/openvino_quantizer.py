@@ -1,4 +1,4 @@
-"""Post-training quantization of a model in OpenVINO's format to int8, by NNCF."""
+"""Post-training quantization of a model in OpenVINO's format to int8, by NNCF; and OpenVINO's core."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from prunekit.backends.files.onnx_program import NodeModules, name_of_node
-from prunekit.backends.files.openvino_core import MODULES, openvino_core
 from prunekit.backends.int8.quantizer import (
     SENSITIVITY_SAMPLES,
     Array,
@@ -29,8 +29,12 @@ from prunekit.backends.int8.quantizer import (
     with_samples,
 )
 from prunekit.errors import ArtifactError, RunError, raised_as
-from prunekit.utils.availability import int8_note
+from prunekit.utils.availability import CPUINFO, int8_instructions, int8_note
 
+SPARSE_RATE = 0.5
+"""Share of zeros from which int8 weights of fully connected layers stay packed in memory, on CPUs with AMX."""
+MODULES = "prunekit_modules"
+"""Key of the runtime information that names the module of each operator, as JSON."""
 WEIGHTED = ("Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData", "MatMul")
 """Operators with weights that have int8 kernels."""
 PRECISE = ("MVN", "ScaledDotProductAttention", "Softmax", "LSTMSequence", "GRUSequence", "RNNSequence")
@@ -46,6 +50,29 @@ WAYS, TRANSFORMER_WAYS = ("performance", "mixed"), ("mixed", f"mixed{SMOOTHED}")
 """Names of NNCF's presets: symmetric ranges, and asymmetric ones of activations; in the order of trial."""
 OF_TORCH = re.compile(r"__module\.(?P<path>[^/]+)/.*")
 """Names of operators that OpenVINO gives where it has converted a torch module itself."""
+
+
+@cache
+def openvino_core() -> Any:
+    """Return OpenVINO's core, which lives until the process ends.
+
+    Its CPU plug-in gives the thread that loads it a stack for signals, and frees it with the last reference: if a
+    garbage collection in another thread does that, the next signal (a worker of a data loader that ends) kills the
+    process.
+    """
+    import openvino
+
+    return openvino.Core()
+
+
+def sparse_options(cpuinfo: Path = CPUINFO) -> dict[str, float]:
+    """Return the option of a compiled model by which int8 weights with many zeros are read packed; empty without AMX.
+
+    It is OpenVINO's sparse weights decompression: for fully connected layers in int8 on CPUs with AMX alone, and for
+    weights with at least `SPARSE_RATE` of zeros. The numbers stay the same.
+    """
+    able = "AMX" in (int8_instructions(cpuinfo) or ())
+    return {"CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE": SPARSE_RATE} if able else {}
 
 
 def _module_names(file: Path, model: Any) -> Mapping[str, str] | None:

@@ -173,14 +173,7 @@ def _holding(trainer: BaseTrainer, state: dict[str, Any]) -> Iterator[None]:
 
 @cache
 def pruned_trainer(base: type[BaseTrainer]) -> type[BaseTrainer]:
-    """Return one of ultralytics' trainers, or a subclass of the user's, with `PrunedTrainer` in front.
-
-    Example:
-        >>> from ultralytics.models.yolo.detect import DetectionTrainer
-        >>> from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
-        >>> pruned_trainer(DetectionTrainer).__name__
-        'PrunedDetectionTrainer'
-    """
+    """Return `PrunedDetectionTrainer` for `DetectionTrainer`, and likewise for each trainer, also of the user's own."""
     return base if issubclass(base, PrunedTrainer) else type(f"Pruned{base.__name__}", (PrunedTrainer, base), {})
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from functools import partial
 
 import torch
 from torch import Tensor
 from ultralytics.engine.model import Model
 from ultralytics.utils.nms import non_max_suppression
 
+from prunekit.backends.session import Timer
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs.analyses.bench import bench
 from prunekit.settings.pruning import Target
@@ -59,29 +60,18 @@ def without_suppression(
 
 def suppression_ms(yolo: Model, samples: Tensor, target: Target) -> float:
     """Return the median milliseconds that suppression takes on the predictions for a batch of images."""
-    model, times = yolo.model, list[float]()
-    device = torch.device(target.device)
+    model, times, device = yolo.model, list[float](), torch.device(target.device)
+    settings = {"nc": model.model[-1].nc, "multi_label": True, "rotated": yolo.task == "obb"}
     with threads(target.threads), training_mode(model, False), torch.no_grad():
         for start in range(0, min(len(samples), 8 * target.batch), target.batch):
             batch = samples[start : start + target.batch].to(next(model.parameters()).device)
             predicted = model(batch)
             while not isinstance(predicted, Tensor):
                 predicted = predicted[0]
-            times += [_timed(yolo, predicted.to(device), device) for _ in range(ROUNDS)]
+            for _ in range(ROUNDS):
+                again = predicted.to(device, copy=True)  # it is overwritten
+                times.append(Timer(partial(non_max_suppression, again, CONFIDENCE, OVERLAP, **settings), device)())
     return sorted(times)[len(times) // 2]
-
-
-def _timed(yolo: Model, predicted: Tensor, device: torch.device) -> float:
-    again = predicted.clone()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = perf_counter()
-    non_max_suppression(
-        again, CONFIDENCE, OVERLAP, nc=yolo.model.model[-1].nc, multi_label=True, rotated=yolo.task == "obb"
-    )
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1000 * (perf_counter() - begin)
 
 
 def _left_for_model(both: float, alone: float) -> float:

@@ -26,8 +26,8 @@ from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.measure.accuracy import Scores, evaluate
-from prunekit.measure.export_check import Parity, check_export
 from prunekit.measure.latency.timing import PairedTiming, time_paired
+from prunekit.measure.verification import Parity, check_export
 from prunekit.models.interface import ModelInterface, TensorSpec, interface_of, with_batch
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.utils.context import on_device, set_mode

@@ -253,12 +253,7 @@ NORMS = frozenset(
 
 
 def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: PairedTiming | None) -> Cause | None:
-    """Return the time of BatchNorms that could be folded into the layer before them.
-
-    Args:
-        folded: times of the pruned model as it is and with its norms folded; None if folding was not tried: then all
-            the time of the norms counts.
-    """
+    """Return the time of BatchNorms that could be folded into the layer before; all of it if `folded` was not timed."""
     found = OperatorGroup.select(rows, lambda row, _: row.operator in NORMS)
     if found.ms < LEAST * pruned_ms or (folded is not None and folded.saved_ms < LEAST * folded.now_ms):
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 from prunekit.measure.causes.breakdown import OperatorFigures, OperatorRow, Widths
@@ -37,46 +36,29 @@ class OperatorGroup:
     """Operators that the pruned model ran, taken together."""
 
     rows: tuple[OperatorRow, ...]  # the slowest first
+    figures: tuple[OperatorFigures, ...]  # of each in the pruned model
+    ms: float  # together
+    excess_ms: float  # milliseconds beyond the ideal
+    calls: int  # number of their calls
+    bytes: int  # that they moved
+    kinds: str  # some of the operators' names
+    modules: tuple[str, ...]  # paths of the modules that run them
 
     @staticmethod
     def select(rows: Iterable[OperatorRow], wanted: Callable[[OperatorRow, OperatorFigures], bool]) -> OperatorGroup:
         """Return the operators that the pruned model ran and that are wanted."""
-        return OperatorGroup(tuple(row for row in rows if row.pruned is not None and wanted(row, row.pruned)))
-
-    @cached_property
-    def figures(self) -> tuple[OperatorFigures, ...]:
-        """The figures of each in the pruned model."""
-        return tuple(row.pruned for row in self.rows if row.pruned is not None)
-
-    @cached_property
-    def ms(self) -> float:
-        """Their milliseconds together."""
-        return sum(one.ms for one in self.figures)
-
-    @cached_property
-    def excess_ms(self) -> float:
-        """Their milliseconds beyond the ideal."""
-        return sum(max(0.0, row.excess_ms) for row in self.rows)
-
-    @cached_property
-    def calls(self) -> int:
-        """Number of their calls."""
-        return sum(one.calls for one in self.figures)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes that they moved."""
-        return sum(one.bytes for one in self.figures)
-
-    @property
-    def kinds(self) -> str:
-        """Some of the operators' names."""
-        return first_names([row.operator for row in self.rows])
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Paths of the modules that run them."""
-        return tuple(dict.fromkeys(row.module for row in self.rows))
+        found = [(row, row.pruned) for row in rows if row.pruned is not None and wanted(row, row.pruned)]
+        chosen, figures = tuple(row for row, _ in found), tuple(one for _, one in found)
+        return OperatorGroup(
+            chosen,
+            figures,
+            ms=sum(one.ms for one in figures),
+            excess_ms=sum(max(0.0, row.excess_ms) for row in chosen),
+            calls=sum(one.calls for one in figures),
+            bytes=sum(one.bytes for one in figures),
+            kinds=first_names([row.operator for row in chosen]),
+            modules=tuple(dict.fromkeys(row.module for row in chosen)),
+        )
 
 
 def first_names(names: Iterable[str]) -> str:

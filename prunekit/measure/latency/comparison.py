@@ -25,16 +25,17 @@ from prunekit.known_names import DTYPES
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
 from prunekit.measure.latency.timing import doubts, median_interval, paired_ratio
 from prunekit.measure.latency.timing_job import (
+    DEFAULT,
     Outcome,
     SettingFailure,
     SettingTimes,
     TimingJob,
+    backend_of,
     exported_source,
     file_source,
     output_tensors,
     require_timable,
     run_job_apart,
-    runtime_of,
 )
 from prunekit.settings.deployment import LatencySettings
 from prunekit.utils.availability import int8_note
@@ -183,17 +184,12 @@ def choose_settings(settings: LatencySettings, devices: Sequence[torch.device]) 
             threads = settings.threads if device.type == "cpu" else settings.threads[:1]
             sizes = product(threads, settings.batches)
             found += [(combination, replace(setting, batch=batch, threads=count)) for count, batch in sizes]
-    _require_all_used([combination for combination, _ in found], left_out)
-    return [setting for _, setting in found], [text for _, text in left_out]
-
-
-def _require_all_used(used: Sequence[tuple[object, ...]], left_out: Sequence[tuple[tuple[object, ...], str]]) -> None:
-    """Raise a UsageError if something is in no setting; a combination that is left out is only noted."""
-    for position in range(4):
-        timed = {combination[position] for combination in used}
+    for position in range(4):  # what is in no setting is an error, and a combination that is left out only noted
+        timed = {combination[position] for combination, _ in found}
         for combination, text in left_out:
             if combination[position] not in timed:
                 raise UsageError(f"{text}; nothing was measured")
+    return [setting for _, setting in found], [text for _, text in left_out]
 
 
 @dataclass
@@ -258,10 +254,10 @@ def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: lis
 
 def _setting(models: Mapping[str, nn.Module], name: str, found: SettingTimes) -> Row:
     row = {"model": name} | asdict(found.setting)
-    model = models[name]
+    model, asked = models[name], found.setting.runtime
     if isinstance(model, ExportedModel):
-        return row | {"runtime": runtime_of(model, found.setting.runtime)}
-    if RUNTIMES.get(found.setting.runtime).carrier == MODULE:
+        return row | ({"runtime": backend_of(model, asked).name} if asked == DEFAULT else {})
+    if RUNTIMES.get(asked).carrier == MODULE:
         row["memory_format"] = layout_of(model, found.setting.memory_format)
     return row
 

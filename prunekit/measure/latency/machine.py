@@ -77,18 +77,13 @@ def _cpu_seconds() -> dict[int, tuple[str, float]]:
 
 
 class Load:
-    """The load of the CPU by other processes while a block ran.
+    """The load of the CPU by other processes while a block ran."""
 
-    Attributes:
-        others: how many of the cores that this process may use others kept busy: their CPU time over the time that
-            passed; time that the host of a virtual machine took counts too.
-        throttled: share of the periods in which a CPU quota stopped this process.
-        seconds: that passed; at least a third of one.
-    """
-
+    # how many of the cores that this process may use others kept busy: their CPU time over the time that passed; time
+    # that the host of a virtual machine took counts too
     others = 0.0
-    throttled = 0.0
-    seconds = 0.0
+    throttled = 0.0  # share of the periods in which a CPU quota stopped this process
+    seconds = 0.0  # that passed; at least a third of one
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -199,11 +199,7 @@ class Contention:
 
 
 def doubts(values: Times, contention: Contention | None) -> list[str]:
-    """Return the reasons why a median supports no claim, each with a remedy; empty if it does.
-
-    Args:
-        values: (N,) times or ratios, in the order in which they were taken.
-    """
+    """Return why the median of (N,) times or ratios, as they were taken, supports no claim, each with a remedy."""
     void = oversubscribed(contention)
     found = [void] if void else [_wide(values), _drift(values)]  # a void measurement needs no other reason
     return [reason for reason in found if reason]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -90,11 +90,6 @@ def _quantizing(backend: Backend) -> FileBackend:
 def backend_of(model: ExportedModel, asked: str) -> Backend:
     """Return what a file is timed in: the runtime that is asked for, or its own."""
     return FORMATS.get(model.form) if asked == DEFAULT else RUNTIMES.get(asked)
-
-
-def runtime_of(model: ExportedModel, asked: str) -> str:
-    """Return the name that a file's times have."""
-    return backend_of(model, asked).name if asked == DEFAULT else asked
 
 
 def require_timable(name: str, model: ExportedModel, settings: Sequence[Setting]) -> None:
@@ -202,32 +197,30 @@ Outcome = SettingTimes | SettingFailure
 def run_job_apart(job: TimingJob, folder: Path) -> tuple[list[Outcome], str]:
     """Run a job in a process of its own; in this one if its models cannot be pickled, or the effort says so."""
     if not current_effort().own_process:
-        return list(run_job(job, own_process=False)), ""
+        return run_job(job, own_process=False), ""
     runtime = job.settings[0].runtime
     try:
-        with WorkerProcess(_outcomes, folder) as process:
+        with WorkerProcess(partial(run_job, own_process=True), folder) as process:
             found: list[Outcome] = process.ask(job)
             return found, ""
     except WorkerDied as error:
         return [SettingFailure(setting, str(error)) for setting in job.settings], ""
     except UnpicklableError as error:
         note = f"{runtime}: timed in this process, not in one of its own, without memory: {error}"
-        return list(run_job(job, own_process=False)), note
+        return run_job(job, own_process=False), note
 
 
-def _outcomes(job: TimingJob) -> list[Outcome]:
-    return list(run_job(job, own_process=True))
-
-
-def run_job(job: TimingJob, *, own_process: bool) -> Iterator[Outcome]:
-    """Yield the outcome of every setting; memory is only measured in a process that does nothing else."""
+def run_job(job: TimingJob, *, own_process: bool) -> list[Outcome]:
+    """Return the outcome of every setting; memory is only measured in a process that does nothing else."""
     memory = own_process and job.runtime.measures_memory
     if memory:
         _load_libraries(job)
+    found: list[Outcome] = []
     for setting in job.settings:
-        yield attempted(setting, partial(_timed, job, setting, memory))
+        found.append(attempted(setting, partial(_timed, job, setting, memory)))
         job.runtime.forget()
         gc.collect()
+    return found
 
 
 def attempted(setting: Setting, measure: Callable[[], T]) -> T | SettingFailure:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,15 +61,12 @@ class WorkerProcess:
         except BrokenPipeError:
             pass  # then there is no answer to read either
         if not self.process.stdout.readline():
-            raise WorkerDied(f"its process ended with {self.process.wait()}: {self._last_error()}")
+            said = (self.folder / "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise WorkerDied(f"its process ended with {self.process.wait()}: {(said or ['it said nothing'])[-1]}")
         found = pickle.loads((self.folder / "answer").read_bytes())
-        if isinstance(found, _Unreadable):
-            raise UnpicklableError(found.reason)
+        if isinstance(found, UnpicklableError):
+            raise found
         return found
-
-    def _last_error(self) -> str:
-        text = (self.folder / "errors").read_text(encoding="utf-8", errors="replace").strip()
-        return (text.splitlines() or ["it said nothing"])[-1]
 
 
 class UnpicklableError(RunError):
@@ -79,13 +75,6 @@ class UnpicklableError(RunError):
 
 class WorkerDied(RunError):
     """The other process ended before it answered."""
-
-
-@dataclass(frozen=True)
-class _Unreadable:
-    """The answer of a process that could not unpickle its handler or a request."""
-
-    reason: str
 
 
 def _write(file: Path, *values: Any) -> None:
@@ -121,7 +110,7 @@ def serve(first: BinaryIO, folder: str) -> None:
     for _ in sys.stdin:
         with Path(folder, "request").open("rb") as stream:
             request = _read(stream)
-        unreadable = next((value for value in (handler, request) if isinstance(value, _Unreadable)), None)
+        unreadable = next((value for value in (handler, request) if isinstance(value, UnpicklableError)), None)
         with effort_of(effort):
             Path(folder, "answer").write_bytes(pickle.dumps(unreadable or handler(request)))
         answers.write("\n")
@@ -129,7 +118,8 @@ def serve(first: BinaryIO, folder: str) -> None:
 
 
 def _read(stream: BinaryIO) -> Any:
+    """Return the next value of a stream, or as the answer why it cannot be read."""
     try:
         return pickle.load(stream)
     except Exception as error:  # unpickling imports the modules of the model's classes
-        return _Unreadable(reason_of(error))
+        return UnpicklableError(reason_of(error))

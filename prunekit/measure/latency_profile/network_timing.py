@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from itertools import chain, compress
 from math import ceil, inf, isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -205,16 +206,10 @@ def sample_widths(
             wanted = part.labels.size * float(np.clip(mean + generator.uniform(-SPREAD, SPREAD), LEAST, 1.0))
             keep[part.labels[part.at_most(max(wanted, 1)) :]] = False
         if blocks and index % 2 == 0:
-            for block in blocks_drawn(blocks, generator):
-                for part_index in block.parts:
-                    keep[parts[part_index].labels] = False
+            absent = generator.uniform(size=len(blocks)) < generator.uniform(0.0, 1.0)  # between none and all of them
+            for part_index in chain.from_iterable(block.parts for block in compress(blocks, absent)):
+                keep[parts[part_index].labels] = False
         yield channel_map.completed(keep)
-
-
-def blocks_drawn(blocks: Sequence[Block], generator: np.random.Generator) -> list[Block]:
-    """Return a random share of some blocks, between none and all of them."""
-    absent = generator.uniform(size=len(blocks)) < generator.uniform(0.0, 1.0)
-    return [block for block, gone in zip(blocks, absent, strict=True) if gone]
 
 
 @dataclass(frozen=True, eq=False)

@@ -363,15 +363,12 @@ class LeafFit:
 def fit_tree(
     design: Numbers, wanted: Numbers, widths: Sequence[Labels], networks: Labels, depth: int = DEPTH
 ) -> list[LeafFit]:
-    """Fit non-negative least squares, one for each range of widths that needs its own.
+    """Fit non-negative least squares, one for each range of widths that needs its own; (points, columns) are weighted.
 
     Libraries choose kernels by shape: a convolution may take 28 % less time with 448 input channels than with 416,
     which no sum of products follows. So this is a model tree (Quinlan 1992): the cut with the least squared error is
     made if it also predicts networks better that it was not fitted to, by cross-validation (Stone 1974), where a cut
     that only fits a single disturbed network predicts worse.
-
-    Args:
-        design: (points, columns), weighted.
     """
     whole = LeafFit(non_negative_fit(design, wanted))
     cut = _best_cut(design, wanted, widths) if depth else None
