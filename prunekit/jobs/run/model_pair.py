@@ -18,7 +18,7 @@ from prunekit.data.splits import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_hooks import attention_weights
-from prunekit.inspection.visualize.image_files import Pixels, as_picture, stretched
+from prunekit.inspection.visualize.image_grids import Pixels, as_picture, stretched
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
 from prunekit.jobs.run.early_checks import MANIFEST, NO_IMAGE
 from prunekit.jobs.run.subject_sources import resolve
