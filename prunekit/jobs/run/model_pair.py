@@ -144,12 +144,6 @@ def model_folder(folder: Path) -> Path:
     return folder / "model"
 
 
-def recipe_of_run(folder: Path) -> Path | None:
-    """Return the recipe of the run that a model folder or run folder belongs to; None if there is none."""
-    path = model_folder(folder).resolve().parent / "recipe.yaml"
-    return path if path.is_file() else None
-
-
 def load_model_pair(
     folder: Path, job: JobSettings | None = None, *, factory: str | None = None, own_data: str | None = None
 ) -> ModelPair:
