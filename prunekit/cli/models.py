@@ -269,7 +269,7 @@ def find_model_pair(
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.model_pair import load_model_pair, recipe_of_run, require_class_scores, single_model
+    from prunekit.jobs.run.model_pair import load_model_pair, model_folder, require_class_scores, single_model
 
     job, folder = None, Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):
@@ -283,9 +283,9 @@ def find_model_pair(
     elif options.weights or options.input_shape or options.zoo:
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
     else:
-        recipe = recipe_of_run(folder)
-        refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
-        if recipe is not None:
+        recipe = model_folder(folder).resolve().parent / "recipe.yaml"  # of the run, if it is in one
+        refuse_idle_overrides(overrides, [str(recipe)] if recipe.is_file() else [])
+        if recipe.is_file():
             job = job_to_read(str(recipe), overrides, options, whole=False, seed=None)
         require_class_scores(job, of_classes)
         found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torchvision.ops import masks_to_boxes
 
 from prunekit.data.annotated_images import Objects, mirrored_points
 
@@ -76,17 +77,13 @@ class DrawnShapes:
         return image, self._objects([labels[i] for i in kept], [masks[i] for i in kept], [centers[i] for i in kept])
 
     def _objects(self, labels: list[int], masks: list[Array], centers: list[tuple[float, float]]) -> Objects:
-        boxes = []
-        for mask in masks:
-            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-            boxes.append([float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)])
         points = [_points(mask, center) for mask, center in zip(masks, centers, strict=True)]
-        stacked = np.stack(masks) if masks else np.zeros((0, self.size, self.size))
+        stacked = torch.from_numpy(np.array(masks, np.uint8).reshape(-1, self.size, self.size))
         return Objects(
-            torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+            masks_to_boxes(stacked) + torch.tensor([0.0, 0.0, 1.0, 1.0]),  # of the last row and column the far edge
             torch.tensor(labels, dtype=torch.int64),
             torch.zeros(len(labels), dtype=torch.int64),
-            torch.from_numpy(stacked.astype(np.uint8)) if "masks" in self.targets else None,
+            stacked if "masks" in self.targets else None,
             torch.tensor(points, dtype=torch.float32).reshape(-1, 3, 3) if "keypoints" in self.targets else None,
         )
 

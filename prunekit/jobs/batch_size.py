@@ -166,14 +166,12 @@ class BatchSizeSearch:
             fits = taken is not None and (self.exact or taken <= self.available)
             self.log(f"batch size: {self.tried[-1]}{'' if fits or taken is None else ', too much'}")
             low, high = (batch, high) if fits else (low, batch)
-            if not low or high - low <= 1 or (not self.exact and self._close(low, high)):
+            most = max((each.bytes or 0 for each in self.tried if each.batch <= low), default=0)
+            close = high - low <= CLOSE * low or most >= (1 - CLOSE) * self.available
+            if not low or high - low <= 1 or (close and not self.exact):
                 break
             batch = self._next(low, high)
         return low
-
-    def _close(self, low: int, high: int) -> bool:
-        most = max(each.bytes or 0 for each in self.tried if each.batch <= low)
-        return high - low <= CLOSE * low or most >= (1 - CLOSE) * self.available
 
     def _next(self, low: int, high: int) -> int:
         """Return the next batch to try: double the last, the middle of a bracket, or the prediction of a line."""

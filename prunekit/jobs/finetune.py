@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from prunekit.distributed.process_group import (
     one_for_all,
     wait_for_all,
 )
+from prunekit.errors import RunError
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.run.baseline_cache import save_weights, train_baseline
@@ -51,7 +52,6 @@ from prunekit.jobs.stages.deployment_stage import (
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
 from prunekit.jobs.stages.measurement_stage import layer_rows, measure_models, metrics_of, write_detections, write_plan
 from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary, within_max_drop
-from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
 from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import (
     Finetuning,
@@ -84,6 +84,46 @@ from prunekit.utils.progress import Log, StageCounter, stage, wanted
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a job."""
+
+    name: str  # as the terminal counts it
+    # carries it out: takes the run of the job, and by name what the stage needs; returns what it gives
+    work: Callable[..., Any]
+    needs: tuple[str, ...] = ()  # names of results of stages before it
+    # names of its results; one that a stage before it gave is replaced. `work` returns a tuple of several.
+    gives: tuple[str, ...] = ()
+    counted: bool = True  # whether the terminal counts it
+    # raises for what this stage would fail of, before hours of work
+    require: Callable[[JobSubject], object] = lambda subject: None
+
+
+def require_stages(stages: Sequence[Stage], subject: JobSubject) -> None:
+    """Raise if a stage needs what none before it gives, or if a job's subject is not one for it; nothing runs."""
+    given: set[str] = set()
+    for each in stages:
+        if missing := [name for name in each.needs if name not in given]:
+            raise RunError(f"stage {each.name!r} needs {' and '.join(missing)}, which no stage before it gives")
+        given |= {*each.gives}
+        each.require(subject)
+
+
+def carry_out(stages: Sequence[Stage], run: object) -> Mapping[str, Any]:
+    """Carry out stages in order, each with what it needs, and return what the last one gives, by name.
+
+    A result is dropped once no later stage needs it, as statistics of layers may fill the memory.
+    """
+    made: dict[str, Any] = {}
+    for number, each in enumerate(stages, 1):
+        found = each.work(run, **{name: made[name] for name in each.needs})
+        made |= zip(each.gives, found if len(each.gives) > 1 else (found,), strict=True)
+        wanted = {name for later in stages[number:] for name in later.needs} or {*each.gives}
+        made = {name: value for name, value in made.items() if name in wanted}
+        del found
+    return made
 
 
 @as_raised()
@@ -341,7 +381,16 @@ class FinetuneRun:
             attempt("pictures of detections", lambda: write_detections(self.prepared, shown, folder.path))
             measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
         metrics = metrics_of(measured, planned, proof, share, self.prepared, self.clock.stages)
-        metrics |= self._stage_metrics(deployed)
+        metrics |= self.trainings.summary()
+        metrics |= {
+            "corrupt_images": self.prepared.splits.corrupt,
+            "fine_tuned": self.training,
+            "repair": repair_summary(self.repaired),
+            "resumed": len(self.folder.resumed),
+            "compacted_early": self.compacted_early,
+            "schedule": None if self.schedule is None else self.schedule.summary(),
+            "deployment": None if deployed is None else deployed.figures(),
+        }
         if target is not None and final is not None:
             metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
@@ -382,19 +431,6 @@ class FinetuneRun:
             return None
         thresholds.save(self.folder.path / "activation_thresholds.json")
         return measure_masks(self.prepared, small, thresholds, log=self.log)
-
-    def _stage_metrics(self, deployed: Deployed | None) -> dict[str, Any]:
-        """Return what `metrics.json` holds of each stage before the measurement."""
-        return {
-            **self.trainings.summary(),
-            "corrupt_images": self.prepared.splits.corrupt,
-            "fine_tuned": self.training,
-            "repair": repair_summary(self.repaired),
-            "resumed": len(self.folder.resumed),
-            "compacted_early": self.compacted_early,
-            "schedule": None if self.schedule is None else self.schedule.summary(),
-            "deployment": None if deployed is None else deployed.figures(),
-        }
 
 
 def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:

@@ -143,12 +143,6 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
             yield ("prune", "budget", name), problem
 
 
-def _pattern(values: Mapping[str, Any]) -> Iterator[Finding]:
-    pattern = _section(values, "prune").get("pattern")
-    if isinstance(pattern, Mapping):
-        yield from ((("prune", "pattern", *key), text) for key, text in pattern_problems(pattern))
-
-
 def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
     activations = values.get("activations")
     if isinstance(activations, Mapping):
@@ -189,8 +183,10 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check the schedule, and that nothing is repaired before it prunes first."""
+    """Check the pattern and the schedule, and that nothing is repaired before it prunes first."""
     prune = _section(values, "prune")
+    if isinstance(pattern := prune.get("pattern"), Mapping):
+        yield from ((("prune", "pattern", *key), text) for key, text in pattern_problems(pattern))
     yield from ((("prune", *path), text) for path, text in prune_contradictions(prune))
     if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
         yield ("repair",), WITH_REPAIR
@@ -203,11 +199,8 @@ def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, ...
         yield path, f"{expected}, got {'neither' if len(keys) == 2 else 'none'}"
     elif len(given) > 1:
         got = "both" if len(keys) == 2 else " and ".join(map(repr, given))
-        yield (*path, given[-1]), f"{expected}, got {got}; {_ONE_ALONE if len(given) == 2 else _ALL_BUT_ONE}"
-
-
-_ONE_ALONE = "remove one or set it to null"
-_ALL_BUT_ONE = "remove all but one or set them to null"
+        remedy = "remove one or set it to null" if len(given) == 2 else "remove all but one or set them to null"
+        yield (*path, given[-1]), f"{expected}, got {got}; {remedy}"
 
 
 def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -312,6 +305,6 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _names, _task, unlabeled_contradictions, _budget, _pattern, _activations, _head, _baseline, _training,
-    adapter_contradictions, _sharding, _data, _images, _deploy, _schedule, _quantize,
+    _names, _task, unlabeled_contradictions, _budget, _activations, _head, _baseline, _training, adapter_contradictions,
+    _sharding, _data, _images, _deploy, _schedule, _quantize,
 )  # fmt: skip

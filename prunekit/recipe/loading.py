@@ -53,12 +53,6 @@ def recipe_summary(name: str) -> str:
     return recipe_text(name).partition("\n")[0].removeprefix("# ")
 
 
-def recipe_file(recipe: StrPath) -> Path:
-    """Return the file of a recipe: the path itself if it is a file, else the packaged recipe of this name, if any."""
-    path = Path(recipe)
-    return path if path.is_file() else _packaged(str(recipe)) or path
-
-
 def _packaged(name: str) -> Path | None:
     plain = name.removesuffix(".yaml")
     return folder() / f"{plain}.yaml" if plain in recipe_names() else None
@@ -86,7 +80,7 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
         RecipeError: the file cannot be read, or the recipe has problems, all of which are in the message: one a line,
             with file, line and column (or the override), the key, what was expected and what was given.
     """
-    file = recipe_file(path)
+    file = Path(path) if Path(path).is_file() else _packaged(str(path)) or Path(path)
     document = parse(_read(file), Origin(str(path), 1, 1))
     if not document.problems and not isinstance(document.values, Mapping):
         got = "an empty file" if document.values is None else show(document.values)
@@ -151,10 +145,7 @@ def own_overrides(*, model: str | None = None, data: str | None = None) -> list[
 
 
 def _with_absolute_paths(job: JobSettings, document: Document, folder: Path) -> JobSettings:
-    """Return the job with absolute paths of data and weights that are only in the recipe's folder.
-
-    Paths in overrides are relative to the working directory, and don't change.
-    """
+    """Return the job with absolute paths of what the recipe's file names, and what is only in its folder."""
     data, model = job.data, job.model
     for key in ("root", "tokenizer"):
         path = getattr(data, key)

@@ -274,7 +274,10 @@ def find(name: str) -> list[RecipeKey]:
 
 def page() -> str:
     """Return the reference as a page of the guide: contents, then a heading for each section."""
-    sections = _by_section()
+    sections: dict[KeyPath, list[RecipeKey]] = {}
+    for key in all_keys():
+        if key.path == key.home:
+            sections.setdefault(key.path[:-1], []).append(key)
     groups = {
         title: [path for path in sections if path and path[0] in tops] if tops else [()]
         for title, tops in GROUPS.items()
@@ -321,14 +324,6 @@ def brief(hint: Any, said: str = "") -> str:
     if is_dataclass(hint):
         return "section"
     return "mapping" if get_origin(hint) is dict else WORDS.get(hint, "")
-
-
-def _by_section() -> dict[KeyPath, list[RecipeKey]]:
-    found: dict[KeyPath, list[RecipeKey]] = {}
-    for key in all_keys():
-        if key.path == key.home:
-            found.setdefault(key.path[:-1], []).append(key)
-    return found
 
 
 def json_schema() -> dict[str, Any]:

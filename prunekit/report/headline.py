@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -341,18 +342,14 @@ def searched(metrics: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: lr {taken:g} was taken, the middle of its range: 5 % of the steps are too few to try others"
             continue
         losses = {row["rate"]: row["held_out_loss"] for row in (start, *tried)}
-        helped = _below(losses[taken], losses[0])
+        losses = {rate: math.inf if loss is None else loss for rate, loss in losses.items()}
         before, left = (_loss(losses[0]), _loss(losses[taken]))
-        none = "" if helped else ", the lowest, because none helped"
+        none = "" if losses[taken] < losses[0] else ", the lowest, because none helped"
         yield f"{name}: lr {taken:g} was taken of {len(tried)} tried{none} (held-out loss {left}; start {before})"
 
 
-def _below(loss: float | None, start: float | None) -> bool:
-    return loss is not None and (start is None or loss < start)
-
-
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else numbers.digits(value)
+def _loss(value: float) -> str:
+    return numbers.digits(value) if math.isfinite(value) else "not finite"
 
 
 def unbeaten(metrics: Mapping[str, Any]) -> Iterator[str]:

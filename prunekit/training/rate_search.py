@@ -67,9 +67,9 @@ def taken_rate(settings: TrainSettings, rows: Sequence[RateRow]) -> float:
     """Return the rate to train with after the trials, of which the first row is the start; the middle without any."""
     if not rows:
         return middle_rate(settings)
-    start, *tried = rows
-    best = min(tried, key=lambda row: math.inf if row.held_out_loss is None else row.held_out_loss)
-    return best.rate if best.below(start) else tried[0].rate
+    start, *losses = (math.inf if row.held_out_loss is None else row.held_out_loss for row in rows)
+    best = min(losses)
+    return rows[1 + losses.index(best) if best < start else 1].rate
 
 
 def require_searchable(settings: TrainSettings, splits: Splits, steps: int, *, rewinds: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prunekit.errors import RunError, UsageError
-from prunekit.jobs.stages.stage import Stage, carry_out, require_stages
+from prunekit.jobs.finetune import Stage, carry_out, require_stages
 
 SUBJECT: Any = object()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +12,6 @@ from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_
 from prunekit.cli.options import split_overrides
 from prunekit.cli.output import Console, plain
 from prunekit.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SHOWN = 15
 
@@ -49,11 +45,19 @@ def explain_command(
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     from prunekit.jobs.analyses.explain import explain
+    from prunekit.jobs.run.model_pair import build_dense
     from prunekit.report.sections.explanation import write_explanation
 
     with console.running():
         target = one_target(names, overrides, given, needs_module="time one by one")
-        against = _dense(names[0], dense, overrides, given)
+        if dense is not None:
+            against = one_target([dense], overrides, replace(given, weights=None), needs_module="time").model
+        elif Path(names[0]).is_dir():
+            against = build_dense(Path(names[0]), given.factory)
+        else:
+            raise UsageError(
+                f"{names[0]}: expected a model folder, which says what it was pruned from, or --dense MODEL"
+            )
         example = target.timing_inputs.sample(batch)  # random where it can be: on zeros, activations would be zeros too
         found = explain(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
@@ -62,13 +66,3 @@ def explain_command(
     if output is not None:
         console.log(f"wrote {write_explanation(output, payload)}")
     console.show(found, payload, "explain", output, before=f"{target.name} ", most=SHOWN, all_in="explain.json")
-
-
-def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOptions) -> nn.Module:
-    if dense is not None:
-        return one_target([dense], overrides, replace(options, weights=None), needs_module="time").model
-    if not Path(name).is_dir():
-        raise UsageError(f"{name}: expected a model folder, which says what it was pruned from, or --dense MODEL")
-    from prunekit.jobs.run.model_pair import build_dense
-
-    return build_dense(Path(name), options.factory)

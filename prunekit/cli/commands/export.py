@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,10 +14,6 @@ from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.jobs.run.early_checks import require_format
 from prunekit.known_names import FORMATS
-
-if TYPE_CHECKING:
-    from prunekit.jobs.run.command_subject import Subject
-    from prunekit.settings.job import JobSettings
 
 
 @register_command("export", about="Write a model for other runtimes, and check the file.", place=11)
@@ -80,6 +76,7 @@ def export_command(
     targets, _, job = model_and_data(arguments, data_recipe, options)
     require_targets(targets, options)
     from prunekit.backends.files.export_source import ExportOptions
+    from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.stages.export_model import ExportRequest, require_exportable
     from prunekit.jobs.stages.quantize_export import export_target, require_quantizable
     from prunekit.settings.deployment import QuantizeSettings
@@ -95,16 +92,10 @@ def export_command(
         require_quantizable(request)
         require_exportable(request, name)
     with console.running():
-        target = _with_data(model_or_trained(targets, job, options, console), job, options)
+        own, task = Own(data=options.data), job.task if job else options.task
+        target = model_or_trained(targets, job, options, console)
+        target = target.with_data(job.known_data if job else None, own, "check the export on", task)
         folder = Path(targets[0]) if targets and Path(targets[0]).is_dir() else None
         found = [export_target(target, request, folder=folder, log=console.log) for request in requests]
     files = [file for one in found for file in (one, one.int8) if file is not None]
     console.result({"exports": [file.figures() for file in files]}, "\n\n".join(map(str, found)))
-
-
-def _with_data(target: Subject, job: JobSettings | None, options: ModelOptions) -> Subject:
-    """Return a model with the data of a recipe, or the user's own, if there is any."""
-    from prunekit.jobs.run.command_subject import Own
-
-    own, task = Own(data=options.data), job.task if job else options.task
-    return target.with_data(job.known_data if job else None, own, "check the export on", task)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +13,6 @@ from prunekit.cli.options import is_recipe
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.jobs.run.early_checks import require_images, require_trained
-
-if TYPE_CHECKING:
-    from prunekit.jobs.run.command_subject import Subject
 
 
 @register_command("predict", about="Show what a model says about images.", place=7)
@@ -51,19 +48,11 @@ def predict_command(
     from prunekit.utils.context import resolve_device
 
     with console.running():
-        target = _target(model, given, console)
+        recipe = is_recipe(model)
+        target = trained(job_to_read(model, [], given), given, console) if recipe else one_target([model], [], given)
+        if not recipe and given.task is not None and target.interface is not None:
+            target = replace(target, interface=replace(target.interface, task=given.task))
         found = predict_target(target, list(inputs), top=top, batch=batch, device=resolve_device(device or "auto"))
     if output is not None:
         console.log(f"wrote {found.save(output / 'outputs.safetensors')}")
     console.show(found, found.figures(), "predict", output)
-
-
-def _target(model: str, given: ModelOptions, console: Console) -> Subject:
-    from dataclasses import replace
-
-    if is_recipe(model):
-        return trained(job_to_read(model, [], given), given, console)
-    target = one_target([model], [], given)
-    if given.task is None or target.interface is None:
-        return target
-    return replace(target, interface=replace(target.interface, task=given.task))

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from prunekit.inspection.visualize.class_maps import ClassMap
-    from prunekit.inspection.visualize.image_files import Pixels
+    from prunekit.inspection.visualize.image_grids import Pixels
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
     from prunekit.jobs.run.model_pair import ModelPair
 
@@ -101,7 +102,7 @@ def filters_command(
     is in its report too.
     """
     from prunekit.inspection.visualize.filters import draw_filters, first_filters
-    from prunekit.inspection.visualize.image_files import write_png
+    from prunekit.inspection.visualize.image_grids import write_png
 
     with console.running():
         pair = find_model_pair(arguments, given, console)
@@ -154,10 +155,9 @@ def cam_command(console: Console, given: ModelOptions, layer: str | None, **opti
     Without --class and --layer the dense model's are used. Tokens of a transformer are put back in their places.
     Pictures of a run are in its report too.
     """
+    from prunekit.inspection.visualize.class_maps import class_activation_map
 
     def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
-        from prunekit.inspection.visualize.class_maps import class_activation_map
-
         return class_activation_map(model, image, where, target=target)
 
     _show_maps(console, given, find, layer, **options)
@@ -170,10 +170,9 @@ def saliency_command(console: Console, given: ModelOptions, **options: Any) -> N
 
     MODEL and tasks are as for `visualize cam`. Saliency needs no layer. Pictures of a run are in its report too.
     """
+    from prunekit.inspection.visualize.class_maps import saliency
 
     def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
-        from prunekit.inspection.visualize.class_maps import saliency
-
         return saliency(model, image, target=target)
 
     _show_maps(console, given, find, None, **options)
@@ -192,8 +191,7 @@ def _show_maps(
     device: str | None,
     output: Path | None,
 ) -> None:
-    from prunekit.inspection.visualize.image_files import write_png
-    from prunekit.inspection.visualize.image_grids import page
+    from prunekit.inspection.visualize.image_grids import page, write_png
     from prunekit.jobs.analyses.pictures import class_maps
     from prunekit.utils.context import resolve_device
 
@@ -233,7 +231,7 @@ def _maps_title(found: ClassMaps) -> str:
 
 
 def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> Iterator[tuple[str, Pixels]]:
-    from prunekit.inspection.visualize.image_files import enlarged, heated, overlaid
+    from prunekit.inspection.visualize.image_grids import enlarged, heated, overlaid
 
     pixels = pair.picture(values[0])
     yield shown, enlarged(pixels)
@@ -305,15 +303,11 @@ def _histograms_text(payload: dict[str, Any]) -> str:
         (row["layer"], row["model"], *(numbered(row[finding], 6) for finding in ("dead", "redundant")))
         for row in by_layer(payload["findings"])
     ]
+    found = Counter((row["model"], row["finding"]) for row in payload["findings"])
     totals = [
-        f"{name}: {_findings(payload, name, 'dead')} dead, {_findings(payload, name, 'redundant')} redundant, "
-        f"in layers of {channels} channels"
+        f"{name}: {found[name, 'dead']} dead, {found[name, 'redundant']} redundant, in layers of {channels} channels"
         for name, channels in payload["channels"].items()
     ]
     headings = ("layer", "model", "dead", "redundant")
     first = f"{payload['model']} on {payload['images']} {payload['samples']}"
     return "\n".join([first, table(headings, rows, headings), "", *totals])
-
-
-def _findings(payload: dict[str, Any], model: str, finding: str) -> int:
-    return sum(row["model"] == model and row["finding"] == finding for row in payload["findings"])

@@ -50,10 +50,6 @@ class LayerHooks(PassHooks):
     """Hooks that pass the tensors of chosen layers to `on_tensor`, in the order in which they are computed.
 
     Only the first of `every` so many forward passes is observed. `look` takes the place of a subclass's `on_tensor`.
-
-    Raises:
-        UsageError: a glob, a class or a group matches nothing, or `what` is no tensor of a layer.
-        ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
 
     purpose = "layers"  # the call that uses the hooks, with which messages begin
@@ -120,9 +116,9 @@ class LayerHooks(PassHooks):
         if path in self._chosen.functional:
             self.own_forward_pre(module, lambda *_: self._called.add(path))
         if "input" in self.what:
-            self.own_forward_pre(module, partial(self._before, path))
+            self.own_forward_pre(module, partial(self._seen, path))
         if "output" in self.what:
-            self.own_forward(module, partial(self._after, path))
+            self.own_forward(module, partial(self._seen, path))
         if "grad_input" in self.what:
             inputs = InputGradients(self, partial(self.gradients, path, "grad_input", module))
             self.own_forward_pre(module, inputs.before)
@@ -140,14 +136,10 @@ class LayerHooks(PassHooks):
             return None
         return TensorKey(path, what, self._begun - 1 if inside else None, call, 0)
 
-    def _before(self, path: str, module: nn.Module, arguments: Any, named: Any) -> Any:
-        return None if recomputing() else self._all(path, "input", module, (arguments, named))
-
-    def _after(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
-        return None if recomputing() else self._all(path, "output", module, result)
-
-    def _all(self, path: str, what: What, module: nn.Module, value: Any) -> Any:
-        key = self._next(path, what)
+    def _seen(self, path: str, module: nn.Module, arguments: Any, named: Any, *result: Any) -> Any:
+        """Show the tensors that a layer reads, or those of its result, and return what replaces them."""
+        value: Any = result[0] if result else (arguments, named)
+        key = None if recomputing() else self._next(path, "output" if result else "input")
         if key is None:
             return None
         found = [
@@ -253,7 +245,8 @@ class SelectedLayers:
 
 def select_layers(model: nn.Module, layers: Layers, key: str) -> SelectedLayers:
     """Return the layers of a model that globs, classes or channel groups select."""
-    modules = {path: module for path, module in _named(model).items() if type(module) not in NEVER_RUN}
+    every = model.named_modules(remove_duplicate=False)  # by every path that they have
+    modules = {path: module for path, module in every if path and type(module) not in NEVER_RUN}
     hidden = _hidden(model)
     single = isinstance(layers, (str, type, ChannelGroup)) or not isinstance(layers, Iterable)
     several: list[Any] = [layers] if single else list(layers)  # type: ignore[arg-type]
@@ -270,11 +263,6 @@ def select_layers(model: nn.Module, layers: Layers, key: str) -> SelectedLayers:
             called[path] = module
     functional = found & hidden | found - modules.keys()
     return SelectedLayers(called, frozenset(name.removesuffix(".weight") for name in functional))
-
-
-def _named(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by every path that they have, but the model itself."""
-    return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
 def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model: nn.Module, key: str) -> Iterable[str]:

@@ -241,7 +241,7 @@ class Captured:
     @property
     def value(self) -> Any:
         """The copy, read from its file if it is in one; or the result of the reducer."""
-        return self._kept.read() if isinstance(self._kept, TensorFile) else self._kept
+        return load_file(self._kept.path)["value"] if isinstance(self._kept, TensorFile) else self._kept
 
 
 def reducer_of(given: Named | Reducer | None) -> ByChannel:
@@ -292,11 +292,7 @@ SHARE = 0.5
 
 
 class TensorStore:
-    """A store of copies of tensors in memory or in a folder, see `capture`.
-
-    Raises:
-        UsageError: the folder holds files already, or is a file; the limit is negative.
-    """
+    """A store of copies of tensors in memory or in a folder, see `capture`."""
 
     def __init__(self, to: StrPath, limit_mib: float | None, device: torch.device) -> None:
         self.folder = None if to in ("cpu", "device") else Path(to)
@@ -350,10 +346,6 @@ class TensorFile:
     """A tensor in a file."""
 
     path: Path
-
-    def read(self) -> Tensor:
-        """Return the tensor."""
-        return load_file(self.path)["value"]
 
 
 def mib(count: float) -> str:

@@ -63,8 +63,7 @@ def _of_layer(
     layer: ChannelCorrelations, correlation: FloatArray, cosine: FloatArray, threshold: float
 ) -> list[RedundantChannel]:
     # fmax: a NaN on one side leaves the other.
-    alike = np.fmax(np.abs(correlation), np.abs(cosine))
-    alike = np.nan_to_num(alike, nan=0.0)
+    alike = np.nan_to_num(np.fmax(np.abs(correlation), np.abs(cosine)), nan=0.0)
     left = np.ones(len(alike), bool)
     found = []
     for channel in range(1, len(alike)):
@@ -72,13 +71,10 @@ def _of_layer(
         like = int(before.argmax())
         if before[like] >= threshold:
             left[channel] = False
-            pair = _number(correlation[like, channel]), _number(cosine[like, channel])
-            found.append(RedundantChannel(layer.layer, layer.first + channel, layer.first + like, *pair))
+            both = correlation[like, channel], cosine[like, channel]
+            known = (float(one) if np.isfinite(one) else None for one in both)
+            found.append(RedundantChannel(layer.layer, layer.first + channel, layer.first + like, *known))
     return found
-
-
-def _number(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
 
 
 def weight_cosines(module: nn.Module) -> FloatArray:
@@ -103,9 +99,6 @@ class CorrelationCollector(LayerHooks):
     So for projections of attention, even if their modules are not called; three that are packed into one weight are
     `*.in_proj_weight`, with the channels of queries, keys and values in this order. A layer of C channels takes twice
     C x C numbers of 8 bytes. Each call counts with at most so many `positions`, evenly spread.
-
-    Raises:
-        UsageError: the sums would take more than half of the memory that is free.
     """
 
     def __init__(self, model: nn.Module, paths: Iterable[str] | None = None, *, positions: int = 4096) -> None:

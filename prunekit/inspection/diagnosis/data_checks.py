@@ -56,7 +56,17 @@ def duplicated_data(observation: Observation) -> Iterator[Finding]:
     share = _share(data.copies, data.images, data.images, data.total)
     leaked = _share(data.leaked, data.held_out, data.images, data.total)
     if data.copies > 1 and share >= COPIES:
-        yield _copies(data, share, samples)
+        conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
+        about = f", about {numbers.share(share, 0)} of the data set" if data.images < data.total else ""
+        evidence = {"copies": data.copies, "images": data.images, "conflicting": data.conflicting}
+        yield Finding(
+            "data",
+            DATA_ORDER,
+            f"fewer than {numbers.share(COPIES, 0)} of the {samples} equal to another",
+            f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
+            f"remove the copies, and look at how the {samples} are listed and shuffled",
+            {**evidence, "share_of_the_set": share},
+        )
     if data.leaked > 1 and leaked >= COPIES:
         yield Finding(
             "data",
@@ -68,24 +78,8 @@ def duplicated_data(observation: Observation) -> Iterator[Finding]:
         )
 
 
-def _copies(data: DataSummary, share: float, samples: str) -> Finding:
-    conflicting = f", {data.conflicting} of them with another label" if data.conflicting else ""
-    about = f", about {numbers.share(share, 0)} of the data set" if data.images < data.total else ""
-    return Finding(
-        "data",
-        DATA_ORDER,
-        f"fewer than {numbers.share(COPIES, 0)} of the {samples} equal to another",
-        f"{data.copies} of {data.images} are copies of one before{conflicting}{about}",
-        f"remove the copies, and look at how the {samples} are listed and shuffled",
-        {"copies": data.copies, "images": data.images, "conflicting": data.conflicting, "share_of_the_set": share},
-    )
-
-
 def _share(found: int, of: int, images: int, total: int) -> float:
-    """Return the share in the whole set, estimated from a random part of it.
-
-    A copy is found only if its original is in that part as well.
-    """
+    """Return the share in the whole set by a random part of it: a copy is found if its original is there as well."""
     return min(1.0, found / max(1, of) * (total / max(1, images)))
 
 
@@ -113,12 +107,13 @@ def input_normalization(observation: Observation) -> Iterator[Finding]:
     """Yield the means and standard deviations of inputs that are not normalized, neither here nor by the model."""
     mean, std = observation.data.mean, observation.data.std
     if _is_off(mean, std) and _is_off(*_read_first(observation)):
+        means, deviations = (listed([f"{value:.3g}" for value in values], 4) for values in (mean, std))
         scale = "scale pixels to 0..1, then subtract" if observation.samples == "images" else "subtract"
         yield Finding(
             "data",
             DATA_ORDER,
             f"channels with a mean within {OFF_CENTER:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
-            f"means {_numbers(mean)}, standard deviations {_numbers(std)}",
+            f"means {means}, standard deviations {deviations}",
             f"{scale} the mean of this data and divide by its standard deviation, once",
             {"mean": mean.tolist(), "std": std.tolist()},
         )
@@ -129,29 +124,20 @@ def _is_off(mean: FloatArray, std: FloatArray) -> bool:
 
 
 def _read_first(observation: Observation) -> tuple[FloatArray, FloatArray]:
-    """Return means and deviations of what the first layer that reads the inputs' channels reads; else of the inputs.
-
-    A model may normalize its inputs itself, as torchvision's detectors do.
-    """
+    """Return means and deviations of what the first layer reads, as a model may normalize; else of the inputs."""
     modules, channels = dict(observation.model.named_modules()), len(observation.data.mean)
     read = {
         observation.place(key.module): layer
         for key, layer in observation.stats.items()
-        if key.side == "input" and key.call == 0 and layer.channels == channels and _has_matrix(modules.get(key.module))
+        if key.side == "input"
+        and key.call == 0
+        and layer.channels == channels
+        and getattr(getattr(modules.get(key.module), "weight", None), "ndim", 0) > 1
     }
     if not read:
         return observation.data.mean, observation.data.std
     first = read[min(read)]
     return first.mean, np.sqrt(first.variance)
-
-
-def _has_matrix(module: nn.Module | None) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() > 1
-
-
-def _numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
 
 
 @dataclass(frozen=True)

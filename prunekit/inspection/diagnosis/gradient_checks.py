@@ -40,22 +40,19 @@ def vanishing_gradient(observation: Observation) -> Iterator[Finding]:
     for path, share in shares:
         if not share < VANISHED:
             if gone and not _starts_at_zero(observation.model.get_submodule(path)):
-                yield _vanished(observation, gone, path, dict(shares))
+                last, first, known = gone[-1], gone[0], dict(shares)
+                yield Finding(
+                    last,
+                    observation.place(last),
+                    f"gradients of at least {VANISHED:g} of that of the model's output",
+                    f"{known[last]:.2g} of it, {share:.2g} at {path}, and {known[first]:.2g} at {first}: the "
+                    f"{len(gone)} modules up to here learn hardly anything",
+                    "use activations that do not saturate, an initialization made for them (He), normalization or "
+                    "shortcuts",
+                    {"share": known[last], "share_at_first": known[first], "modules": gone},
+                )
             return
         gone.append(path)
-
-
-def _vanished(observation: Observation, gone: list[str], before: str, shares: dict[str, float]) -> Finding:
-    last, first = gone[-1], gone[0]
-    return Finding(
-        last,
-        observation.place(last),
-        f"gradients of at least {VANISHED:g} of that of the model's output",
-        f"{shares[last]:.2g} of it, {shares[before]:.2g} at {before}, and {shares[first]:.2g} at {first}: the "
-        f"{len(gone)} modules up to here learn hardly anything",
-        "use activations that do not saturate, an initialization made for them (He), normalization or shortcuts",
-        {"share": shares[last], "share_at_first": shares[first], "modules": gone},
-    )
 
 
 @check("exploding_gradient", "gradients")
@@ -154,7 +151,7 @@ def learning_rate(observation: Observation) -> Iterator[Finding]:
         return
     sharpness, losses = observation.sharpness, observation.trial
     if sharpness is not None and sharpness > sharpness_limit(step) and not recovers(losses):
-        stable = stable_learning_rate(step, sharpness)
+        stable = step.lr * sharpness_limit(step) / sharpness
         yield Finding(
             "",
             len(observation.order),
@@ -174,10 +171,7 @@ def learning_rate(observation: Observation) -> Iterator[Finding]:
 
 
 def _adaptive(observation: Observation, lr: float) -> Iterator[Finding]:
-    """Yield a learning rate that is larger than the weights.
-
-    Adam's first step moves every weight by the learning rate, whatever the gradient (Kingma & Ba 2015, section 2.1).
-    """
+    """Yield a rate larger than the weights, which Adam's first step moves by it (Kingma & Ba 2015, section 2.1)."""
     sizes = sorted(
         float(weight.detach().float().norm()) / math.sqrt(weight.numel())
         for weight in observation.model.parameters()
@@ -265,17 +259,12 @@ def _gradients(loss: Callable[[], Tensor], weights: Sequence[Tensor]) -> list[Te
     return [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]
 
 
-def stable_learning_rate(step: StepSize, sharpness: float) -> float:
-    """Return the largest learning rate at which gradient descent on a quadratic loss does not diverge.
-
-    It is 2 / sharpness, and with momentum b 2 (1 + b) / sharpness; training on full batches settles just there (Cohen
-    et al. 2021, "Gradient descent on neural networks typically occurs at the edge of stability").
-    """
-    return 2 * (1 + step.momentum) / sharpness
-
-
 def sharpness_limit(step: StepSize) -> float:
-    """Return the sharpness beyond which the learning rate of a step is not stable."""
+    """Return the sharpness beyond which gradient descent on a quadratic loss diverges at the learning rate of a step.
+
+    It is 2 / rate, and with momentum b 2 (1 + b) / rate; training on full batches settles just there (Cohen et al.
+    2021, "Gradient descent on neural networks typically occurs at the edge of stability").
+    """
     return 2 * (1 + step.momentum) / step.lr
 
 

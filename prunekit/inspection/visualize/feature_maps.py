@@ -125,22 +125,20 @@ def _features(
 def aligned(
     sides: dict[str, Tensor], mask: NDArray[np.bool_] | None, what: str
 ) -> tuple[dict[str, Tensor], NDArray[np.bool_] | None, str]:
-    """Put the rows of the pruned model, (N, ...), into their places in the dense one; `sides` has both by name."""
+    """Put the rows of the pruned model, (N, ...), into their places in the dense one, with NaN in the others.
+
+    `sides` has both by name.
+    """
     if PRUNED not in sides:
         return sides, None, ""
     left, dense = len(sides[PRUNED]), [len(values) for name, values in sides.items() if name != PRUNED]
     if mask is not None and int(mask.sum()) == left and all(count == len(mask) for count in dense):
-        return {**sides, PRUNED: in_dense_places(sides[PRUNED], torch.from_numpy(np.array(mask)))}, mask, ""
+        placed = sides[PRUNED].new_full((len(mask), *sides[PRUNED].shape[1:]), math.nan)
+        placed[torch.from_numpy(np.array(mask))] = sides[PRUNED]
+        return {**sides, PRUNED: placed}, mask, ""
     if mask is None and dense == [left]:
         return sides, None, ""  # nothing was pruned
     return sides, None, f"which of the {what} the {left} are is not known: they stand in their own order"
-
-
-def in_dense_places(values: Tensor, kept: Tensor) -> Tensor:
-    """Return channels (K, h, w) in their places by a mask (C,) with K True: (C, h, w), NaN for the others."""
-    placed = torch.full((len(kept), *values.shape[1:]), math.nan, dtype=values.dtype)
-    placed[kept] = values
-    return placed
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest
 from prunekit.inspection.visualize.feature_maps import KeptChannels, aligned
-from prunekit.inspection.visualize.image_files import Pixels
-from prunekit.inspection.visualize.image_grids import GONE, grid, headed, kept_of, page, spread, tile
+from prunekit.inspection.visualize.image_grids import Pixels, headed, kept_of, page, spread, tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +80,9 @@ def draw_filters(filters: LayerFilters, title: str = "", most: int | None = 256)
     scale = _scale(torch.cat([values.flatten() for values in map(_colors, filters.sides.values())]).abs())
     panels = []
     for name, values in filters.sides.items():
-        crossed = np.zeros(len(values), bool) if filters.kept is None else ~filters.kept
         shown = (_colors(values) / max(scale, torch.finfo(torch.float32).tiny)).clamp(-1, 1)
-        tiles = [_tile(shown[i], int(i), bool(crossed[i])) for i in spread(len(values), most)]
-        panels.append((name, grid(tiles)))
+        pixels = (127.5 + 127.5 * shown.nan_to_num()).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        panels.append((name, tiles(shown, spread(len(values), most), filters.kept, pixels.__getitem__)))
     return page(panels, _heading(filters, title, most))
 
 
@@ -97,13 +95,6 @@ def _colors(weights: Tensor) -> Tensor:
     """Return weights as red, green and blue, (N, 3, height, width)."""
     mean = weights if weights.shape[1] in (1, 3) else weights.mean(1, keepdim=True)
     return mean.expand(-1, 3, -1, -1)
-
-
-def _tile(values: Tensor, number: int, crossed: bool) -> Pixels:
-    """Return the tile of one filter (3, height, width) with values -1..1."""
-    gone = bool(values.isnan().all())
-    pixels = (127.5 + 127.5 * values.nan_to_num()).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return tile(np.full(pixels.shape, GONE, np.uint8) if gone else pixels, number, crossed=crossed, gone=gone)
 
 
 def _heading(filters: LayerFilters, title: str, most: int | None) -> tuple[str, str]:

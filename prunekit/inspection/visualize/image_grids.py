@@ -1,9 +1,10 @@
-"""Pictures of models beside each other: grids of feature maps, pruned channels crossed out, and images with boxes."""
+"""Pictures: values as colors, grids of feature maps with pruned channels crossed out, images with boxes, PNG files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,96 @@ from torch.nn import functional as F
 from torchvision.utils import make_grid
 
 from prunekit.inspection.visualize.feature_maps import LayerFeatures
-from prunekit.inspection.visualize.image_files import Pixels, colored
+from prunekit.models.preprocessing import Preprocessing
+from prunekit.utils.files import StrPath, atomic_file
+
+Pixels = NDArray[np.uint8]
+"""(H, W, 3) red, green and blue."""
+SCALE = "viridis"
+"""Equal steps in value look equal, also in gray and to the color-blind (Smith & van der Walt 2015)."""
+HEAT = "inferno"
+"""Dark to bright in even steps, with a bright end that few photographs contain."""
+PANEL = 336
+"""Approximate pixels of a panel's longer side."""
+OPACITY = 0.75
+"""Opacity of the largest value of a map over its image."""
+
+
+def as_picture(values: Tensor, feed: Preprocessing) -> Pixels:
+    """Return an input (C, H, W) as the image that a preprocessing has made it of."""
+    mean, std = (torch.tensor(part)[:, None, None] for part in (feed.mean, feed.std))
+    return _in_8_bits(values.detach().cpu().float() * std + mean)
+
+
+def _in_8_bits(values: Tensor) -> Pixels:
+    """Return values of 0..1, (1, H, W) or (3, H, W), as pixels."""
+    pixels = values.clamp(0, 1).expand(3, -1, -1)
+    return np.ascontiguousarray((pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def stretched(values: Tensor) -> Pixels:
+    """Return any values (C, H, W) as an image from their least, black, to their largest; C other than 3 is averaged."""
+    shown = values.detach().cpu().float().nan_to_num()
+    shown = shown if len(shown) == 3 else shown.mean(0, keepdim=True)
+    low, high = shown.min(), shown.max()
+    return _in_8_bits((shown - low) / (high - low).clamp_min(1e-12))
+
+
+def write_png(path: StrPath, pixels: Pixels) -> Path:
+    """Write pixels (H, W, 3) as a PNG file, atomically."""
+    path = Path(path)
+    with atomic_file(path) as temporary:
+        Image.fromarray(pixels).save(temporary, format="PNG", optimize=True)
+    return path
+
+
+def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
+    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it."""
+    import matplotlib
+
+    image = enlarged(pixels).astype(np.float64)
+    gray = image @ (0.299, 0.587, 0.114)
+    given = values.detach().cpu().double()[None, None]
+    heat = F.interpolate(given, image.shape[:2], mode="bilinear", align_corners=False)[0, 0].numpy()
+    heat = heat / max(float(heat.max()), 1e-300)
+    colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
+    opacity = OPACITY * np.sqrt(heat)[..., None]  # values in the middle are visible too
+    return ((1 - opacity) * gray[..., None] + opacity * colors).round().clip(0, 255).astype(np.uint8)
+
+
+def heated(values: Tensor) -> Pixels:
+    """Return a map (H, W) as colors (H, W, 3), enlarged; colors end at the 99.5th percentile.
+
+    A few pixels have gradients far above all others (Smilkov et al. 2017, section 3).
+    """
+    import matplotlib
+
+    array = values.detach().cpu().double().numpy()
+    top = max(float(np.percentile(array, 99.5)), 1e-300)
+    return enlarged(matplotlib.colormaps[HEAT](np.clip(array / top, 0, 1), bytes=True)[..., :3])
+
+
+def enlarged(pixels: Pixels) -> Pixels:
+    """Return an image (H, W, 3) whose longer side is about `PANEL`; pixels of a small one become squares."""
+    height, width = pixels.shape[:2]
+    times = max(1, PANEL // max(height, width))
+    return pixels.repeat(times, 0).repeat(times, 1)
+
+
+def colored(values: NDArray[np.floating] | Tensor, low: float, high: float) -> NDArray[np.uint8]:
+    """Return values (...) as colors (..., 3) from dark, for `low` and below, to bright, for `high` and above.
+
+    NaN and Inf are red, which is none of these colors.
+    """
+    import matplotlib
+
+    array = np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values, dtype=np.float64)
+    span = high - low if high > low else 1.0
+    with np.errstate(invalid="ignore"):
+        found = matplotlib.colormaps[SCALE](np.clip((array - low) / span, 0, 1), bytes=True)[..., :3]
+    found[~np.isfinite(array)] = (214, 39, 40)
+    return np.ascontiguousarray(found)
+
 
 SMALLEST, LARGEST = 56, 112
 """Pixels of a map's longer side: smaller maps are enlarged without blurring, larger ones are averaged."""
@@ -44,8 +134,11 @@ def draw(features: LayerFeatures, title: str = "", most: int | None = 64) -> Pix
         own = len(values) == features.channels
         index = chosen if own else spread(len(values), most)
         bounds = (low, high) if own else (values.flatten(1).amin(1), values.flatten(1).amax(1))
-        crossed = ~features.kept if features.kept is not None else np.zeros(len(values), bool)
-        panels.append((name, _panel(values, index, bounds, crossed)))
+
+        def painted(channel: int, values: Tensor = values, bounds: tuple[Tensor, Tensor] = bounds) -> Pixels:
+            return colored(values[channel], *(float(bound[channel]) for bound in bounds))
+
+        panels.append((name, tiles(values, index, features.kept, painted)))
     return page(panels, _heading(features, len(chosen), title))
 
 
@@ -56,11 +149,16 @@ def spread(channels: int, most: int | None) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, channels - 1, most).round().astype(np.int64))
 
 
-def _panel(
-    values: Tensor, index: NDArray[np.int64], limits: tuple[Tensor, Tensor], crossed: NDArray[np.bool_]
+def tiles(
+    values: Tensor, index: NDArray[np.int64], kept: NDArray[np.bool_] | None, painted: Callable[[int], Pixels]
 ) -> Pixels:
-    limited = zip(index.tolist(), limits[0][index].tolist(), limits[1][index].tolist(), strict=True)
-    return grid([_tile(values[channel], low, high, channel, bool(crossed[channel])) for channel, low, high in limited])
+    """Return the chosen ones of values (N, ..., h, w) in a grid, painted, numbered, and crossed out if pruned."""
+    found = []
+    for number in index.tolist():
+        gone = bool(values[number].isnan().all())
+        pixels = np.full((*values.shape[-2:], 3), GONE, np.uint8) if gone else painted(number)
+        found.append(tile(pixels, number, crossed=kept is not None and not kept[number], gone=gone))
+    return grid(found)
 
 
 def grid(tiles: Sequence[Pixels]) -> Pixels:
@@ -75,13 +173,6 @@ def columns(count: int, shape: Sequence[int]) -> int:
     near = min(count, max(1, round(math.sqrt(count * shape[0] / shape[1]))))
     whole = [found for found in (near, near - 1, near + 1, near - 2) if found > 0 and count % found == 0]
     return whole[0] if whole else near  # avoids a last row that is nearly empty
-
-
-def _tile(values: Tensor, low: float, high: float, number: int, crossed: bool) -> Pixels:
-    """Return the tile of one channel (h, w)."""
-    gone = bool(values.isnan().all())
-    pixels = np.full((*values.shape, 3), GONE, np.uint8) if gone else colored(values, low, high)
-    return tile(pixels, number, crossed=crossed, gone=gone)
 
 
 def tile(pixels: Pixels, number: int, *, crossed: bool = False, gone: bool = False) -> Pixels:
@@ -217,8 +308,8 @@ Boxes = Mapping[str, Tensor]
 def with_boxes(image: Tensor, found: Boxes, classes: Sequence[str]) -> Pixels:
     """Return an image with its boxes, each with the name of its class and its score in percent."""
     factor = max(1, round(SIDE / max(image.shape[-2:])))
-    pixels = (image.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8)
-    shown = Image.fromarray(pixels.permute(1, 2, 0).numpy().repeat(factor, 0).repeat(factor, 1))
+    pixels = _in_8_bits(image.detach().cpu().float())
+    shown = Image.fromarray(pixels.repeat(factor, 0).repeat(factor, 1))
     rows = found["boxes"].detach().cpu().float() * factor
     rows[:, 0::2] = rows[:, 0::2].clamp(0, shown.width - 1)
     rows[:, 1::2] = rows[:, 1::2].clamp(0, shown.height - 1)

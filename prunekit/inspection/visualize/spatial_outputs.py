@@ -122,10 +122,6 @@ class SpatialActivations(HookOwner):
     a later operation works in place. If no layer is named, all are candidates: the last one that returns channels with
     a height and width, and those that return tokens after it; layers of fewer than `least` rows or columns count only
     where none before has as many.
-
-    Raises:
-        ModelError: on enter, if the model has no such layer or is compiled; in the forward pass, if the layer returns
-            no image.
     """
 
     def __init__(self, model: nn.Module, layer: str | None, image: Sequence[int], least: int = 1) -> None:

@@ -17,8 +17,7 @@ from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.feature_maps import feature_maps
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
-from prunekit.inspection.visualize.image_files import write_png
-from prunekit.inspection.visualize.image_grids import draw
+from prunekit.inspection.visualize.image_grids import draw, write_png
 from prunekit.jobs.run.job_subject import chosen_batches
 from prunekit.jobs.run.model_pair import ModelPair
 from prunekit.statistics.channel_stats_collector import StatsCollector

@@ -41,17 +41,8 @@ class Own:
 
     Example:
         >>> import prunekit as pk
-        >>> from pathlib import Path
-        >>> _ = Path("mine.py").write_text('''
-        ... from torch import nn
-        ... def net():
-        ...     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
-        ... ''')
-        >>> settings, data = pk.ModelSettings("mine.py:net", zoo="own"), pk.DataSettings(image_size=8)
-        >>> job = pk.JobSettings("mine", settings, data=data, finetune=pk.TrainSettings(epochs=0), control=False)
-        >>> result = pk.finetune(job, own=pk.Own(model="mine.py:nets"), log=lambda line: None)
-        Traceback (most recent call last):
-        prunekit.errors.ModelError: mine.py: there is no function or class 'nets' here; did you mean 'net'?
+        >>> pk.Own(model="mine.py:net", data="mine.py:photos")  # as `own` of `prunekit.finetune` takes it
+        Own(model='mine.py:net', data='mine.py:photos', optimizer=None)
     """
 
     model: str | None = None

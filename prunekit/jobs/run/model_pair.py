@@ -18,7 +18,7 @@ from prunekit.data.splits import Splits, image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.inspection.capture.layer_hooks import attention_weights
-from prunekit.inspection.visualize.image_files import Pixels, as_picture, stretched
+from prunekit.inspection.visualize.image_grids import Pixels, as_picture, stretched
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
 from prunekit.jobs.run.early_checks import MANIFEST, NO_IMAGE
 from prunekit.jobs.run.subject_sources import resolve
@@ -142,12 +142,6 @@ def model_folder(folder: Path) -> Path:
     if not (folder / "model" / MANIFEST).is_file():
         raise ModelError(f"{folder}: expected a model folder, or the folder of a run that has one; it has no model yet")
     return folder / "model"
-
-
-def recipe_of_run(folder: Path) -> Path | None:
-    """Return the recipe of the run that a model folder or run folder belongs to; None if there is none."""
-    path = model_folder(folder).resolve().parent / "recipe.yaml"
-    return path if path.is_file() else None
 
 
 def load_model_pair(

@@ -9,10 +9,11 @@ import platform
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -208,11 +209,26 @@ ENDING = tuple(
 
 
 @contextmanager
+def _handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Handle signals by a function, or ignore them, in the block; other threads do nothing, as no signal reaches them.
+
+    A handler that was set within the block stays.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers} if main else {}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in before.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, former)
+
+
+@contextmanager
 def _interrupting_signals() -> Iterator[None]:
     """Let signals that end the process interrupt the block first, as Ctrl-C does; they end the process after it."""
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
-        yield
-        return
     came, process = list[int](), os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -224,32 +240,16 @@ def _interrupting_signals() -> Iterator[None]:
 
     # those that the process handles itself, or ignores, as under `nohup`, are left to it
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, interrupt)
     try:
-        yield
+        with _handled(ours, interrupt):
+            yield
     finally:
-        for number in ours:
-            if signal.getsignal(number) is interrupt:
-                signal.signal(number, signal.SIG_DFL)
         if came:
             os.kill(process, came[0])
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore a second Ctrl-C and signals that end the process, which would keep the run from being marked."""
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    try:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+_undisturbed = partial(_handled, (signal.SIGINT, *ENDING), signal.SIG_IGN)
+"""Ignores a second Ctrl-C and signals that end the process, which would keep the run from being marked."""
 
 
 def _now() -> str:

@@ -221,7 +221,10 @@ def export_float(
     samples, real = real_samples(target)
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, request.dynamic, request.batch)
-    source = ExportSource(copied(model), examples[0], interface, request.options, folder, _facts(target, folder, facts))
+    known = {**({} if target.build is None else {BUILD: target.build}), **(facts or {})}
+    if folder is not None and RUN not in known:
+        known = {**run_facts(folder), **known}
+    source = ExportSource(copied(model), examples[0], interface, request.options, folder, known)
     log(f"export: writing {path} ({kind.format})")
     with folder_beside(path) as aside:
         written = aside / path.name
@@ -243,13 +246,6 @@ def export_float(
         del run
         move_into_place(aside, path)
     return Exported(path, kind.format, bytes_written, tuple(parities), real, scores, latency, interface, tuple(notes))
-
-
-def _facts(target: Subject, folder: Path | None, facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what is known of a model: how its dense one is built, and the figures of the run that it is from."""
-    build = {} if target.build is None else {BUILD: target.build}
-    known = {**build, **(facts or {})}
-    return known if folder is None or RUN in known else {**run_facts(folder), **known}
 
 
 def one_copy(model: nn.Module) -> nn.Module:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from prunekit.backends.session import inputs_like
 from prunekit.data.loader import batches
-from prunekit.inspection.visualize.image_files import write_png
-from prunekit.inspection.visualize.image_grids import CONFIDENCE, boxes_side_by_side
+from prunekit.inspection.visualize.image_grids import CONFIDENCE, boxes_side_by_side, write_png
 from prunekit.jobs.analyses.explain import explain_job
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import Attempts, RunFolder, environment
@@ -28,7 +27,6 @@ from prunekit.measure.latency.row_text import failure_lines, speedup_text, unsta
 from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
-from prunekit.planning.candidates import Scores as ImportanceScores
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency_target import LatencyResult
 from prunekit.pruning.plan_search import Planned
@@ -287,21 +285,17 @@ def write_plan(folder: Path, planned: Planned) -> None:
     """Write a plan into a run's folder, with tables of its scores, locks and groups."""
     plan = planned.plan
     plan.save(folder)
-    locks = [asdict(lock) for lock in plan.channel_map.locks]
-    coupled = ("group", "channels", "kept", "module", "tensor", "axis", "position")
-    write_csv(folder / "scores.csv", _score_rows(plan, planned.scores), ("group", "channel", "score", "kept"))
-    write_csv(folder / "locks.csv", locks, ("reason", "module", "operator", "channels"))
-    write_csv(folder / "coupling.csv", _coupling_rows(plan), coupled)
-
-
-def _score_rows(plan: Plan, scores: ImportanceScores) -> list[dict[str, Any]]:
-    """Return the score of every free label, by group, and whether it is kept."""
-    return [
-        {"group": group.name, "channel": index, "score": float(scores[label]), "kept": int(plan.keep[label])}
+    scores = [
+        {"group": group.name, "channel": index, "score": float(planned.scores[label]), "kept": int(plan.keep[label])}
         for group in plan.channel_map.groups
         for index, label in enumerate(group.labels)
-        if np.isfinite(scores[label])
+        if np.isfinite(planned.scores[label])
     ]
+    locks = [asdict(lock) for lock in plan.channel_map.locks]
+    coupled = ("group", "channels", "kept", "module", "tensor", "axis", "position")
+    write_csv(folder / "scores.csv", scores, ("group", "channel", "score", "kept"))
+    write_csv(folder / "locks.csv", locks, ("reason", "module", "operator", "channels"))
+    write_csv(folder / "coupling.csv", _coupling_rows(plan), coupled)
 
 
 def _coupling_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from torch import nn
 from prunekit.backends.backend import FORMATS, FileBackend
 from prunekit.backends.files.export_source import ExportSource, Run
 from prunekit.backends.files.exported_model import ExportedModel
-from prunekit.backends.int8.quantizer import Quantized
 from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
@@ -100,8 +99,9 @@ def quantize_export(
         aside = beside_it / "written"
         aside.mkdir()
         found = kind.quantize(exported.path, aside / path.name, data, settings=settings, score=score, log=log)
-        if target.splits is not None and target.splits.task.main.lower_is_better:
-            found = _with_lower_better(found)
+        if target.splits is not None and target.splits.task.main.lower_is_better:  # it was chosen by the negatives
+            before, after = (None if merit is None else -merit for merit in (found.float_score, found.score))
+            found = replace(found, float_score=before, score=after, lower_is_better=True)
         run = kind.open_trusted(aside / path.name, threads=request.threads)
         model = exports.one_copy(target.model)
         samples, real = exports.real_samples(target)
@@ -122,12 +122,6 @@ def quantize_export(
     figures = found.as_dict() | {"path": str(path), "speedup": beside}
     size, notes, interface = bytes_written, tuple(found.notes), exported.interface
     return Exported(path, kind.format, size, (), real, scores, latency, interface, notes, figures)
-
-
-def _with_lower_better(found: Quantized) -> Quantized:
-    """Return a quantization with its scores in place of their negatives, which it was chosen by."""
-    before, after = (None if merit is None else -merit for merit in (found.float_score, found.score))
-    return replace(found, float_score=before, score=after, lower_is_better=True)
 
 
 def _calibration(

@@ -124,10 +124,7 @@ class PrunedCopies:
 
 
 def _masked(prepared: JobSubject, dense: nn.Module, plan: Plan, training: bool) -> nn.Module:
-    """Return a masked copy on the CPU, with BatchNorm statistics collected again if training follows.
-
-    Training would change them anyway.
-    """
+    """Return a masked copy on the CPU, with BatchNorm statistics collected again if training follows."""
     model = copied(dense, prepared.device)
     with masked(model, plan, restore=False):
         if training:

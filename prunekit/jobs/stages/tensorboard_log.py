@@ -83,10 +83,7 @@ def write_summary(
 
 
 def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yield every value of a recipe under its dotted key, as text if TensorBoard has no type for it.
-
-    Values that are not set, and the output folder and name of the run, are left out.
-    """
+    """Yield the values of a recipe that are set, but the run's name and folder, by dotted key; as text if need be."""
     for key, value in flattened(job):
         if value not in (None, {}) and key not in ("output", "name"):
             if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +78,12 @@ def canvas(
     grid: Mapping[str, float] | None = None,
     used: int | None = None,
     width: float = WIDTH,
+    ratios: Sequence[float] | None = None,
 ) -> Iterator[tuple[Figure, Any]]:
     """Yield a figure of the page's width and its panels in a flat array.
 
     `grid` places the panels, as for `Figure.subplots_adjust`; without it they are fitted around their labels, which
-    takes as long as drawing.
+    takes as long as drawing. `ratios` are those of the columns' widths, whose panels then share their vertical axis.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -90,7 +91,8 @@ def canvas(
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{name} {width}"}):
         figure = Figure(figsize=(width, height), layout="constrained" if grid is None else None)
-        panels = np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}))).ravel()
+        shared: dict[str, Any] = {} if ratios is None else {"sharey": True, "width_ratios": ratios}
+        panels = np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}), **shared)).ravel()
         for axes in [] if used is None else panels[used:]:
             axes.set_axis_off()
         yield figure, panels

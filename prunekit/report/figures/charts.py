@@ -19,7 +19,6 @@ from prunekit.report.figures.canvas import (
     INK,
     PALE,
     SPARE_COLORS,
-    STYLE,
     WIDTH,
     are_drawn,
     canvas,
@@ -30,8 +29,6 @@ from prunekit.report.figures.canvas import (
 from prunekit.utils.display import RESOURCES, plural
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from prunekit.planning.schedules import Timeline
 
 
@@ -414,57 +411,38 @@ def shown_layers(rows: pd.DataFrame) -> list[str]:
     return evenly(list(rows["layer"].drop_duplicates()), MOST_LAYERS)
 
 
-def flow_height(rows: pd.DataFrame) -> float:
-    """Return the height of a figure of these rows in inches."""
-    return 0.19 * len(shown_layers(rows)) + 1.6
-
-
-def draw_flow(figure: Figure, rows: pd.DataFrame, *, narrow: bool = False) -> None:
-    """Draw two panels that share the layers: percentiles at the beginning and the end, and the median over time."""
-    layers = shown_layers(rows)
-    rows = rows[rows["layer"].isin(layers)]
-    left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
-    _percentiles(left, rows, layers)
-    drawn = _over_time(right, rows, layers)
-    labels, size = [shortened(layer, 22 if narrow else 34) for layer in layers], 9 if narrow else 7.5
-    for axes in (left, right) if narrow else (left,):
-        axes.set_yticks(range(len(layers)), labels=labels, fontsize=size)
-        axes.set_ylim(len(layers) - 0.4, -0.6)
-    right.tick_params(axis="y", left=False)
-    if drawn is not None:
-        bar = figure.colorbar(drawn, ax=right, location="right", aspect=40, pad=0.02)
-        _plain_log(bar.ax.yaxis)
-        bar.outline.set_visible(False)
-    handles, labels = left.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper right", ncols=2)
-
-
 def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
     """Return for each training run its name, its figure, the number of layers shown, and the number of all layers."""
     if rows is None or rows.empty or not are_drawn():
         return []
     return [
-        (str(name), _svg(str(name), part), len(shown_layers(part)), part["layer"].nunique())
+        (str(name), wide_and_narrow(partial(_flow, str(name), part)), len(shown_layers(part)), part["layer"].nunique())
         for name, part in rows.groupby("run", sort=False)
     ]
 
 
-def _svg(name: str, rows: pd.DataFrame) -> Markup:
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    def drawn(width: float) -> Markup:
-        narrow = width < WIDTH
-        with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"gradients-{name} {width}"}):
-            height = flow_height(rows) * (2 if narrow else 1)
-            figure = Figure(figsize=(width, height), layout="constrained")
-            FigureCanvasSVG(figure)
-            draw_flow(figure, rows, narrow=narrow)
-            return svg(figure, f"Percentiles of the gradients of each layer, {name}")
-
-    return wide_and_narrow(drawn)
+def _flow(name: str, rows: pd.DataFrame, width: float) -> Markup:
+    """Draw two panels that share the layers: percentiles at the beginning and the end, and the median over time."""
+    layers, narrow = shown_layers(rows), width < WIDTH
+    rows, height = rows[rows["layer"].isin(layers)], 0.19 * len(layers) + 1.6
+    (across, down), ratios = ((1, 2), None) if narrow else ((2, 1), (1, 1.15))
+    made = canvas(across, down, down * height, f"gradients-{name}", width=width, ratios=ratios)
+    with made as (figure, (left, right)):
+        _percentiles(left, rows, layers)
+        drawn = _over_time(right, rows, layers)
+        labels, size = [shortened(layer, 22 if narrow else 34) for layer in layers], 9 if narrow else 7.5
+        for axes in (left, right) if narrow else (left,):
+            axes.set_yticks(range(len(layers)), labels=labels, fontsize=size)
+            axes.set_ylim(len(layers) - 0.4, -0.6)
+        right.tick_params(axis="y", left=False)
+        if drawn is not None:
+            bar = figure.colorbar(drawn, ax=right, location="right", aspect=40, pad=0.02)
+            _plain_log(bar.ax.yaxis)
+            bar.outline.set_visible(False)
+        handles, labels = left.get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside upper right", ncols=2)
+        return svg(figure, f"Percentiles of the gradients of each layer, {name}")
 
 
 def _percentiles(axes: Any, rows: pd.DataFrame, layers: list[str]) -> None:

@@ -78,21 +78,20 @@ class ComparedRun:
 
 def compared_runs(runs: Sequence[Run]) -> list[ComparedRun]:
     """Return the runs with letters, in the order in which they were named."""
-    return [_side(letter(index), run) for index, run in enumerate(runs)]
+    found = []
+    for index, run in enumerate(runs):
+        recipe, (score, _) = recipe_of(run), scores(run.metrics)[0]
+        data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
+        samples = (run.metrics.get("dense") or {}).get("n_test")
+        tested = (score, *(f"{key} {(data or {}).get(key)}" for key in TEST_KEYS), f"{samples} samples")
+        machine = (*tested, *(f"{key} {run.environment.get(key)}" for key in MACHINE_KEYS))
+        found.append(ComparedRun(letter(index), run, recipe, tested, machine))
+    return found
 
 
 def letter(index: int) -> str:
     """Return a to Z, AA, AB, ... as columns of a spreadsheet are called."""
     return (letter(index // 26 - 1) if index >= 26 else "") + chr(ord("A") + index % 26)
-
-
-def _side(name: str, run: Run) -> ComparedRun:
-    recipe = recipe_of(run)
-    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
-    samples = (run.metrics.get("dense") or {}).get("n_test")
-    tested = (scores(run.metrics)[0][0], *(f"{key} {(data or {}).get(key)}" for key in TEST_KEYS), f"{samples} samples")
-    machine = tuple(f"{key} {run.environment.get(key)}" for key in MACHINE_KEYS)
-    return ComparedRun(name, run, recipe, tested, (*tested, *machine))
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def explained(result: Mapping[str, Any]) -> dict[str, Any]:
         "unsettled": unsettled(result),
         "where": f"on {result['device']}, batch {result['batch']}, {threads}, eager",
         "tiles": _tiles(result),
-        "bars": _bars(module_times(result)) if are_drawn() and not result["doubts"] else None,
+        "bars": wide_and_narrow(partial(_bars, module_times(result))) if are_drawn() and not result["doubts"] else None,
         "rows": [operator_cells(row) for row in result["rows"] if row["pruned"] or row["dense"]],
     }
 
@@ -116,12 +116,8 @@ def module_times(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _bars(times: Mapping[str, tuple[float, float]]) -> Markup:
+def _bars(times: Mapping[str, tuple[float, float]], width: float) -> Markup:
     """Return the milliseconds by module, dense and pruned side by side."""
-    return wide_and_narrow(partial(_drawn, times))
-
-
-def _drawn(times: Mapping[str, tuple[float, float]], width: float) -> Markup:
     from prunekit.report.figures.charts import shortened
 
     rows = np.arange(len(times))
@@ -138,7 +134,7 @@ def _drawn(times: Mapping[str, tuple[float, float]], width: float) -> Markup:
 
 def _tiles(result: Mapping[str, Any]) -> list[Tile]:
     speedup, ratio = result["speedup"], result["macs_ratio"]
-    outside = result["pruned_outside_ms"]
+    outside, dense = result["pruned_outside_ms"], result["dense_outside_ms"]
     part = share(outside / (outside + result["pruned_operators_ms"]), 0)
     reached = f"; {share(speedup['median'] / ratio, 0)} of it was reached" if speedup["median"] < ratio else ""
     within = f"95 % interval {interval(speedup['low'], speedup['high'])}"
@@ -147,9 +143,5 @@ def _tiles(result: Mapping[str, Any]) -> list[Tile]:
         Tile("Speedup", factor(speedup["median"]), within if result["own"] else f"as under Latency; {within}"),
         Tile("Ideal", factor(ratio), f"ratio of multiply-accumulates{reached}"),
         *([latency] if result["own"] else []),
-        Tile(
-            "Outside operators",
-            f"{digits(outside)} ms",
-            f"{part} of the time; dense {digits(result['dense_outside_ms'])} ms",
-        ),
+        Tile("Outside operators", f"{digits(outside)} ms", f"{part} of the time; dense {digits(dense)} ms"),
     ]

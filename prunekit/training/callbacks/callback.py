@@ -60,11 +60,6 @@ class RateRow:
     steps: int  # steps of the trial
     held_out_loss: float | None  # the loss that is trained, mean over held-out samples; None if it is not finite
 
-    def below(self, start: RateRow) -> bool:
-        """Return whether the loss is finite, and lower than before."""
-        before = start.held_out_loss
-        return self.held_out_loss is not None and (before is None or self.held_out_loss < before)
-
 
 @dataclass(frozen=True)
 class EpochRow:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from PIL import ImageColor, ImageDraw, ImageFont
 
-from prunekit.inspection.visualize.image_files import Pixels
 from prunekit.inspection.visualize.image_grids import (
     COLORS,
     CONFIDENCE,
     LINE,
     TEXT,
+    Pixels,
     boxes_side_by_side,
     with_boxes,
 )

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from prunekit.errors import DataError
-from prunekit.inspection.visualize.image_files import as_picture, colored, write_png
+from prunekit.inspection.visualize.image_grids import as_picture, colored, write_png
 from prunekit.models.preprocessing import Preprocessing
 
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8))

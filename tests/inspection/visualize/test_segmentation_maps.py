@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from prunekit.errors import ModelError
 from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
 from prunekit.inspection.visualize.feature_maps import feature_maps
-from prunekit.inspection.visualize.image_files import stretched
+from prunekit.inspection.visualize.image_grids import stretched
 
 
 class Segmenter(nn.Module):
