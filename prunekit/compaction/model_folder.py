@@ -26,14 +26,13 @@ from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attr
 from prunekit.channels.tracing.storages import from_parts, is_plain, parts_of
 from prunekit.channels.tracing.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded_norms import folds_of, with_folded_biases, with_folds
-from prunekit.compaction.folder_interface import ENTRY, read_interface, saved_interface
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import foreign_methods, hidden_parameters, named_tensors, with_tensors, without_values
 from prunekit.hooks.wrappers import require_values, unwrapped
 from prunekit.known_names import is_export_name
 from prunekit.models.bitmask import COMPRESSION, is_compressed, read_tensors, write_tensors
 from prunekit.models.hugging_face import set_noted_config
-from prunekit.models.interface import ModelInterface, attach
+from prunekit.models.interface import ENTRY, ModelInterface, attach, read_interface, saved_interface
 from prunekit.models.names import SUFFIXES
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import tensor_problem

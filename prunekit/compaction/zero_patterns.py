@@ -84,7 +84,8 @@ def zero_pattern(weight: Tensor, *, groups: int = 1, transposed: bool = False) -
     """
     if not weight.numel():
         return ZeroPattern(0, 0, 0, {}, {})
-    zero = _as_matrices(weight.detach(), groups, transposed) == 0  # (groups, positions, outputs, inputs)
+    by_group = weight.detach().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
+    zero = by_group.permute(0, 3, *((2, 1) if transposed else (1, 2))) == 0  # (groups, positions, outputs, inputs)
     zeros = int(zero.sum())
     dead = zero.all(3, keepdim=True).all(1, keepdim=True) | zero.all(2, keepdim=True).all(1, keepdim=True)
     in_channels = int(dead.expand_as(zero).sum())
@@ -94,12 +95,6 @@ def zero_pattern(weight: Tensor, *, groups: int = 1, transposed: bool = False) -
     fitting = [shape for shape in BLOCKS if outputs % shape[0] == inputs % shape[1] == 0]
     blocks = {shape: _in_blocks(zero, shape) / max(1, zeros) for shape in fitting}
     return ZeroPattern(zeros, weight.numel(), in_channels, most, blocks)
-
-
-def _as_matrices(weight: Tensor, groups: int, transposed: bool) -> Tensor:
-    """Return a weight as (groups, kernel positions, outputs, inputs), each of one group."""
-    by_group = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-    return by_group.permute(0, 3, 2, 1) if transposed else by_group.permute(0, 3, 1, 2)
 
 
 def _in_blocks(zero: Tensor, shape: tuple[int, int]) -> int:

@@ -158,27 +158,16 @@ def _first_found(
     """Return the mean of `value` over the activations that the first preference accepts, else over the next one's."""
     scores = np.full(evidence.channel_map.n_labels, np.nan)
     for accepts in preferences:
-        if np.isnan(scores[1:]).any():
-            found = _mean(evidence, measured, value, accepts)
-            scores = np.where(np.isnan(scores), found.result(otherwise=np.nan), scores)
+        if not np.isnan(scores[1:]).any():
+            break
+        found = LabelMean(evidence.channel_map)
+        for key, layer in measured.items():
+            if (labels := _labels(evidence, key)) is not None:
+                _require_as_many(f"{key.side} of {key.module!r}", labels, layer)
+                chosen = np.broadcast_to(accepts(key, layer), labels.shape)
+                found.add(labels[chosen], value(layer)[chosen])
+        scores = np.where(np.isnan(scores), found.result(otherwise=np.nan), scores)
     return scores
-
-
-def _mean(
-    evidence: Evidence,
-    measured: Mapping[StatsKey, ActivationRecord],
-    value: Callable[[ActivationRecord], FloatArray],
-    accepts: Accepts[ActivationRecord],
-) -> LabelMean:
-    found = LabelMean(evidence.channel_map)
-    for key, layer in measured.items():
-        labels = _labels(evidence, key)
-        if labels is None:
-            continue
-        _require_as_many(f"{key.side} of {key.module!r}", labels, layer)
-        chosen = np.broadcast_to(accepts(key, layer), labels.shape)
-        found.add(labels[chosen], value(layer)[chosen])
-    return found
 
 
 def _require_as_many(where: str, labels: IntArray, measured: LayerStats | MapRanks) -> None:

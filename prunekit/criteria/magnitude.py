@@ -46,17 +46,13 @@ def lamp(evidence: Evidence) -> Scores:
     squares = l2(evidence) ** 2
     result = squares.copy()
     for group in evidence.channel_map.groups:
-        result[group.labels] = _share_of_rest(squares[group.labels])
+        own = squares[group.labels]
+        if np.isfinite(own).all():  # else on no parameter: nothing to remove, +inf as it is
+            order = np.argsort(own, kind="stable")
+            rest = np.empty_like(own)
+            rest[order] = own[order][::-1].cumsum()[::-1]
+            result[group.labels] = own / np.where(rest > 0, rest, 1)
     return result
-
-
-def _share_of_rest(squares: Scores) -> Scores:
-    if not np.isfinite(squares).all():  # on no parameter: nothing to remove, +inf as it is
-        return squares
-    order = np.argsort(squares, kind="stable")
-    rest = np.empty_like(squares)
-    rest[order] = squares[order][::-1].cumsum()[::-1]
-    return squares / np.where(rest > 0, rest, 1)
 
 
 def _add_powers(power: int, found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
@@ -152,17 +148,13 @@ def bn_scale(evidence: Evidence) -> Scores:
     for path, module in evidence.modules.items():
         name = f"{path}.weight" if path else "weight"
         if isinstance(module, NORMS) and name in evidence.parameters:
-            _add_scales(found, name, evidence)
+            scales = evidence.parameters[name].abs().cpu().double()
+            for axis, labels in enumerate(evidence.channel_map.labels[name]):
+                if labels is not None:
+                    values = (scales.movedim(axis, 0).flatten(1).mean(1) if scales.ndim > 1 else scales).numpy()
+                    require_finite(name, values)
+                    found.add(labels, values)
     return found.result() if found.seen[1:].all() else found.result(otherwise=l2(evidence))
-
-
-def _add_scales(found: LabelMean, name: str, evidence: Evidence) -> None:
-    scales: Tensor = evidence.parameters[name].abs().cpu().double()
-    for axis, labels in enumerate(evidence.channel_map.labels[name]):
-        if labels is not None:
-            values = scales.movedim(axis, 0).flatten(1).mean(1) if scales.ndim > 1 else scales
-            require_finite(name, np.asarray(values))
-            found.add(labels, np.asarray(values))
 
 
 @register_criterion("random", needs=(), measures="nothing: the baseline")

@@ -28,7 +28,7 @@ from prunekit.masks.threshold_search import (
     search_thresholds,
     sketch_activations,
 )
-from prunekit.statistics.output_error import OutputComparison, RelativeError
+from prunekit.statistics.output_error import FLAT, OutputComparison, RelativeError
 from prunekit.utils.context import same_attributes, same_draws, training_mode
 from prunekit.utils.display import listed
 from prunekit.utils.inputs import call, counted_positions, running, sample_count, select_samples, to_device
@@ -43,8 +43,6 @@ SAMPLES = 256
 """The most samples on which errors are measured, and on which two ways to spread are compared."""
 HELD_OUT = 4
 """One of so many samples is held out."""
-FLAT = 1e-13
-"""Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
 Array = NDArray[np.float64]
 Name = TypeVar("Name", bound=Hashable)
@@ -226,7 +224,7 @@ def _output_errors(masked: MaskedActivations, candidates: list[tuple[Name, dict[
         for inputs, _ in tracked(masked.batches, "output errors"):
             given = to_device(inputs, masked.device)
             with running(model, given):
-                judge = judge or OutputComparison.of(model, _copied(given))
+                judge = judge or OutputComparison.of(model, map_tensors(given, torch.clone))
                 want = _values(judge, model, given)
             for key, value in want:
                 dense.add(key, value, value)
@@ -248,14 +246,9 @@ def _output_errors(masked: MaskedActivations, candidates: list[tuple[Name, dict[
     return errors
 
 
-def _copied(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    copied: tuple[Any, ...] = map_tensors(inputs, torch.clone)
-    return copied
-
-
 def _values(judge: OutputComparison, model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[int | str, Tensor]]:
     with same_draws(model):
-        return judge.values(model, _copied(inputs), counted_positions(model, inputs))
+        return judge.values(model, map_tensors(inputs, torch.clone), counted_positions(model, inputs))
 
 
 def _squares(
@@ -291,12 +284,11 @@ def macs_of_readers(model: nn.Module, inputs: tuple[Any, ...], paths: Iterable[s
     counts for both. 0: nothing that computes by MACs reads the zeros, as behind a convolution and before its BatchNorm.
     """
     readers = _Readers(model, paths, side)
-    copied = map_tensors(inputs, torch.clone)
     with (
         training_mode(model, False), same_attributes(model), torch.no_grad(), plain_operators(model),
         readers.hooks, readers,
     ):  # fmt: skip
-        call(model, copied)
+        call(model, map_tensors(inputs, torch.clone))
     return readers.macs
 
 

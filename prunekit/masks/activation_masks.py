@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks.hook import recomputing, refuse_compiled, refuse_nested
+from prunekit.hooks.hook import called_leaves, recomputing, refuse_compiled, refuse_nested
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.masks.module_values import Tally, count_zeros, leaf_paths, module_paths, numbers_by_path, one_of
+from prunekit.masks.module_values import Tally, count_zeros, module_paths, numbers_by_path, one_of
 from prunekit.masks.pruned_entries import BITS
 from prunekit.utils.tensors import gather, map_tensors
 
@@ -79,8 +79,8 @@ class ActivationMasks(HookOwner):
         model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__()
         self._model = model
-        paths, alike = module_paths(model), leaf_paths(model)
-        self._thresholds = numbers_by_path(thresholds, "thresholds", paths=paths, alike=alike)
+        paths = module_paths(model)
+        self._thresholds = numbers_by_path(thresholds, "thresholds", paths=paths, alike=called_leaves(model))
         self._chosen = set(thresholds) if isinstance(thresholds, Mapping) else set()
         self._side = _side(side, getattr(thresholds, "side", None))
         self._zeros = Tally() if count else None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from prunekit.distributed.process_group import is_shard, local_part, total_of
 from prunekit.errors import UsageError
 from prunekit.hooks.gradient_hooks import GradientChange
-from prunekit.hooks.hook import OwnedHook, refuse_compiled
+from prunekit.hooks.hook import OwnedHook, called_leaves, refuse_compiled
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.step_hooks import inner_optimizer, with_gradients
 from prunekit.hooks.wrappers import unwrapped
@@ -24,7 +24,6 @@ from prunekit.masks.module_values import (
     Count,
     Tally,
     count_beyond,
-    leaf_paths,
     module_paths,
     numbers_by_path,
     one_of,
@@ -246,8 +245,8 @@ def clamp_activation_grad(
     model = unwrapped(model, offloaded=True, compiled=False)
     one_of(by, get_args(By), "clamp_activation_grad: by")
     one_of(side, get_args(Side), "clamp_activation_grad: side")
-    paths, alike = module_paths(model), leaf_paths(model)
-    found = numbers_by_path(limits, "clamp_activation_grad", paths=paths, alike=alike)
+    paths = module_paths(model)
+    found = numbers_by_path(limits, "clamp_activation_grad", paths=paths, alike=called_leaves(model))
     return ActivationGradientClamp(model, found, by, side, loss_scale, limits if isinstance(limits, Mapping) else ())
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.hooks.hook import called_leaves
 from prunekit.utils.globs import globs, matching
 from prunekit.utils.tensors import as_it_lies
 
@@ -16,11 +15,6 @@ from prunekit.utils.tensors import as_it_lies
 def module_paths(model: nn.Module) -> list[str]:
     """Return the paths of all modules but the model itself, in the order of `named_modules()`."""
     return [path for path, _ in model.named_modules() if path]
-
-
-def leaf_paths(model: nn.Module) -> list[str]:
-    """Return the paths of the modules without children that are ever called."""
-    return list(called_leaves(model))
 
 
 def one_of(value: str, choices: tuple[str, ...], key: str) -> None:

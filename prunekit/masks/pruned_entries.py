@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,34 +156,6 @@ def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     if buffers:
         owned |= module._buffers.items()
     return {name: tensor for name, tensor in owned.items() if tensor is not None and has_gradients(tensor)}
-
-
-class TensorVersion:
-    """The identity of a tensor, its memory, and its version counter; keeps none of them alive.
-
-    Writes through `.data` and fused optimizers move no version counter.
-    """
-
-    __slots__ = ("_address", "_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
-
-    def same_memory(self, tensor: Tensor) -> bool:
-        """Return whether this is the same tensor in the same memory."""
-        return self._tensor() is tensor and tensor.data_ptr() == self._address
-
-    def unwritten(self, tensor: Tensor) -> bool:
-        """Return whether this is the same tensor, whose version counter has not moved."""
-        return self.same_memory(tensor) and tensor._version == self._version
-
-    def renew(self, tensor: Tensor) -> None:
-        """Take the version that the tensor has now."""
-        self._version = tensor._version
-
-    def forget(self) -> None:
-        """Count the tensor as written to."""
-        self._version = -1
 
 
 def zero_bits_(bits: Tensor, masks: Masks) -> None:

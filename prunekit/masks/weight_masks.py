@@ -5,6 +5,7 @@ Where nothing was written, a forward pass skips the mask (`WriteDetector`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,6 @@ from prunekit.masks.pruned_entries import (
     MaskedTensor,
     Masks,
     PrunedEntries,
-    TensorVersion,
     is_transformed,
     masked_tensors,
     widest_masks,
@@ -50,12 +50,13 @@ class WriteDetector:
     work), subclasses (the shards of a distributed tensor), and those without memory or counter of their own.
     """
 
-    __slots__ = ("_bits", "_entries", "_indices", "_masks", "_values", "_version")
+    __slots__ = ("_address", "_bits", "_entries", "_indices", "_masks", "_tensor", "_values", "_version")
 
     def __init__(self, entries: PrunedEntries) -> None:
         self._entries = entries
         self._indices: list[tuple[int, ...]] = []
-        self._version: TensorVersion | None = None
+        self._tensor: weakref.ref[Tensor] | None = None  # not kept alive; None: none is remembered
+        self._address = self._version = 0
         self._bits: Tensor
         self._masks: Masks
         self._values: Any
@@ -64,9 +65,9 @@ class WriteDetector:
         """Write exact zeros into the pruned entries, and remember the tensor."""
         if torch.compiler.is_compiling():  # each remembered version would be compiled again
             self._entries.zero_(tensor)
-        elif self._version is not None and self._version.same_memory(tensor):  # as after nearly every step
+        elif self._is_same(tensor):  # as after nearly every step
             zero_bits_(self._bits, self._masks)
-            self._version.renew(tensor)
+            self._version = tensor._version
         else:
             self._entries.zero_(tensor)
             self._remember(tensor)
@@ -74,22 +75,25 @@ class WriteDetector:
     def _remember(self, tensor: Tensor) -> None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_inference()
         if not plain or is_transformed(tensor):
-            self._version = None
+            self._tensor = None
             return
         self._indices = self._indices or self._entries.some(PROBES, tensor.shape)
-        self._version = TensorVersion(tensor)
+        self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
         self._masks = self._entries.masks(tensor)
         self._bits = tensor.data.view(self._masks[0].dtype)
         self._values = self._bits.numpy()
 
     def unwritten(self, tensor: Tensor) -> bool:
         """Return whether nothing can have been written to the tensor since it was zeroed."""
-        return self._version is not None and self._version.unwritten(tensor) and self._probes_are_zero()
+        return self._is_same(tensor) and tensor._version == self._version and self._probes_are_zero()
 
     def forget(self) -> None:
         """Count the tensor as written to."""
-        if self._version is not None:
-            self._version.forget()
+        self._version = -1
+
+    def _is_same(self, tensor: Tensor) -> bool:
+        """Return whether this is the remembered tensor, in the same memory."""
+        return self._tensor is not None and self._tensor() is tensor and tensor.data_ptr() == self._address
 
     def _probes_are_zero(self) -> bool:
         for index in self._indices:  # noqa: SIM110  # `all` over a generator takes twice as long

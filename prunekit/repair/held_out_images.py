@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.calibration import FEWEST_IMAGES
-from prunekit.statistics.output_error import OutputComparison, RelativeError
+from prunekit.statistics.output_error import FLAT, OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import sample_count, sample_noun, select_samples, split
 from prunekit.utils.tensors import gather, has_sample_lists, holds_samples, is_finite, map_tensors
@@ -84,10 +84,6 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | Non
         for i, (a, b, each) in enumerate(bounds)
     ]
     return found, sum(a < split for a, _, _ in bounds)
-
-
-FLAT = 1e-13
-"""Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
 
 def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: OutputComparison) -> float:

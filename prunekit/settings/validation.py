@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -25,6 +26,7 @@ IN_PYTHON = {int: "a whole number", float: "a number", str: "a string", bool: "T
              type(None): "None", dict: "a dictionary", tuple: "a tuple"}  # fmt: skip
 IN_YAML = {**IN_PYTHON, str: "text", bool: "true or false", type(None): "null", dict: "a mapping", tuple: "a list"}
 BOUNDS = {Gt: ("above", "gt"), Ge: ("of at least", "ge"), Lt: ("below", "lt"), Le: ("of at most", "le")}
+"""Words for each, and the name of its bound, which is also that of the operator that compares."""
 
 
 class Checked:
@@ -84,15 +86,10 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _meets(constraint: Any, value: Any) -> bool:
+    for kind, (_, name) in BOUNDS.items():
+        if isinstance(constraint, kind):
+            return bool(getattr(operator, name)(value, getattr(constraint, name)))
     match constraint:
-        case Gt(gt=bound):
-            return bool(value > bound)
-        case Ge(ge=bound):
-            return bool(value >= bound)
-        case Lt(lt=bound):
-            return bool(value < bound)
-        case Le(le=bound):
-            return bool(value <= bound)
         case MinLen(min_length=least):
             return len(value) >= least
         case MaxLen(max_length=most):

@@ -235,7 +235,10 @@ class StatsCollector(ConsumerHooks):
         with without_torch_function():  # these computations are not the model's
             found = self.measurable(tensor, axis)
             if found is not None:
-                self._running[key] = self._summarize(found[0], _checked_axis(*found, key))
+                tensor, axis = found
+                if not -tensor.ndim <= axis < tensor.ndim:
+                    raise UsageError(f"{key}: axes names channel axis {axis}, but the shape is {tuple(tensor.shape)}")
+                self._running[key] = self._summarize(tensor, axis % tensor.ndim)
 
     def _has_tokens(self, tensor: Tensor) -> bool:
         """Return whether a tensor is (B, T, channels) of sequences, or (1, T, channels) of what all of them share."""
@@ -281,12 +284,6 @@ def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Mo
         if path not in found:
             raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")
     return {path: found[path] for path in modules}
-
-
-def _checked_axis(tensor: Tensor, axis: int, key: StatsKey) -> int:
-    if not -tensor.ndim <= axis < tensor.ndim:
-        raise UsageError(f"{key}: axes names channel axis {axis}, but the shape is {tuple(tensor.shape)}")
-    return axis % tensor.ndim
 
 
 class RankCollector(ConsumerHooks):

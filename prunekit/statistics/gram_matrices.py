@@ -204,10 +204,6 @@ class _Collector(LayerFinder):
         """Return no stage: the chain ends before values are moved."""
         return None, ""
 
-    def _factor(self, chain: LayerChain, factor: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the factor as it is: only that there is one matters here."""
-        return factor
-
     def _sampled(self, layer: LayerCall, place: int, output: Tensor) -> Tensor:
         """Return the rows of one call: its share of those of all calls of the weight."""
         total, count = layer.geometry.rows(output), self.batch_rows
@@ -465,19 +461,15 @@ def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
         short = _short(moments)
         for matrix in short:
             if id(matrix) not in known:
-                known[id(matrix)] = _raised(matrix, (RAISED - 1) * ridge, patches.memory)
+                raised = matrix.clone()
+                diagonal = raised.diagonal()[:-1]
+                diagonal.add_((RAISED - 1) * ridge * diagonal.mean())
+                known[id(matrix)] = patches.memory.keep(raised)
                 patches.memory.release()
         if short:
             moments = replace(moments, grams=tuple(known.get(id(matrix), matrix) for matrix in moments.grams))
         layers.append(moments)
     return replace(patches, layers=tuple(layers))
-
-
-def _raised(matrix: Tensor, more: float, memory: FileMemory) -> Tensor:
-    raised = matrix.clone()
-    diagonal = raised.diagonal()[:-1]
-    diagonal.add_(more * diagonal.mean())
-    return memory.keep(raised)
 
 
 def _named(moments: LayerMoments) -> str:

@@ -19,6 +19,8 @@ from prunekit.utils.tensors import gather, in_parts
 
 FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
+FLAT = 1e-13
+"""Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
 
 @dataclass(frozen=True)

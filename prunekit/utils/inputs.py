@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, reason_of, reraise_shortage
-from prunekit.modes.usual_modes import callers_defaults, defaults_changed
+from prunekit.modes.public_call import callers_defaults, defaults_changed
 from prunekit.utils.context import training_mode
 from prunekit.utils.tensors import (
     IMAGE_AXES,

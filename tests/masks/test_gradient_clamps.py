@@ -13,9 +13,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchvision.models import resnet18
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks.hook import count_hooks
+from prunekit.hooks.hook import called_leaves, count_hooks
 from prunekit.masks.gradient_clamps import clamp_activation_grad, clamp_weight_grad, limited, scaled
-from prunekit.masks.module_values import leaf_paths
 
 DOUBLE = torch.float64
 
@@ -69,14 +68,14 @@ def test_activation_gradients_on_a_net_that_writes_in_place(by: Any, side: Any) 
     model = resnet18(num_classes=4).double().eval()
     x = torch.randn(2, 3, 32, 32, dtype=DOUBLE, requires_grad=True)
     tight = ("layer1.0.bn2", "layer2.0.conv1", "layer3.1.bn1", "layer4.0.downsample.1")
-    limits = dict.fromkeys(leaf_paths(model), 1e3) | dict.fromkeys(tight, 0.002 if by == "value" else 0.01)
+    limits = dict.fromkeys(called_leaves(model), 1e3) | dict.fromkeys(tight, 0.002 if by == "value" else 0.01)
     plain, expected = gradients(model, x), reference(model, x, limits, by, side)
     with clamp_activation_grad(model, limits, by=by, side=side) as clamps:
         found = gradients(model, x)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not torch.equal(found[0], plain[0])
     shares = clamps.shares()
-    assert set(shares) == set(leaf_paths(model))
+    assert set(shares) == set(called_leaves(model))
     assert {path for path, share in shares.items() if share > 0} == set(tight)
     assert count_hooks(model) == 0
 

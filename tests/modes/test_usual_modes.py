@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prunekit as pk
-from prunekit.modes.usual_modes import callers_defaults, usual_modes
+from prunekit.modes.public_call import callers_defaults, usual_modes
 
 SAMPLES = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 EXAMPLE = SAMPLES[:1]

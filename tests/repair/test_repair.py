@@ -241,7 +241,7 @@ def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
 
 def test_layers_are_left_as_they_were_where_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = chain([1.0], repeat(1.5))
-    monkeypatch.setattr("prunekit.repair.layer_walk.difference", lambda *_: next(errors))
+    monkeypatch.setattr("prunekit.repair.repair_model.difference", lambda *_: next(errors))
     model = randomized(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3])
     repaired, report = repair(model, plan, IMAGES, SETTINGS)
@@ -261,7 +261,7 @@ def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeyp
     plan = planned(model, "conv2.weight", [0, 3])
     whole, _ = repair(model, plan, IMAGES, SETTINGS)
     errors = iter([1.0, 1.5, 0.5])
-    monkeypatch.setattr("prunekit.repair.layer_walk.difference", lambda *_: next(errors))
+    monkeypatch.setattr("prunekit.repair.repair_model.difference", lambda *_: next(errors))
     repaired, report = repair(model, plan, IMAGES, SETTINGS)
     assert (report.kept, report.before, report.after, report.fitted) == (True, 1.0, 0.5, 1.5)
     kept, fitted = snapshot(repaired), snapshot(whole)
@@ -280,7 +280,7 @@ def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeyp
 def test_a_repair_without_effect_says_so(monkeypatch: pytest.MonkeyPatch, after: float, said: bool) -> None:
     model = randomized(Residual().double()).eval()
     errors = chain([0.00129], repeat(after))
-    monkeypatch.setattr("prunekit.repair.layer_walk.difference", lambda *_: next(errors))
+    monkeypatch.setattr("prunekit.repair.repair_model.difference", lambda *_: next(errors))
     _, report = repair(model, planned(model, "conv2.weight", [0, 3]), IMAGES, SETTINGS)
     assert bool(report.notes) is said
     assert not said or "0.00129" in report.notes[0]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.planning.plan import Plan
-from prunekit.repair import layer_walk
+from prunekit.repair import repair_model
 from prunekit.repair.least_squares import FitProblem
 from prunekit.repair.repair_model import repair
 
@@ -54,16 +54,18 @@ def case() -> tuple[Stream, Tensor, Plan]:
 def test_layers_that_read_one_tensor_are_sampled_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, plan = case()
     passes: list[int] = []
-    found = layer_walk.fitted_together
+    found = repair_model.fitted_together
 
     def counted(*args: object) -> list[slice]:
         parts = found(*args)  # type: ignore[arg-type]
         passes.append(len(parts))
         return parts
 
-    monkeypatch.setattr(layer_walk, "fitted_together", counted)
+    monkeypatch.setattr(repair_model, "fitted_together", counted)
     together, report = repair(model, plan, x)
-    monkeypatch.setattr(layer_walk, "fitted_together", lambda layers, *_: [slice(i, i + 1) for i in range(len(layers))])
+    monkeypatch.setattr(
+        repair_model, "fitted_together", lambda layers, *_: [slice(i, i + 1) for i in range(len(layers))]
+    )
     apart, alone = repair(model, plan, x)
     assert passes == [9]  # of 15 layers: the three that read the stream for attention count once, and the two gated
     assert [layer.applied for layer in report.layers] == [layer.applied for layer in alone.layers]

@@ -15,11 +15,11 @@ from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Inputs
 from prunekit.repair.layer_fit import LayerFitter, why_not_read
 from prunekit.repair.layer_samples import LayerSample
-from prunekit.repair.layer_walk import LayerWalk, RepairSetup
 from prunekit.repair.least_squares import MOST_GROUPS, WeightChange, chunks
 from prunekit.repair.memory_budget import chunk_values, kept_groups
 from prunekit.repair.patterns.group_problem import GroupProblem, Shape, SmallGroups
 from prunekit.repair.patterns.zero_shares import shares_by_error, uniform_shares
+from prunekit.repair.repair_model import LayerWalk, RepairSetup
 from prunekit.repair.repair_report import LayerRepair, RepairReport
 from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.weight_pattern import PatternMethod, PatternSettings

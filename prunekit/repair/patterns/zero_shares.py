@@ -125,7 +125,11 @@ def _unit_costs(
     aligned = pattern if pattern.outputs == 1 or groups == 1 else Pattern(pattern.name, 1, pattern.inputs)
     most = max(1, int(WORK / len(columns) ** 2))
     for group in _evenly(torch.unique(of), most):
-        rows = _whole_blocks((of == group).nonzero().flatten(), max(1, most // groups), aligned.outputs)
+        rows = (of == group).nonzero().flatten()
+        blocks = rows[: len(rows) // aligned.outputs * aligned.outputs].view(-1, aligned.outputs)  # they share zeros
+        rows = _evenly(
+            blocks, max(1, max(1, most // groups) // aligned.outputs)
+        ).flatten()  # of outputs that share zeros
         _, factor = ridged(moments.grams[int(group)][columns][:, columns], ridge, biased=True)
         inverse = torch.cholesky_inverse(factor)
         own = torch.cat([matrix[rows].flatten(1), matrix.new_zeros(len(rows), 1)], 1)
@@ -139,12 +143,6 @@ def _columns(layer: PatternLayer, moments: LayerMoments) -> Tensor:
     taps = torch.arange(moments.taps)
     own = (layer.columns[:, None] * moments.taps + taps).flatten()
     return torch.cat([own, torch.tensor([len(moments.grams[0]) - 1])])
-
-
-def _whole_blocks(rows: Tensor, most: int, outputs: int) -> Tensor:
-    """Return at most so many rows, evenly spread, in blocks of outputs that share zeros."""
-    blocks = rows[: len(rows) // outputs * outputs].view(-1, outputs)
-    return _evenly(blocks, max(1, most // outputs)).flatten()
 
 
 def _evenly(values: Tensor, most: int) -> Tensor:
