@@ -40,10 +40,8 @@ def free_parts(
 ) -> list[GroupPart]:
     """Return the parts of a model that a plan may prune, with exclusions and ratios applied.
 
-    A part is ordered by scores, but labels that `bounds` requires come first, and those that it forbids come last.
-
-    Raises:
-        PlanError: a glob matches no module path, or nothing may be pruned.
+    A part is ordered by scores, but labels that `bounds` requires come first, and those that it forbids come last. A
+    glob that matches no module path is a `PlanError`, and so is a model of which nothing may be pruned.
     """
     excluded = labels_matching(channel_map, settings.ignore, "ignore")
     ratio = np.ones(channel_map.n_labels) * np.nan
@@ -172,7 +170,10 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
         return result
     paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
     paths.discard("")
-    outputs = _outputs(channel_map)
+    outputs = [(path, labels) for (path, kind, _), labels in channel_map.activations.items() if kind == "output"]
+    called = {path for path, _ in outputs}  # of a module that is never called, its weight's rows are the outputs
+    owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]
+    outputs += [(path, rows) for path, rows in owned if rows is not None and path not in called]
     for pattern in globs(patterns, key):
         found = set(matching(pattern, paths, key, PlanError))
         for path, labels in outputs:
@@ -181,14 +182,6 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
                     result[deciding] = True
     result[0] = False
     return result
-
-
-def _outputs(channel_map: ChannelMap) -> list[tuple[str, Labels]]:
-    """Return module paths with the labels of their outputs, or of their weights' rows if they are never called."""
-    called = [(path, labels) for (path, kind, _), labels in channel_map.activations.items() if kind == "output"]
-    paths = {path for path, _ in called}
-    owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]
-    return called + [(path, rows) for path, rows in owned if rows is not None and path not in paths]
 
 
 def nothing_free_error(channel_map: ChannelMap) -> PlanError:

@@ -114,23 +114,23 @@ def all_that_may_go(
     parts: Sequence[GroupPart], blocks: Sequence[Block], settings: PruneSettings, budgets: Budgets | None = None
 ) -> list[Block]:
     """Return as many blocks of each stage as may go together, those that save the most of the budgets."""
-    left = Counter(block.stage for block in blocks)
-    saved = np.zeros(len(blocks)) if budgets is None or not blocks else _saved(parts, blocks, budgets)
-    found = []
-    for index in np.argsort(-saved, kind="stable"):
+    saved = np.zeros(len(blocks))  # by each at its narrowest, as a share of the budgets
+    if budgets is not None and blocks:
+        narrowest = np.array([part.counts[0] for part in parts])
+        less = budgets.limited(narrowest) - budgets.limited(_one_gone_each(narrowest, blocks))
+        saved = (less / budgets.limits).sum(axis=-1)
+    return _first_that_may_go(blocks, np.argsort(-saved, kind="stable"), settings)
+
+
+def _first_that_may_go(blocks: Sequence[Block], order: Labels, settings: PruneSettings) -> list[Block]:
+    """Return blocks in an order of their indices, without those that have to stay as the last of their stage."""
+    left, found = Counter(block.stage for block in blocks), list[Block]()
+    for index in order:
         block = blocks[index]
         if left[block.stage] > settings.min_blocks:
             left[block.stage] -= 1
             found.append(block)
     return found
-
-
-def _saved(parts: Sequence[GroupPart], blocks: Sequence[Block], budgets: Budgets) -> Numbers:
-    """Return what each block saves when it goes at its narrowest, (blocks,), as a share of the budgets."""
-    narrowest = np.array([part.counts[0] for part in parts])
-    trials = _one_gone_each(narrowest, blocks)
-    saved: Numbers = ((budgets.limited(narrowest) - budgets.limited(trials)) / budgets.limits).sum(axis=-1)
-    return saved
 
 
 def _one_gone_each(counts: Labels, blocks: Sequence[Block]) -> Labels:
@@ -245,12 +245,8 @@ class _BlockSearch:
         saved = (self.budgets.limited(counts) - self.budgets.limited(_one_gone_each(counts, self.blocks))) @ price
         kept = np.array([sum(self.worth.kept[index][counts[index]] for index in block.parts) for block in self.blocks])
         gain = saved - (kept - self.spared)
-        left, gone = Counter(block.stage for block in self.blocks), list[Block]()
-        for index in np.argsort(-gain, kind="stable"):
-            block = self.blocks[index]
-            if gain[index] > 0 and left[block.stage] > self.settings.min_blocks:
-                left[block.stage] -= 1
-                gone.append(block)
+        order = np.argsort(-gain, kind="stable")
+        gone = _first_that_may_go(self.blocks, order[gain[order] > 0], self.settings)
         parts = without_blocks(self.parts, gone)
         start = np.array([part.at_most(count) for part, count in zip(parts, counts, strict=True)])
         ordered = tuple(block for block in self.blocks if block in gone)

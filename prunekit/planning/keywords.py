@@ -157,8 +157,14 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
         options["pattern"] = pattern_settings(options.get("pattern"), sparsity)
     if "ignore" in options:
         options["ignore"] = tuple(globs_in(model, options["ignore"], "ignore"))
-    if options.get("ratios") is not None:
-        options["ratios"] = _ratios(model, options["ratios"]) or None
+    if (ratios := options.get("ratios")) is not None:
+        if not isinstance(ratios, Mapping):
+            raise UsageError(
+                "ratios: expected shares by globs over module paths, such as {'layer1.*': 0.5}, "
+                f"got {type(ratios).__name__} {ratios!r}"
+            )
+        each = {path: share for where, share in ratios.items() for path in globs_in(model, where, "ratios")}
+        options["ratios"] = each or None
     given = {
         name: value
         for name, value in options.items()
@@ -248,12 +254,3 @@ def _inside(module: nn.Module, paths: Mapping[nn.Module, str]) -> list[str]:
     """Return the paths of the modules with parameters in a module; its own path if there are none."""
     owners = [paths[part] for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     return owners or [paths[module]]
-
-
-def _ratios(model: nn.Module, given: Mapping[Any, float]) -> dict[str, float]:
-    if not isinstance(given, Mapping):
-        raise UsageError(
-            "ratios: expected shares by globs over module paths, such as {'layer1.*': 0.5}, "
-            f"got {type(given).__name__} {given!r}"
-        )
-    return {path: share for where, share in given.items() for path in globs_in(model, where, "ratios")}

@@ -191,15 +191,14 @@ class Plan(Displayed):
     @cached_property
     def zeros(self) -> int:
         """Number of single weights that are zero in what the channels leave."""
-        return sum(self._kept_part(name, ~mask) for name, mask in self.element_masks.items())
-
-    def _kept_part(self, name: str, chosen: torch.Tensor) -> int:
-        """Return the number of entries that are chosen and in kept channels; bool, broadcastable to the tensor."""
-        chosen = chosen.expand(self.channel_map.shapes[name])
-        for axis, index in enumerate(self.kept_indices.get(name, ())):
-            if index is not None:
-                chosen = chosen.index_select(axis, torch.from_numpy(index))
-        return int(chosen.sum())
+        found = 0
+        for name, mask in self.element_masks.items():
+            zero = (~mask).expand(self.channel_map.shapes[name])
+            for axis, index in enumerate(self.kept_indices.get(name, ())):
+                if index is not None:
+                    zero = zero.index_select(axis, torch.from_numpy(index))
+            found += int(zero.sum())
+        return found
 
     def widths(self) -> dict[str, tuple[int, int]]:
         """Return the kept and the dense number of labels of each channel group, by its name."""
@@ -406,8 +405,7 @@ def load_plan(folder: StrPath) -> Plan:
         raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")
     try:
         with openable(path) as name:
-            parts = from_files(text, load_file(name))
-        plan = Plan(parts.channel_map, parts.keep, parts.provenance, parts.element_masks)
+            plan = Plan(*from_files(text, load_file(name)))
         plan.channel_map.layer_macs(plan.keep)
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error

@@ -72,8 +72,7 @@ def keep_in_group(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
 def fewest_within(curve: Sequence[tuple[int, float]], limit: float) -> int:
     """Return the fewest kept labels such that the error is within a limit for this and every larger number.
 
-    Args:
-        curve: (kept, error) from all to few; the first counts as within.
+    The curve is (kept, error) from all to few; the first counts as within.
     """
     last = curve[0][0]
     for kept, error in curve[1:]:

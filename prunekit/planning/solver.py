@@ -56,20 +56,18 @@ def make_plan(
     Scores, float (n_labels,), are comparable between groups, except for scope `uniform`. The seed is only noted in the
     plan: the solver draws no random numbers. With bounds, as in a step of a schedule, the plan may remove nothing. Its
     provenance has under `budgets` what of each was asked for and is left, and under `binding` the one that is used up
-    the most.
-
-    Raises:
-        PlanError: a budget cannot be met (the message gives the least possible), nothing would be removed, or a glob
-            matches no module.
-        NonFiniteError: a score is NaN.
-        UsageError: there is no budget.
+    the most. A budget that cannot be met is a `PlanError`, which gives the least possible.
     """
     if not settings.budget.given and settings.pattern is None:
         names = ", ".join(budget_names())
         raise UsageError(
             f"budget: expected at least one of {names}, each the most that may be left, or a pattern; got none"
         )
-    _check_scores(channel_map, scores)
+    if np.shape(scores) != (channel_map.n_labels,):
+        raise PlanError(f"scores: expected one for each label, shape ({channel_map.n_labels},), got {np.shape(scores)}")
+    bad = [group.name for group in channel_map.groups if np.isnan(scores[group.labels]).any()]
+    if bad:
+        raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
     if settings.channels_stay:
         keep = np.ones(channel_map.n_labels, dtype=bool)
         return Plan(channel_map, keep, _origin(settings, seed, {"budgets": {}, "binding": None}))
@@ -111,14 +109,6 @@ def keep_of(channel_map: ChannelMap, parts: list[GroupPart], counts: Labels) -> 
     for part, count in zip(parts, counts, strict=True):
         keep[part.labels[count:]] = False
     return channel_map.completed(keep)
-
-
-def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:
-    if np.shape(scores) != (channel_map.n_labels,):
-        raise PlanError(f"scores: expected one for each label, shape ({channel_map.n_labels},), got {np.shape(scores)}")
-    bad = [group.name for group in channel_map.groups if np.isnan(scores[group.labels]).any()]
-    if bad:
-        raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
 
 
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:

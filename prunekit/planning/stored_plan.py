@@ -108,18 +108,10 @@ class _PlanText:
 _TEXT, _PROVENANCE, _NOTE = TypeAdapter(_PlanText), TypeAdapter(_Provenance), TypeAdapter(_Note)
 
 
-@dataclass(frozen=True)
-class StoredPlan:
-    """The parts of a plan that was read."""
-
-    channel_map: ChannelMap
-    keep: np.ndarray[Any, Any]
-    provenance: Mapping[str, Any]
-    element_masks: Mapping[str, torch.Tensor]
-
-
-def from_files(text: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> StoredPlan:
-    """Return the parts of a plan."""
+def from_files(
+    text: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]
+) -> tuple[ChannelMap, np.ndarray[Any, Any], dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the parts of a plan: its channel map, the kept labels, its provenance, and masks of single weights."""
     try:
         known = _TEXT.validate_python(text)
         _PROVENANCE.validate_python(known.provenance)
@@ -130,7 +122,7 @@ def from_files(text: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, An
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {_shown(first['input'])}") from error
     arrays = _Arrays(tensors)
     channel_map = _read_map(known, arrays)
-    return StoredPlan(channel_map, arrays.keep, dict(known.provenance), _read_element_masks(known, tensors))
+    return channel_map, arrays.keep, dict(known.provenance), _read_element_masks(known, tensors)
 
 
 def _shown(value: Any) -> str:

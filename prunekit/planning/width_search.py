@@ -224,7 +224,9 @@ def lagrangian_search(parts: list[GroupPart], worth: KeptScores, budgets: Budget
             if best is None:
                 break
             yield best
-            shares = _reweighted(shares, budgets, best)
+            # limits that are far from reached become cheaper: multiplicative weights (Plotkin, Shmoys and Tardos 1995)
+            shares = shares * np.exp(RATE * (budgets.limited(best) / budgets.limits - 1))
+            shares = shares / np.bincount(budgets.owner, shares)[budgets.owner]
 
 
 def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, direction: Numbers) -> Labels | None:
@@ -241,14 +243,6 @@ def _along(parts: list[GroupPart], worth: KeptScores, budgets: Budgets, directio
         else:
             low = middle
     return best
-
-
-def _reweighted(shares: Numbers, budgets: Budgets, counts: Labels) -> Numbers:
-    """Return new shares of each budget's limits in its price: those that are far from reached become cheaper."""
-    # multiplicative weights (Plotkin, Shmoys and Tardos 1995)
-    grown = shares * np.exp(RATE * (budgets.limited(counts) / budgets.limits - 1))
-    result: Numbers = grown / np.bincount(budgets.owner, grown)[budgets.owner]
-    return result
 
 
 def blends(budgets: int) -> Iterator[Numbers]:

@@ -226,7 +226,11 @@ def budgets_of(
     scale = np.array([whole if one.share else unit for one, whole, unit in wholes])[owner]
     scale = np.maximum(scale, 1)
     most = np.array([one.as_cost(value) for one, value in zip(facts, asked.values(), strict=True)])
-    within = _within(dense / scale, most, owner)
+    # sums that may exceed their limit, and the largest sum of each budget in any case: it tells how much is left
+    largest = [int(np.argmax(np.where(owner == index, dense / scale, -1.0))) for index in range(most.size)]
+    above = dense / scale > most[owner]
+    above[largest] = True
+    within = np.flatnonzero(above)
     each_group = [index for index, one in enumerate(facts) if one.each_group and settings.scope == "uniform"]
     worst = _worst(parts) if each_group else None
 
@@ -249,17 +253,6 @@ def budgets_of(
         non_monotonic=model.non_monotonic,
         breakpoints=tuple(tuple(sorted(found)) for found in model.breakpoints([part.labels.size for part in parts])),
     )
-
-
-def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
-    """Return the indices of sums that may exceed their limit, given their amounts in the dense model.
-
-    The largest sum of each budget is always among them: it tells how much is left.
-    """
-    largest = np.array([int(np.argmax(np.where(owner == index, dense, -1.0))) for index in range(most.size)])
-    above = dense > most[owner]
-    above[largest] = True
-    return np.flatnonzero(above)
 
 
 def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]], float]:

@@ -75,15 +75,10 @@ class Pattern:
 
         N:M has its own share, in each group. Of equal scores, the first are zero.
         """
-        if self.kept_of is not None:
-            return self._best_of_each_group(scores)
         outputs, inputs, taps = scores.shape
-        return self.spread(highest(self.units(scores), zeros), (outputs, inputs, taps))
-
-    def _best_of_each_group(self, scores: Tensor) -> Tensor:
-        assert self.kept_of is not None
+        if self.kept_of is None:
+            return self.spread(highest(self.units(scores), zeros), (outputs, inputs, taps))
         kept, of = self.kept_of
-        outputs, inputs, taps = scores.shape
         groups = scores.view(outputs, inputs // of, of, taps)
         least = groups.argsort(dim=2, stable=True)[:, :, : of - kept]
         return torch.ones_like(groups, dtype=torch.bool).scatter_(2, least, False).view(scores.shape)
@@ -218,9 +213,8 @@ def pattern_layers(
 ) -> PatternLayers:
     """Return the layers that get zeros, and those that stay dense with the reason.
 
-    Args:
-        unfinished: whether more channels will go, so that layers which the pattern doesn't fit yet stay dense, and the
-            budget need not be within reach.
+    While more channels will go (`unfinished`), layers that the pattern doesn't fit yet stay dense, and the budget need
+    not be within reach.
     """
     pattern, calls = Pattern.of(settings), calls_by_weight(graph.layers)
     paths = {weight: weight.rpartition(".")[0] for weight in calls}
@@ -247,16 +241,19 @@ def pattern_layers(
         else:
             layers.append(layer)
     if unfit:
-        raise _unfit_error(settings, unfit)
-    if unfinished:
-        return PatternLayers(tuple(layers), tuple(dense))
-    if not layers:
+        named = "; ".join(f"{path} has {problem}" for path, problem in list(unfit.items())[:NAMED])
+        more = f"; and {len(unfit) - NAMED} more" if len(unfit) > NAMED else ""
         raise PlanError(
-            "pattern: no layer is left to have zeros: "
-            + ("; ".join(f"{w}: {r}" for w, _, r in dense) or "there is none")
+            f"pattern: {settings.in_words} doesn't fit {len(unfit)} of the layers: {named}{more}. Leave them out with "
+            f"pattern.ignore={list(unfit)}, take 'unstructured', or, where channels are pruned too, round_to="
+            f"{settings.multiple}"
         )
     found = PatternLayers(tuple(layers), tuple(dense))
-    found.require_zeros(settings)
+    if not layers and not unfinished:
+        reasons = "; ".join(f"{weight}: {reason}" for weight, _, reason in dense)
+        raise PlanError(f"pattern: no layer is left to have zeros: {reasons or 'there is none'}")
+    if not unfinished:
+        found.require_zeros(settings)
     return found
 
 
@@ -286,13 +283,3 @@ def _reason(
     if along > 1 and layer.shape[1] == 1:
         return f"{settings.in_words} is along inputs, and it reads one, as a depthwise convolution does"
     return ""
-
-
-def _unfit_error(settings: PatternSettings, unfit: Mapping[str, str]) -> PlanError:
-    named = "; ".join(f"{path} has {problem}" for path, problem in list(unfit.items())[:NAMED])
-    more = f"; and {len(unfit) - NAMED} more" if len(unfit) > NAMED else ""
-    return PlanError(
-        f"pattern: {settings.in_words} doesn't fit {len(unfit)} of the layers: {named}{more}. Leave them out with "
-        f"pattern.ignore={list(unfit)}, take 'unstructured', or, where channels are pruned too, round_to="
-        f"{settings.multiple}"
-    )
