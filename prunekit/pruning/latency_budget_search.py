@@ -112,12 +112,8 @@ def with_profile(search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measu
     """Return the search with a latency profile of its target, where a budget is one of time.
 
     The dense model and every compact one are deployed as `deploy` says before they are timed. Without `measure` the
-    profile is of networks in the cache alone.
-
-    Raises:
-        NotMeasuredError: nothing may be measured, and the cache has too few networks.
-        UsageError: the model takes something else than tensors with a batch, or as for `profile`.
-        PlanError: a budget that is not one of time cannot be met; nothing was measured.
+    profile is of networks in the cache alone; of too few it is a `NotMeasuredError`. Before anything is measured, a
+    budget that is not one of time and cannot be met is a `PlanError`.
     """
     if not search.settings.budget.measured:
         return search
@@ -165,7 +161,9 @@ class LatencySearch:
 
     def measure(self, plan: Plan, compact: nn.Module) -> None:
         """Measure a plan, twice if it is near the goal, and aim the next one."""
-        target, number = self._target, self._number_of(plan)
+        target = self._target
+        same = (index for index, other in enumerate(self._plans) if np.array_equal(other.keep, plan.keep))
+        number = next(same, len(self._plans))  # of the first attempt whose plan keeps the same
         for again in (False, True):
             if sum(one.plan == number for one in self.attempts) > 1:
                 self.done = True  # no other plan is nearer
@@ -182,7 +180,10 @@ class LatencySearch:
                 break
         self.done = len(self.attempts) >= self._most or self._is_late
         if self._is_late:
-            self._end_early()
+            tried = plural(len(self.attempts), "measurement")
+            ended = f"the search for a plan ended after {tried}: {_limit(target.settings)}"
+            self.attempts[-1] = replace(self.attempts[-1], ended=ended)
+            self._log(f"latency: {ended}")
         self._share = min(max(next_share(self.attempts), target.least_share), target.most_share)
 
     def best(self) -> Plan:
@@ -195,18 +196,6 @@ class LatencySearch:
     @property
     def _is_late(self) -> bool:
         return perf_counter() >= self._over
-
-    def _end_early(self) -> None:
-        """Note that time was up, on the last attempt."""
-        tried = plural(len(self.attempts), "measurement")
-        ended = f"the search for a plan ended after {tried}: {_limit(self._target.settings)}"
-        self.attempts[-1] = replace(self.attempts[-1], ended=ended)
-        self._log(f"latency: {ended}")
-
-    def _number_of(self, plan: Plan) -> int:
-        """Return the index of the first attempt whose plan keeps the same; the next index if there is none."""
-        same = (index for index, other in enumerate(self._plans) if np.array_equal(other.keep, plan.keep))
-        return next(same, len(self._plans))
 
     def _attempt(self, number: int, plan: Plan, compact: nn.Module) -> None:
         target, chart = self._target, plan.channel_map
@@ -265,7 +254,9 @@ def time_pair(
                 left = over - perf_counter()
                 if best and left <= 0:
                     break
-                log(_progress(len(each) + 1, effort.processes, most, left))
+                of = f"{effort.processes}" if most <= effort.processes else f"{effort.processes} to {most}"
+                limit = "" if left == math.inf else f", at most {max(0.0, left):.0f} s more"
+                log(f"latency: timing both models in process {len(each) + 1} of {of}{limit}")
                 each.append(as_timing(measured(rounds * 2**tried, max(0.0, left))))
                 best = each if len(each) >= min(len(best), effort.processes) else best
             found = _median(best, _uncertainty(best, settings))
@@ -275,13 +266,6 @@ def time_pair(
                 doubt = f"measured in {plural(found.processes, 'process', 'es')}: {_limit(settings)}"
                 return replace(found, stable=False, doubts=(*found.doubts, doubt))
     return found
-
-
-def _progress(number: int, least: int, most: int, left_s: float) -> str:
-    """Return what is waited for: a process, of how many, and for how long at most."""
-    of = f"{least}" if most <= least else f"{least} to {most}"
-    limit = "" if left_s == math.inf else f", at most {max(0.0, left_s):.0f} s more"
-    return f"latency: timing both models in process {number} of {of}{limit}"
 
 
 def _limit(settings: PruneSettings) -> str:

@@ -174,11 +174,7 @@ class LatencyTarget:
         return max(1.0, self.least_share)
 
     def aim(self, share: float) -> PruneSettings:
-        """Return settings, in blocks, whose plans are predicted to take that share of the time asked for.
-
-        Raises:
-            PlanError: no plan is predicted to be faster than the dense model.
-        """
+        """Return settings, in blocks, whose plans are predicted to take that share of the time asked for."""
         settings = self.settings.in_blocks
         aims = {name: facts_of(name).loosened(value, share) for name, value in self.asked.items()}
         if any(facts_of(name).problem(aim) is not None for name, aim in aims.items()):

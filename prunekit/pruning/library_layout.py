@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.labels.constraints import EqualWidths, Family, family_name
 from prunekit.channels.map_builder import with_equal_widths
-from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.hooks.model_copy import copied, without_values
@@ -101,7 +101,7 @@ class LibraryModel:
         if layout.says(keep):
             return None
         equal = channel_map.traced.equal_widths
-        for family, groups in sorted(layout.families.items(), key=lambda one: -one[1][0].labels.size):
+        for family, groups in sorted(channel_map.families.items(), key=lambda one: -one[1][0].labels.size):
             size = groups[0].labels.size
             count = int(np.count_nonzero(keep[groups[0].labels]))
             if family in equal.whole or count == size or len(equal.with_family(family)) > 1:
@@ -112,12 +112,12 @@ class LibraryModel:
                 if all(one is not None and layout.says(one) for one in tried):
                     multiples = {**equal.multiples, family: multiple}
                     return with_equal_widths(channel_map, replace(equal, multiples=multiples))
-        for together in dict.fromkeys(equal.with_family(family) for family in layout.families):
+        for together in dict.fromkeys(equal.with_family(family) for family in channel_map.families):
             other = layout.with_whole(keep, together)
             if not np.array_equal(other, keep) and layout.says(other):
                 name = f"no configuration says widths of {', '.join(sorted(map(family_name, together)))} beside others"
                 return with_equal_widths(channel_map, _with_whole(equal, together, name))
-        raise PlanError(layout.misfit(keep))
+        raise PlanError(_misfit(self.inner, self.search.dense, layout.shapes(keep)))
 
     def sayable_plan(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
         """Return a plan of which some configuration makes the shapes; its map has what that took."""
@@ -164,29 +164,25 @@ class _LayoutSearch:
     library: LibraryModel
     channel_map: ChannelMap
 
-    @property
-    def families(self) -> dict[Family, list[ChannelGroup]]:
-        """Groups by family."""
-        return self.channel_map.families
-
     def found(self) -> EqualWidths:
         """Return which families keep the same share, and which stay whole."""
         name = f"a {type(self.library.inner).__name__}'s configuration"
-        inside = {family: groups for family, groups in self.families.items() if self._is_inside(groups)}
-        whole = dict.fromkeys(self.families.keys() - inside.keys(), f"{name} says no width outside it")
+        families, prefix = self.channel_map.families, f"{self.library.path}." if self.library.path else ""
+        inside = [
+            family
+            for family, groups in families.items()
+            if all(name.startswith(prefix) for group in groups for name, _ in group.slots)
+        ]
+        whole = dict.fromkeys(families.keys() - set(inside), f"{name} says no width outside it")
         left = [family for family in inside if not self._can_say((family,))]
         together = list[frozenset[Family]]()
-        for several in self._combinations(left, list(inside)):
+        for several in self._combinations(left, inside):
             new = set(several) & set(left)
             if new and not any(set(several) & set(known) for known in together) and self._can_say(several):
                 together.append(frozenset(several))
                 left = [family for family in left if family not in new]
         whole |= {family: f"{name} cannot say another width of {family_name(family)}" for family in left}
         return EqualWidths(tuple(together), whole)
-
-    def _is_inside(self, groups: Iterable[ChannelGroup]) -> bool:
-        prefix = f"{self.library.path}." if self.library.path else ""
-        return all(name.startswith(prefix) for group in groups for name, _ in group.slots)
 
     def _combinations(self, left: list[Family], inside: list[Family]) -> list[tuple[Family, ...]]:
         """Return families that one entry changes by the same share, those with the most steps first."""
@@ -209,9 +205,9 @@ class _LayoutSearch:
         if part * steps % whole:
             return False
         keep = self._kept(families, part * steps // whole, steps)
-        return keep is not None and self._shapes(keep) == shapes
+        return keep is not None and self.shapes(keep) == shapes
 
-    def _shapes(self, keep: Keep) -> dict[str, tuple[int, ...]]:
+    def shapes(self, keep: Keep) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of the model of transformers under a plan."""
         start = f"{self.library.path}." if self.library.path else ""
         narrow = Plan(self.channel_map, keep).narrow_shapes
@@ -220,11 +216,11 @@ class _LayoutSearch:
     def _axes(self, family: Family) -> set[tuple[str, int]]:
         """Return the parameter axes of a family, by the names that the model of transformers has for them."""
         start = len(self.library.path) + 1 if self.library.path else 0
-        return {(name[start:], axis) for group in self.families[family] for name, axis in group.slots}
+        return {(name[start:], axis) for group in self.channel_map.families[family] for name, axis in group.slots}
 
     def _steps(self, families: Iterable[Family]) -> int:
         """Return how many narrower widths families have that keep the same share, and the whole one."""
-        return int(np.gcd.reduce([group.labels.size for one in families for group in self.families[one]]))
+        return int(np.gcd.reduce([group.labels.size for one in families for group in self.channel_map.families[one]]))
 
     def _can_say(self, families: tuple[Family, ...]) -> bool:
         """Return whether a configuration says narrower widths of some families, and its model computes the same."""
@@ -241,7 +237,7 @@ class _LayoutSearch:
         keep = np.ones(chart.n_labels, dtype=bool)
         needed = {id(group): pair for group, *pair in zip(chart.groups, chart.steps, chart.least, strict=True)}
         for family in families:
-            for group in self.families[family]:
+            for group in self.channel_map.families[family]:
                 count = group.labels.size * step // steps
                 multiple, least = needed[id(group)]
                 if count % multiple or count < least:
@@ -255,14 +251,14 @@ class _LayoutSearch:
 
     def fitting(self, keep: Keep) -> Iterator[Changes]:
         """Yield entries of a configuration that make the shapes of a plan."""
-        return self.library.search.fitting(self._shapes(keep), kept_counts(self.channel_map, keep))
+        return self.library.search.fitting(self.shapes(keep), kept_counts(self.channel_map, keep))
 
     def with_count(self, keep: Keep, family: Family, count: int) -> Keep | None:
         """Return a plan with another number of what a family keeps; None if that is nothing."""
         if count < 1:
             return None
         keep = keep.copy()
-        for group in self.families[family]:
+        for group in self.channel_map.families[family]:
             keep[group.labels] = np.arange(group.labels.size) < count
         return self.channel_map.completed(keep)
 
@@ -270,19 +266,15 @@ class _LayoutSearch:
         """Return a plan that keeps some families whole."""
         keep = keep.copy()
         for family in families:
-            for group in self.families.get(family, []):
+            for group in self.channel_map.families.get(family, []):
                 keep[group.labels] = True
         return self.channel_map.completed(keep)
-
-    def misfit(self, keep: Keep) -> str:
-        """Return the message that no configuration says the widths of a plan."""
-        return _misfit(self.library.inner, self.library.search.dense, self._shapes(keep))
 
     def can_say_alone(self, keep: Keep, families: Iterable[Family]) -> bool:
         """Return whether a configuration says the widths that a plan gives some families, all others whole."""
         only = np.ones_like(keep)
         for family in families:
-            for group in self.families.get(family, []):
+            for group in self.channel_map.families.get(family, []):
                 only[group.labels] = keep[group.labels]
         return self._is_said(self.channel_map.completed(only))
 

@@ -109,10 +109,6 @@ class PlanSearch:
 
         That was then traced on the same examples in the same order, with the same `outputs` read, see
         `prunekit.trace`. The other arguments become attributes.
-
-        Raises:
-            PlanError: the channel map is that of another model.
-            UsageError: the channel map was traced on more examples.
         """
         model, examples = unwrapped(model), (example, *more_examples)
         require_trainable(model, "plan")
@@ -152,11 +148,7 @@ class PlanSearch:
         The memory that a compact model takes is predicted exactly unless it runs other operators than the dense one:
         attention in its original class because all of its heads are kept, attention with one head, which needs no
         copies, or attention without a fused kernel because queries and values differ in width. Then the aim is
-        corrected.
-
-        Raises:
-            PlanError: a budget cannot be met (names the best that is possible), or nothing would be removed.
-            RunError: the target cannot run the model.
+        corrected. A budget that cannot be met is a `PlanError`.
         """
         settings, channel_map = self.settings, self.channel_map
         if self.log_plans:
@@ -247,9 +239,6 @@ class PlanSearch:
         """Measure the final model beside the dense one in fresh processes; None without a budget of time.
 
         The model was compacted by the plan, and deployed as the profiled networks were.
-
-        Raises:
-            RunError: the target cannot run it.
         """
         return None
 

@@ -28,10 +28,11 @@ from prunekit.measure.latency.comparison import choose_settings, devices
 from prunekit.measure.latency_profile.network_timing import (
     LayerTimes,
     Network,
-    cached_times,
     has_layer_clock,
+    read_times,
     sample_widths,
     time_networks,
+    with_keys,
 )
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
 from prunekit.measure.measurement_effort import current_effort
@@ -156,10 +157,10 @@ class Profile(Displayed):
         scales = [self.table.dense_ms / sample.times.dense_ms for sample in self.samples]
         found = []
         for layer in self._slowest():
-            widths = _Widths(layer, final)
+            free, terms = _in_free_widths(layer, final)
             times = [sample.times.modules_ms.get(layer.module, 0.0) for sample in self.samples]
             measured = [
-                {"kept": [int(np.count_nonzero(one[width])) for width in widths.free], "ms": scale * ms}
+                {"kept": [int(np.count_nonzero(one[width])) for width in free], "ms": scale * ms}
                 for one, scale, ms in zip(kept, scales, times, strict=True)
             ]
             found.append(
@@ -168,9 +169,9 @@ class Profile(Displayed):
                     "constant_ms": layer.constant,
                     "widths": [
                         {"name": _name(layer.module, final[width], model, self.channel_map), "channels": width.size}
-                        for width in widths.free
+                        for width in free
                     ],
-                    "terms": widths.terms,
+                    "terms": terms,
                     "measured": measured,
                 }
             )
@@ -213,40 +214,34 @@ class Profile(Displayed):
         yield Table(("module", "ms", "share", *how, "fit error"), cells, text=how)
 
 
-class _Widths:
-    """The widths of a layer that plans can change, each once, and the terms of its fit in them.
+def _in_free_widths(layer: LayerLatency, final: Labels) -> tuple[list[Labels], list[dict[str, Any]]]:
+    """Return the widths of a layer that plans can change, each once, and the terms of its fit in them.
 
-    Attributes:
-        free: labels of each width, in the numbering of the trace.
-        terms: of each, milliseconds for a product of 1 (with the widths that no plan changes), the numbers of the
-            widths that are multiplied, the step of each, and the spans in which the term holds: number of a width,
-            lower end, and upper end, None without one.
+    A width is its labels in the numbering of the trace. A term is milliseconds for a product of 1 (with the widths that
+    no plan changes), the numbers of the widths that are multiplied, the step of each, and the spans in which the term
+    holds: number of a width, lower end, and upper end, None without one.
     """
+    free: dict[bytes, Labels] = {}
+    terms = []
 
-    def __init__(self, layer: LayerLatency, final: Labels) -> None:
-        self.free: list[Labels] = []
-        self.terms: list[dict[str, Any]] = []
-        self._numbers: dict[bytes, int] = {}
-        for term in layer.terms:
-            ms, widths, steps, spans = term.ms, [], [], []
-            for factor, step in zip(term.factors, term.steps, strict=True):
-                if final[factor].any():
-                    widths.append(self._number(final[factor], factor))
-                    steps.append(step)
-                else:
-                    ms *= round_up(factor.size, step)
-            for span in term.spans:
-                assert final[span.factor].any()  # spans end at widths that plans change
-                high = span.high if span.high < np.inf else None
-                spans.append([self._number(final[span.factor], span.factor), span.low, high])
-            self.terms.append({"ms": ms, "widths": widths, "steps": steps, "spans": spans})
+    def number(factor: Labels) -> int:
+        key = np.sort(final[factor]).tobytes()
+        free.setdefault(key, factor)
+        return list(free).index(key)
 
-    def _number(self, labels: Labels, factor: Labels) -> int:
-        key = np.sort(labels).tobytes()
-        if key not in self._numbers:
-            self._numbers[key] = len(self.free)
-            self.free.append(factor)
-        return self._numbers[key]
+    for term in layer.terms:
+        ms, widths, steps, spans = term.ms, [], [], []
+        for factor, step in zip(term.factors, term.steps, strict=True):
+            if final[factor].any():
+                widths.append(number(factor))
+                steps.append(step)
+            else:
+                ms *= round_up(factor.size, step)
+        for span in term.spans:
+            assert final[span.factor].any()  # spans end at widths that plans change
+            spans.append([number(span.factor), span.low, span.high if span.high < np.inf else None])
+        terms.append({"ms": ms, "widths": widths, "steps": steps, "spans": spans})
+    return list(free.values()), terms
 
 
 def _turns(layer: LayerLatency) -> set[int]:
@@ -362,7 +357,8 @@ def profile(
                 "larger target.limit_s, or an idle machine, makes predictions better"
             )
     else:
-        known = cached_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
+        keys = (key for _, key in with_keys(dense, made, inputs, setting, rounds))
+        known = (read_times(kept_in / f"{key}.json") for key in keys)
         samples = tuple(
             TimedNetwork(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None
         )
@@ -383,11 +379,7 @@ def profile(
 
 
 def layer_setting(target: Target) -> tuple[Setting, list[str]]:
-    """Return the setting in which a target's layers are timed, and notes on it.
-
-    Raises:
-        UsageError: the runtime is not installed, or does not take the setting.
-    """
+    """Return the setting in which a target's layers are timed, and notes on it; raise if the runtime lacks it."""
     settings = target.as_latency
     (wanted,), _ = choose_settings(settings, devices(target.device, settings))
     if has_layer_clock(target.runtime):

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ Clamp = float | Mapping[str, float] | ClampSettings
 STATE = {"steps", "asked", "masks", "average", "clamps"}
 
 
-class Pruner(Displayed):
+class Pruner(Displayed, AbstractContextManager["Pruner"]):
     """Pruning of a model while the user's own training loop trains it, with the compact model at the end.
 
     The model is under masks until `finish` or `close`: after every step of the optimizer, channels that the plan in
@@ -321,12 +320,7 @@ class Pruner(Displayed):
         for values in held if restore else ():
             values.write_back()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @public_call

@@ -112,12 +112,6 @@ def _positions(inputs: Any) -> int:
     return max(tokens) if given and len(tokens) == len(given) else ROWS
 
 
-def _most_samples(model: nn.Module, inputs: Any) -> int:
-    """Return how many samples of token numbers may run at a time, as the scores of a vocabulary are wide."""
-    widest = max((len(tensor) for _, tensor in named_tensors(model) if tensor.dim() > 1), default=1)
-    return BATCH if _positions(inputs) == ROWS else OUTPUTS // (_positions(inputs) * widest)
-
-
 def patch_statistics(
     model: nn.Module,
     images: Any,
@@ -131,10 +125,7 @@ def patch_statistics(
 
     If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
     (B, ...), or a tuple of all inputs; settings are those of the repair that follows, if one does; only readers of
-    `groups` are looked at, if these are given.
-
-    Raises:
-        UsageError: much less memory is free than pruning the model takes.
+    `groups` are looked at, if these are given. Much less free memory than pruning takes is a `UsageError`.
     """
     said = require_memory(model, channel_map, settings)
     if said is not None and log is not None:
@@ -212,10 +203,14 @@ def _moments(
         for axis, on in enumerate(axes[:3])
         if len(axes) > 1 and on is not None and may_go[channel_map.deciding(on)].any()
     ]
-    rows = min(ROWS, settings.rows, samples * _positions(images))
+    positions = _positions(images)
+    rows, most = min(ROWS, settings.rows, samples * positions), BATCH
+    if positions != ROWS:  # of token numbers, as the scores of a vocabulary are wide
+        widest = max((len(tensor) for _, tensor in named_tensors(copy) if tensor.dim() > 1), default=1)
+        most = OUTPUTS // (positions * widest)
     return collect_patches(
         copy,
-        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, _most_samples(copy, images)))),
+        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, most))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,

@@ -35,7 +35,7 @@ from prunekit.errors import ArtifactError, RunError, UsageError, raised_as
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load, cpu_name
-from prunekit.measure.latency.timing import Contention, Times, alternate, doubts, warm_up, warm_up_briefly
+from prunekit.measure.latency.timing import alternate, doubts, warm_up, warm_up_briefly
 from prunekit.measure.latency.timing_job import (
     SettingFailure,
     attempted,
@@ -93,7 +93,7 @@ class TimesCache:
                 self._give_up(error)
 
     def read(self, key: str) -> LayerTimes | None:
-        """Return the times with a key, as `cache_key` gives it; None if they are not there, or damaged."""
+        """Return the times with a key, see `with_keys`; None if they are not there, or damaged."""
         return None if self._folder is None else read_times(self._folder / f"{key}.json")
 
     def write(self, key: str, times: LayerTimes) -> None:
@@ -114,12 +114,6 @@ def write_times(file: Path, times: LayerTimes) -> None:
     write_json(file, asdict(times))
 
 
-def cache_key(network: str, dense: str, common: Mapping[str, Any]) -> str:
-    """Return the name of a network's file, from the hashes of both networks and their conditions."""
-    text = json.dumps([network, dense, common], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 VERSION, VERSION_MOVED = 4, 5
 """Version of the method, the second for settings in which weights are moved; a change voids cached times."""
 LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
@@ -130,7 +124,10 @@ def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]
     """Return what every network of a profile has in common: setting, machine, versions, inputs and repeats."""
     runtime, device = RUNTIMES.get(setting.runtime), torch.device(setting.device)
     quantizers = {runtime.quantizer} - {*runtime.packages} if setting.dtype == INT8 else set[str]()
-    packages = ("torch", *runtime.packages, *quantizers)
+    packages, module = ("torch", *runtime.packages, *quantizers), inspect.getmodule(runtime.defined)
+    code = {}  # of a user's runtime, which may change from one run to the next
+    if module is not None and module.__name__.partition(".")[0] not in LIBRARIES:
+        code = {"runtime_code": hashlib.sha256(_source(module).encode()).hexdigest()}
     return asdict(setting) | {
         "way": VERSION_MOVED if runtime.moves_weights(setting) else VERSION,
         "sample_shape": inputs.described(),
@@ -138,16 +135,8 @@ def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         "versions": {name: _version(name) for name in packages},
-        **_runtime_code(runtime),
+        **code,
     }
-
-
-def _runtime_code(runtime: Backend) -> dict[str, str]:
-    """Return a hash of the code of a user's runtime, which may change from one run to the next."""
-    module = inspect.getmodule(runtime.defined)
-    if module is None or module.__name__.partition(".")[0] in LIBRARIES:
-        return {}
-    return {"runtime_code": hashlib.sha256(_source(module).encode()).hexdigest()}
 
 
 def _version(package: str) -> str:
@@ -167,14 +156,9 @@ def structure_hash(network: nn.Module) -> str:
     """
     shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict(keep_vars=True).items()]
     layout = "\nchannels last" if lies_channels_last(network) else ""
-    return hashlib.sha256(f"{network!r}\n{shapes}{layout}{''.join(_code(network))}".encode()).hexdigest()
-
-
-def _code(network: nn.Module) -> Iterator[str]:
     classes = dict.fromkeys(kind for module in network.modules() for kind in type(module).__mro__)
-    for kind in classes:
-        if kind.__module__.partition(".")[0] not in LIBRARIES:
-            yield _source(kind)
+    code = "".join(_source(kind) for kind in classes if kind.__module__.partition(".")[0] not in LIBRARIES)
+    return hashlib.sha256(f"{network!r}\n{shapes}{layout}{code}".encode()).hexdigest()
 
 
 @weak_cache
@@ -241,28 +225,18 @@ def time_networks(
     """Measure networks one after the other, whole and layer by layer, each alternated with the dense one.
 
     All are copied, put into eval mode, checked against their outputs in eager float32, and run in one process of their
-    own on a random input. Times are cached at once, so that a profile that was interrupted can continue.
-
-    Args:
-        networks: each is taken when those before it are done, and built only if its times are not cached.
-        inputs: of all networks: the shape of one input without the batch, or `Inputs`.
-        repeats: how often each is run, at least 5; more often if that takes less than 1.5 seconds together.
-        again: whether doubtful times are measured again instead of taken from the cache.
-        limit_s: seconds that the rounds of one network may take; a few are run in any case.
-
-    Raises:
-        UsageError: the runtime has no layer clock.
-        RunError: a network cannot be exported, computes something else in the runtime, or fails there.
+    own on a random input, at least `repeats` times (5), and more often if that takes less than 1.5 seconds together.
+    The rounds of one network may take `limit_s`; a few are run in any case. A network is taken when those before it are
+    done, and built only if its times are not in the cache, or doubtful and wanted `again`. Times are cached at once, so
+    that a profile that was interrupted can continue.
     """
     if not has_layer_clock(setting.runtime):
         able = ", ".join(name for name, facts in RUNTIMES.facts().items() if facts.get("times_layers"))
         raise UsageError(f"runtime {setting.runtime!r} cannot tell how long each layer takes; these can: {able}")
     taken = inputs_of(inputs)
-    common, dense_hash = conditions(setting, taken, repeats), structure_hash(dense)
     times = TimesCache(cache, log)
     with _ProfileProcess(dense, taken, setting, repeats, limit_s, log) as process:
-        for network in networks:
-            key = cache_key(structure_hash(network.outline), dense_hash, common)
+        for network, key in with_keys(dense, networks, taken, setting, repeats):
             found, origin = times.read(key), "measured before"
             if found is None or (again and found.doubts):
                 found, origin = process.measure(network.name, network.build()), "measured"
@@ -271,19 +245,14 @@ def time_networks(
             yield found
 
 
-def cached_times(
-    dense: nn.Module,
-    networks: Iterable[Network],
-    inputs: Sequence[int] | Inputs,
-    setting: Setting,
-    *,
-    repeats: int,
-    cache: Path,
-) -> Iterator[LayerTimes | None]:
-    """Yield the cached times of networks, in order, None for one without; see `time_networks` for the arguments."""
-    common, dense_hash = conditions(setting, inputs_of(inputs), repeats), structure_hash(dense)
+def with_keys(
+    dense: nn.Module, networks: Iterable[Network], inputs: Inputs, setting: Setting, repeats: int
+) -> Iterator[tuple[Network, str]]:
+    """Yield networks, each with the name of its file in the cache: a hash of both networks and of their conditions."""
+    common, dense_hash = conditions(setting, inputs, repeats), structure_hash(dense)
     for network in networks:
-        yield read_times(cache / f"{cache_key(structure_hash(network.outline), dense_hash, common)}.json")
+        text = json.dumps([structure_hash(network.outline), dense_hash, common], sort_keys=True)
+        yield network, hashlib.sha256(text.encode()).hexdigest()
 
 
 class _ProfileProcess(ExitStack):
@@ -386,7 +355,16 @@ class NetworkTimer:
             moves = weight_moves(self.dense_session, session)
             times = alternate(timers, rounds, moves, limit_s=self.limit_s)
         contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
-        return _layer_times(times, clock.passes(times.shape[1]), contention)
+        passes = clock.passes(times.shape[1])
+        paths = dict.fromkeys(path for found in passes for path in found)
+        modules = {path: _lower_quartile([found.get(path, 0.0) for found in passes]) for path in paths}
+        return LayerTimes(
+            whole_ms=_lower_quartile(times[1]),
+            dense_ms=_lower_quartile(times[0]),
+            modules_ms={path: ms for path, ms in modules.items() if path is not None},
+            rest_ms=modules.get(None, 0.0),
+            doubts=tuple(doubts(times[0] / times[1], contention)),
+        )
 
     def _open(self, network: PreparedNetwork) -> Session:
         sample = self.inputs.sample(self.setting.batch)
@@ -394,20 +372,6 @@ class NetworkTimer:
         session = self.runtime.session(network.source, sample, self.setting)
         check_outputs(network.name, session, self.setting, network.expected)
         return session
-
-
-def _layer_times(
-    times: Times, passes: Sequence[Mapping[str | None, float]], contention: Contention | None
-) -> LayerTimes:
-    paths = dict.fromkeys(path for found in passes for path in found)
-    modules = {path: _lower_quartile([found.get(path, 0.0) for found in passes]) for path in paths}
-    return LayerTimes(
-        whole_ms=_lower_quartile(times[1]),
-        dense_ms=_lower_quartile(times[0]),
-        modules_ms={path: ms for path, ms in modules.items() if path is not None},
-        rest_ms=modules.get(None, 0.0),
-        doubts=tuple(doubts(times[0] / times[1], contention)),
-    )
 
 
 def _lower_quartile(times: Any) -> float:
