@@ -142,13 +142,10 @@ def finetune(
 
     Where `prune.schedule` is given, channels are removed while the model is fine-tuned. All processes of a group
     (`prunekit.distributed`) call this: they calibrate and train together; the main one does the rest, and alone writes.
-
-    Args:
-        resume: as for `prunekit.finetune`. A run that is resumed on the CPU, with the same threads and number of
-            processes, ends with the same weights as one without a break.
-        training: whether to fine-tune. If not, the pruned model is repaired as the job's `repair` says, and that is
-            all; the dense model is trained only if it has no weights and the job has a `baseline`. Labels are read to
-            measure scores, and by criteria that need them.
+    Without `training`, the pruned model is repaired as the job's `repair` says, and that is all; the dense model is
+    trained only if it has no weights and the job has a `baseline`. Labels are read to measure scores, and by criteria
+    that need them. A run that is resumed on the CPU, with the same threads and number of processes, ends with the same
+    weights as one without a break.
     """
     devices("auto", job.latency)  # raises if a runtime is missing, before hours of work
     require_optimizer(job, own)

@@ -207,7 +207,10 @@ def bench_targets(
     files = [target for target in targets if isinstance(target.model, ExportedModel)]
     places = devices("cpu" if files and device == "auto" else device, settings)
     targets = _with_inputs(targets)
-    _same_inputs(targets)
+    taken = {target.name: _taken(target, named=not files) for target in targets}
+    if len(set(taken.values())) > 1:
+        found = ", ".join(f"{name} takes {inputs}" for name, inputs in taken.items())
+        raise UsageError(f"expected models that take the same input, but {found}; give --input-shape for all of them")
     names = [target.name for target in targets]
     twice = [f" ({names[:i].count(name) + 1})" * (names.count(name) > 1) for i, name in enumerate(names)]
     models = {f"{name}{number}": target for name, number, target in zip(names, twice, targets, strict=True)}
@@ -258,14 +261,6 @@ def _with_inputs(targets: Sequence[Subject]) -> list[Subject]:
         )
     given = {"inputs": known.inputs, "sample_shape": known.sample_shape}
     return [one if one.knows_inputs else replace(one, **given) for one in targets]  # type: ignore[arg-type]
-
-
-def _same_inputs(targets: Sequence[Subject]) -> None:
-    files = any(isinstance(target.model, ExportedModel) for target in targets)
-    taken = {target.name: _taken(target, named=not files) for target in targets}
-    if len(set(taken.values())) > 1:
-        found = ", ".join(f"{name} takes {inputs}" for name, inputs in taken.items())
-        raise UsageError(f"expected models that take the same input, but {found}; give --input-shape for all of them")
 
 
 def _taken(target: Subject, named: bool) -> str:

@@ -16,6 +16,7 @@ from prunekit.data.splits import Splits
 from prunekit.distributed.process_group import in_turn, rank, require_equal, size
 from prunekit.errors import ModelError, UsageError
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
+from prunekit.jobs.run.early_checks import require_trained
 from prunekit.jobs.run.job_subject import share_model
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
@@ -53,8 +54,7 @@ class Evaluation(Displayed):
 
     def _headline(self) -> str:
         found = self.figures()
-        named = (f"{score.label} {in_unit(found[score.name], score.unit)}" for score in self.task.scores)
-        scores = ", ".join(named)
+        scores = ", ".join(f"{score.label} {in_unit(found[score.name], score.unit)}" for score in self.task.scores)
         if "correct" in found:
             scores += f" {interval(found['low'], found['high'])} ({found['correct']:,} of"
         elif "low" in found:
@@ -116,10 +116,7 @@ def _bound(splits: Splits, target: Subject, dense: Callable[[], nn.Module] | Non
 
 
 def _check(target: Subject, splits: Splits) -> None:
-    if not target.trained:
-        raise ModelError(
-            f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
-        )
+    require_trained(target.name, target.trained)
     output, classes = target.probe(), len(splits.classes)
     if not isinstance(target.model, ExportedModel):
         require_class_count(target.model, splits.task, classes)

@@ -369,22 +369,14 @@ def _norms(search: CauseSearch) -> Iterator[Cause | None]:
 
 
 def _widths(search: CauseSearch) -> Iterator[Cause | None]:
-    times = [
-        one
-        for path, ms, layer, dense in search.slowest()
-        if dense is not None
-        for one in experiments.width_times(path, ms, layer, dense.widths, search.device)
-    ]
-    yield width_causes.off_step_widths(times, search.found.pruned_ms)
-
-
-def _kernels(search: CauseSearch) -> Iterator[Cause | None]:
-    times = [
-        experiments.kernel_times(path, ms, layer, dense.widths, search.device)
-        for path, ms, layer, dense in search.slowest()
-        if dense is not None
-    ]
-    yield width_causes.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
+    rounded, dense_widths = list[width_causes.WidthTimes](), list[width_causes.KernelTimes]()
+    for path, ms, layer, dense in search.slowest():
+        if dense is not None:
+            rounded += experiments.width_times(path, ms, layer, dense.widths, search.device)
+            kernels = experiments.kernel_times(path, ms, layer, dense.widths, search.device)
+            dense_widths += [] if kernels is None else [kernels]
+    yield width_causes.off_step_widths(rounded, search.found.pruned_ms)
+    yield width_causes.slower_kernels(dense_widths, search.found.pruned_ms)
 
 
 def _masks(search: CauseSearch) -> Iterator[Cause | None]:
@@ -447,8 +439,7 @@ def _larger_batch(search: CauseSearch) -> Iterator[Cause | None]:
 _LOOKS: tuple[tuple[str, Callable[[CauseSearch], Iterator[Cause | None]]], ...] = (
     ("operators beside copies and beside operators that do nothing", _overheads),
     ("BatchNorm folded", _norms),
-    ("the slowest layers at rounded widths", _widths),
-    ("the slowest layers at the dense model's widths", _kernels),
+    ("the slowest layers at rounded widths, and at the dense model's", _widths),
     ("masks and channels of zeros", _masks),
     ("subnormal numbers", _small_numbers),
     ("zeros of single weights, beside random numbers in their place", _single_zeros),

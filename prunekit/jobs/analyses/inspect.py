@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,7 @@ class Inspection(Displayed):
             "groups": [
                 {"name": group.name, "channels": len(group.labels), "axes": len(group.slots)} for group in chart.groups
             ],
-            "locks": [
-                {"module": lock.module, "operator": lock.operator, "channels": lock.channels, "reason": lock.reason}
-                for lock in chart.locks
-            ],
+            "locks": [asdict(lock) for lock in chart.locks],
             "blocks": chart.block_rows(),
             "block_locks": [{"block": lock.name, "reason": lock.reason} for lock in chart.branches.locks],
             "layers": self.rows(),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
@@ -232,11 +231,11 @@ def analyze_sensitivity(
     stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))
     found = eliminations(model, chart, stats, chosen)
     curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
-    orders = {group.name: _order(group, model, chart, curves) for group in chosen}
-    without = [name for name in orders if name not in curves]
-    if without:
-        names = ", ".join(without)
+    orders = {group.name: curves[group.name].labels if group.name in curves else group.labels for group in chosen}
+    if without := [group for group in chosen if group.name not in curves]:
+        names, scores = ", ".join(group.name for group in without), score("l2", model, chart)
         log(f"sensitivity: no fast curve, order by magnitude: no layer that can be followed reads {names}")
+        orders |= {group.name: group.labels[np.argsort(scores[group.labels], kind="stable")] for group in without}
     if measured_on is None:
         return Sensitivity(chart, chosen, curves, {})
     log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the samples, one as the model is")
@@ -251,16 +250,6 @@ def _halved(channel_map: ChannelMap) -> Keep:
     for group in channel_map.groups:
         keep[group.labels[: group.labels.size // 2]] = False
     return keep
-
-
-def _order(
-    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, curves: Mapping[str, SensitivityCurve]
-) -> Labels:
-    """Return the labels of a group in the order of removal: by its curve, or else by the norm of their weights."""
-    if group.name in curves:
-        return curves[group.name].labels
-    scores = score("l2", model, channel_map)[group.labels]
-    return group.labels[np.argsort(scores, kind="stable")]
 
 
 def analyze(

@@ -120,7 +120,9 @@ def require_target(name: str, zoo: str | None = None) -> None:
 def require_trained(name: str, trained: bool) -> None:
     """Raise a `ModelError` for a model with random weights, whose outputs would mean nothing."""
     if not trained:
-        raise ModelError(f"{name}: expected trained weights, but they are random; give --weights")
+        raise ModelError(
+            f"{name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
+        )
 
 
 def require_images(paths: Iterable[Path]) -> None:

@@ -79,7 +79,7 @@ def _named(folder: Path, identity: Mapping[str, Any]) -> Path:
         raise ResumeError(f"{folder}: the run has finished; there is nothing to resume")
     if alive(status):
         raise ResumeError(f"{folder}: the run is still running, as process {status['pid']}; end that first")
-    there = _identity(folder)
+    there = object_in(folder / RESUME / IDENTITY)
     if there is None:
         raise ResumeError(f"{folder}: the run ended before it had anything to resume; start a new one")
     require_same(folder, there, identity)
@@ -90,16 +90,12 @@ def _unfinished(runs: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the folders of unfinished runs with their identities, the newest first."""
     found = [folder.parent for folder in runs.glob(f"*/{RESUME}") if _status(folder.parent).get("state") != "finished"]
     for folder in sorted(found, key=lambda folder: (str(_status(folder).get("started")), folder.name), reverse=True):
-        if (there := _identity(folder)) is not None:
+        if (there := object_in(folder / RESUME / IDENTITY)) is not None:
             yield folder, there
 
 
 def _status(folder: Path) -> dict[str, Any]:
     return object_in(folder / "status.json") or {}
-
-
-def _identity(folder: Path) -> dict[str, Any] | None:
-    return object_in(folder / RESUME / IDENTITY)
 
 
 def identity_of(prepared: JobSubject, *, training: bool) -> dict[str, Any]:

@@ -41,14 +41,10 @@ def resolve(
 ) -> Subject:
     """Build the model that a command line names.
 
-    Args:
-        target: a job (its dense model), a model folder, an exported file, the name of a model in torchvision or of a
-            CIFAR ResNet, or settings with the zoo that a name is from; None: what `factory` builds.
-        factory: `file.py:factory`, the user's own code, which is run. For a job whose model is the user's own it builds
-            that; for a model folder it builds the dense model, if that is not from a zoo.
-        input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required if nothing else tells it.
-        beside: models that it is compared with; the first of one image tells the shape of what `factory` builds, if
-            nothing else does.
+    The target is a job (its dense model), a model folder, an exported file, the name of a model in torchvision or of a
+    CIFAR ResNet, or settings with the zoo that a name is from; None: what `factory` builds, the user's own code, which
+    is run. That also builds the model of a job, or the dense one of a folder, that is not from a zoo. The shape of one
+    input has its batch; where nothing else tells it, the first model of one image `beside` this one does.
     """
     if target is None and factory is None:
         raise UsageError(

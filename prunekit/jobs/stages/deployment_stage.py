@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -122,29 +120,23 @@ def export_models(
     prepared: JobSubject, run: RunFolder, folder: str, model: nn.Module, *, attempt: Attempts, dense: nn.Module
 ) -> list[dict[str, Any]]:
     """Export a job's finished model to every format of the recipe, and return a row of figures for each file."""
-    splits = prepared.splits
-    target = Subject(model, prepared.job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
-    rows, facts = [], {DENSE: dense}
-    for request in _requests(prepared, run.path):
+    job, splits = prepared.job, prepared.splits
+    target = Subject(model, job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
+    rows, facts, timed = [], {DENSE: dense}, tuple(job.latency.batches)
+    wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
+    for name in job.export:
+        kind = FORMATS.get(name)
+        path = run.path / EXPORTS / (f"{NAME}{kind.suffix}" if kind.suffix else name)
+        quantize = wanted if isinstance(wanted, QuantizeSettings) and kind.quantizer else None
+        threads = job.latency.threads[0]
+        request = ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)
         exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
-        found: Exported | None = attempt(f"export to {request.to}", exporting)
+        found: Exported | None = attempt(f"export to {name}", exporting)
         if found is None:
             continue
         files: list[Exported | None] = [found]
-        if request.quantize is not None:
+        if quantize is not None:
             quantizing = partial(quantize_export, target, found, request, dense=dense, log=run.log)
-            files.append(attempt(f"int8 of the export to {request.to}", quantizing))
+            files.append(attempt(f"int8 of the export to {name}", quantizing))
         rows += [file.figures() | {"path": str(file.path.relative_to(run.path))} for file in files if file is not None]
     return rows
-
-
-def _requests(prepared: JobSubject, run: Path) -> Iterator[ExportRequest]:
-    """Yield what to export."""
-    job = prepared.job
-    for name in job.export:
-        suffix = FORMATS.get(name).suffix
-        path = run / EXPORTS / (f"{NAME}{suffix}" if suffix else name)
-        timed, threads = tuple(job.latency.batches), job.latency.threads[0]
-        wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
-        quantize = wanted if isinstance(wanted, QuantizeSettings) and FORMATS.get(name).quantizer else None
-        yield ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)

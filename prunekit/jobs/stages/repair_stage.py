@@ -42,26 +42,20 @@ def repair_masked(
 
     The main process repairs once in a run, and shares weights and masks. There is no report if nothing was fitted.
     """
-    made = _once_in_a_run(prepared, dense, plan, run, training) if is_main() else (copied(dense), None, None)
-    model, report, masks = made
-    share_model(model, "the masked model")
-    return model, report, plan if prepared.job.prune.pattern is None else share_plan(masks)
-
-
-def _once_in_a_run(
-    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
-) -> tuple[nn.Module, RepairReport | None, Plan]:
-    """Return the repaired model of the run that is resumed, or repair it now."""
-    kept, folder, pattern = cached_repair(run, dense), run.resume / "pattern", prepared.job.prune.pattern
-    if kept is not None:
-        return (*kept, plan if pattern is None else load_plan(folder))
-    if pattern is None:
-        model, report = _repaired(prepared, dense, plan, run, training)
+    folder, pattern = run.resume / "pattern", prepared.job.prune.pattern
+    if not is_main():
+        model, report, masks = copied(dense), None, None
+    elif (kept := cached_repair(run, dense)) is not None:
+        model, report, masks = *kept, plan if pattern is None else load_plan(folder)
     else:
-        model, report, plan = _with_zeros(prepared, dense, plan, run, pattern, training)
-        plan.save(folder)
-    cache_repair(run, model, report)
-    return model, report, plan
+        if pattern is None:
+            model, report, masks = *_repaired(prepared, dense, plan, run, training), plan
+        else:
+            model, report, masks = _with_zeros(prepared, dense, plan, run, pattern, training)
+            masks.save(folder)
+        cache_repair(run, model, report)
+    share_model(model, "the masked model")
+    return model, report, plan if pattern is None else share_plan(masks)
 
 
 def _repaired(

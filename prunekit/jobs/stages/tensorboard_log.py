@@ -106,10 +106,8 @@ def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 def _pruned_shares(plan: Plan) -> dict[str, float]:
     """Return the share of each weight with two axes or more that was removed."""
     shapes = {name: shape for name, shape in plan.channel_map.shapes.items() if len(shape) >= 2}
-    sizes = {
-        name: (plan.channel_map.parameters_kept(plan.keep, [name]), math.prod(shape)) for name, shape in shapes.items()
-    }
-    return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - kept / size for name, (kept, size) in sizes.items()}
+    left = {name: plan.channel_map.parameters_kept(plan.keep, [name]) / math.prod(shapes[name]) for name in shapes}
+    return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - share for name, share in left.items()}
 
 
 def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:

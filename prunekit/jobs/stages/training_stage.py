@@ -35,11 +35,10 @@ from prunekit.tasks.task import described_task
 from prunekit.training.adapters import adapted, require_adaptable
 from prunekit.training.callbacks.callback import (
     Callback,
-    ClampRow,
-    Compilation,
     ContextCallback,
     CurrentPlan,
     EpochRow,
+    History,
     PausedRun,
     TrainingRun,
     columns,
@@ -61,11 +60,7 @@ def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) ->
     """Return the checkpoints of one of a job's trainings; None if the job wants none."""
     if job.checkpoint is None:
         return None
-
-    def log(message: str) -> None:
-        run.log(f"{name}: {message}")
-
-    return Checkpoints(run.resume / name, job.checkpoint, facts=facts, log=log)
+    return Checkpoints(run.resume / name, job.checkpoint, facts=facts, log=lambda line: run.log(f"{name}: {line}"))
 
 
 OnEpoch = Callable[[dict[str, Any]], object]
@@ -108,7 +103,7 @@ class Trainings:
         self._chosen: dict[str, dict[str, Any]] = {}
         self._rates: list[dict[str, Any]] = []
         self.paused: PausedRun | None = None
-        self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
+        self._note("baseline", baseline)
         if baseline.reused:
             watched_before(run, prepared.job, "baseline", baseline.rows)
 
@@ -181,7 +176,7 @@ class Trainings:
         self.paused = history.paused
         if self.paused is not None:
             return model.cpu()
-        self._note(name, history.rows, history.clamps, history.compilation)
+        self._note(name, history)
         self._chosen[name] = history.chosen()
         said = {"trainings": {name: self._chosen[name]}, "task": described_task(self._prepared.splits.task)}
         for line in (*searched(said), *unbeaten(said)):
@@ -201,20 +196,18 @@ class Trainings:
                     self._log(f"teacher's time: {line}")
         return model.cpu()
 
-    def _note(
-        self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...], compilation: Compilation | None
-    ) -> None:
-        if compilation is not None:
-            self._compiled[name] = asdict(compilation)
-            self._log(f"{training_name(name)}: {compilation}")
-        skipped = sum(row.skipped for row in rows)
+    def _note(self, name: str, made: Baseline | History) -> None:
+        if made.compilation is not None:
+            self._compiled[name] = asdict(made.compilation)
+            self._log(f"{training_name(name)}: {made.compilation}")
+        skipped = sum(row.skipped for row in made.rows)
         if skipped:
             why = "overflowing float16 gradients, or batches without images"
             self._log(f"{training_name(name)}: steps skipped: {skipped} ({why})")
-        self._clamps += [{"run": name, **asdict(row)} for row in clamps]
+        self._clamps += [{"run": name, **asdict(row)} for row in made.clamps]
         if self._clamps:
             write_csv(self._run.path / "clamps.csv", self._clamps)
-        self._history += [{"run": name, **row.figures()} for row in rows]
+        self._history += [{"run": name, **row.figures()} for row in made.rows]
         score = self._prepared.splits.task.main.name
         write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
 

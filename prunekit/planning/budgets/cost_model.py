@@ -116,12 +116,9 @@ def _counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
     return np.where(within, np.where(as_one, 1.0, round_up(width, step)), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Lookup:
-    """Number of kept labels of a factor, by the counts of one part, or of several if labels are joint."""
-
-    parts: tuple[int, ...]  # indices of the parts
-    table: Labels  # numbers of kept labels, (size + 1,) for one part, (size + 1, size + 1) for two
+_Lookup = tuple[tuple[int, ...], Labels]
+"""Indices of parts, and how many labels of a factor are kept by their counts: (size + 1,) for one part, and as many
+axes as there are parts if labels are joint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,14 +227,14 @@ def _compiled(
     factors = np.full((len(terms), most), len(used), dtype=np.int64)
     for i, row in enumerate(terms):
         factors[i, : len(row)] = [place[index] for index in row]
-    sizes = [lookup.table.size for lookup in lookups]
-    several = max((lookup.table.ndim for lookup in lookups), default=1)
+    sizes = [table.size for _, table in lookups]
+    several = max((table.ndim for _, table in lookups), default=1)
     parts, strides = (np.zeros((several, len(lookups)), dtype=np.int64) for _ in range(2))
-    for i, lookup in enumerate(lookups):
-        parts[: lookup.table.ndim, i] = lookup.parts
-        strides[: lookup.table.ndim, i] = np.array(lookup.table.strides) // lookup.table.itemsize
+    for i, (owners, table) in enumerate(lookups):
+        parts[: table.ndim, i] = owners
+        strides[: table.ndim, i] = np.array(table.strides) // table.itemsize
     return CostModel(
-        tables=np.concatenate([lookup.table.reshape(-1) for lookup in lookups] or [np.zeros(0, dtype=np.int64)]),
+        tables=np.concatenate([table.reshape(-1) for _, table in lookups] or [np.zeros(0, dtype=np.int64)]),
         at=np.cumsum([0, *sizes[:-1]]) if sizes else np.zeros(0, dtype=np.int64),
         parts=parts,
         strides=strides,
@@ -267,5 +264,5 @@ def _tables(
         np.add.at(table, tuple(rank[here].T + 1), 1)
         for axis in range(len(parts)):
             table = np.cumsum(table, axis=axis)
-        found.append(_Lookup(parts, np.ascontiguousarray(table)))
+        found.append((parts, np.ascontiguousarray(table)))
     return int(np.count_nonzero(stays)), found
