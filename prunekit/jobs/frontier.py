@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.backends.session import inputs_like
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.hooks.model_copy import with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.run.baseline_cache import train_baseline
@@ -462,10 +462,9 @@ def _keep(path: Path, known: dict[float, FrontierPoint], point: FrontierPoint) -
     """Write the points that are there, which a resumed run reads."""
     known[point.share] = point
     rows = [
-        {"share": one.share, "macs": one.macs, "params": one.params, "folder": str(one.result.name)}
+        {"share": one.share, "macs": one.macs, "params": one.params}
         | {name: getattr(one.drop, name) for name in DROP}
         for one in known.values()
-        if isinstance(one.result, Path)
     ]
     write_json(path, rows)
 
@@ -474,10 +473,13 @@ def _kept_points(path: Path, models: HeldOut, folder: Path) -> dict[float, Front
     """Return the points that an interrupted run made."""
     rows = read_json(path) if path.is_file() else []
     known = {}
-    for row in rows:
-        drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
-        place = folder / "points" / row["folder"]
-        known[row["share"]] = FrontierPoint(row["share"], row["macs"], row["params"], drop, place)
+    try:
+        for row in rows:
+            left = float(row["share"])
+            drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
+            known[left] = FrontierPoint(left, row["macs"], row["params"], drop, folder / "points" / f"{left:.3f}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{path}: expected the points of a frontier; the file is damaged") from error
     return known
 
 

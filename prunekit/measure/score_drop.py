@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from prunekit.errors import DataError, ModelError, UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Measurement, Score, Task, get_task
@@ -134,11 +135,36 @@ class HeldOut:
         if self.task is not None and evaluate is not None:
             self.about = self.task.main
         self.dense = self.score(dense)
-        if self.function is not None and not _same(self.dense, self.score(dense)):
+        if self.function is not None:
+            self._require_sound(dense)
+
+    def _require_sound(self, dense: nn.Module) -> None:
+        """Raise if the function is not the same each time, does not depend on the model, or is lower if better."""
+        first, again = self._whole(self.dense), self._whole(self.score(dense))
+        if not math.isclose(first, again, rel_tol=1e-6, abs_tol=1e-9):
             raise UsageError(
-                "evaluate: expected the same score when the same model is given twice, got two; set the seed inside "
-                "the function, put the model into eval mode, and read the samples in the same order"
+                f"evaluate: expected the same score when the same model is given twice, got {first:.6g} and "
+                f"{again:.6g}; set the seed inside the function, and read the samples in the same order"
             )
+        broken = copied(dense)
+        with torch.no_grad():
+            for weight in broken.parameters():
+                weight.zero_()
+        try:
+            without = self._whole(self.score(broken))
+        except UsageError:  # NaN, as the cosine of zeros
+            return
+        if without >= first:
+            same = "the same" if without == first else f"a higher one, {without:.6g}"
+            raise UsageError(
+                f"evaluate: expected a score that is higher if the model is better, got {first:.6g} of the dense model "
+                f"and {same} of one whose weights are all zero; return minus a loss or an error, or a score that "
+                "depends on the model it is given"
+            )
+
+    @staticmethod
+    def _whole(scores: HeldOutScores) -> float:
+        return scores.of(range(scores.parts))
 
     def score(self, model: nn.Module) -> HeldOutScores:
         """Return what a model's score on any of the parts is computed from.
@@ -257,11 +283,6 @@ def _of_values(found: Any, about: Score) -> HeldOutScores:
     return HeldOutScores(
         about, number, samples, lambda chosen: float(np.concatenate([folded[place] for place in chosen]).mean())
     )
-
-
-def _same(one: HeldOutScores, other: HeldOutScores) -> bool:
-    every = range(one.parts)
-    return one.parts == other.parts and math.isclose(one.of(every), other.of(every), rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _student(sure: float, freedom: int) -> float:

@@ -126,7 +126,11 @@ class ScoreSearch(Generic[Made]):
 
         Raises:
             PlanError: no model was confirmed, or another budget allows none.
+            UsageError: the limit is a share, and not below 1.
         """
+        about = self.held_out.about
+        if self.limit >= 1 and (about.unit == "%" or about.lower_is_better):
+            raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {self.limit:g}")
         low, high = share_range(self.search)
         tried: list[Tried[Made]] = []
         if self._others and not self._holds(self._try(high, tried)):
