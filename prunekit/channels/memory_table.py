@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from prunekit import known_names
-from prunekit.channels.labels.fields import Field, apart
+from prunekit.channels.labels.label_flow import Field, apart
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.labels.fields import Field, WidthMultiple
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, WidthMultiple
 from prunekit.channels.rules.pointwise import aligned, zero_where
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels.constraints import EqualParts, Rectangle
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow, Operand
+from prunekit.channels.labels.label_flow import Field, LabelFlow, Operand, along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.meta_shapes import numbers_in
 from prunekit.channels.rules.pointwise import IN_PLACE, aligned, is_zero, zero_spans

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels.constraints import Crossed, Padded, Rectangle
-from prunekit.channels.labels.fields import Field, collapse, rows_along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, collapse, rows_along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.pointwise import keeps_zero, sums, zero_where
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule

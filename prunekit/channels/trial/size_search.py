@@ -42,7 +42,7 @@ from prunekit.channels.float64 import Float64WhileRunning, float64_inputs, to_do
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import EqualParts, around
-from prunekit.channels.labels.fields import Field, rows_along
+from prunekit.channels.labels.label_flow import Field, rows_along
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
 from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
 from prunekit.channels.rules.rule import Trait

@@ -25,7 +25,7 @@ from torch import nn
 from prunekit.channels.cut.slicing import KeptIndices
 from prunekit.channels.float64 import RUN_PRECISIONS, ForwardCall, evaluating, first_calls, float64_copy, to_double
 from prunekit.channels.labels.branch import is_inside
-from prunekit.channels.labels.fields import rows_along
+from prunekit.channels.labels.label_flow import rows_along
 from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
 from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
