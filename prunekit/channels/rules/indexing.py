@@ -12,7 +12,6 @@ import torch
 from prunekit.channels.labels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels.label_flow import Field, LabelFlow, Operand, along
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.rules.meta_shapes import numbers_in
 from prunekit.channels.rules.pointwise import IN_PLACE, aligned, is_zero, zero_spans
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 from prunekit.channels.rules.shape import BY_POSITION, PICKED, part, replay
@@ -27,6 +26,22 @@ STORED_ORDER = (
     "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a "
     "view and a transpose reorder instead can be pruned"
 )
+
+
+def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the integers that a tensor holds or, on a meta device, would hold; None if unknown."""
+    known: torch.Tensor = getattr(tensor, "_prunekit_numbers", tensor)
+    unknown = known.is_meta or known.is_floating_point() or (known.numel() and not known.untyped_storage().nbytes())
+    return None if unknown else known
+
+
+def remember(tensor: torch.Tensor, known: torch.Tensor | None) -> None:
+    """Remember the numbers of a tensor; where some written to it are unknown, those of all of its views are."""
+    before = getattr(tensor, "_prunekit_numbers", None)
+    if known is None and before is not None:
+        before.untyped_storage().resize_(0)
+    elif known is not None:
+        tensor._prunekit_numbers = known  # type: ignore[attr-defined]
 
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
