@@ -79,6 +79,11 @@ class Field:
         """Return the field of a tensor that has as many axes of size 1 before the others."""
         return self.with_labels(self.labels.reshape((1,) * axes + self.labels.shape)) if axes else self
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether the labels lie on every position of their axes in a tensor of a shape."""
+        whole = self.labels.ndim == len(shape)
+        return whole and all(self.labels.shape[axis] == shape[axis] for axis in self.span)
+
 
 def along(labels: Labels, axis: int, ndim: int) -> Labels:
     """Return a vector of labels shaped to lie on one axis of an `ndim`-dimensional tensor."""
