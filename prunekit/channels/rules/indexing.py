@@ -301,11 +301,13 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
 
 
-@register_rule("aten.bucketize")
-def bucketize(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pass the labels of the values, whose places among some bounds are found."""
-    flow.lock(flow.fields(call.args[1]), "bounds between which values are placed")
-    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(call.args[0])])
+@register_rule("aten.bucketize", "aten.take")
+def looked_up(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the labels of values whose places among bounds are found, or of integers that pick from a tensor."""
+    first, second = (flow.fields(argument) for argument in call.args[:2])
+    bounds = call.name == "aten.bucketize"
+    flow.lock(second if bounds else first, "bounds between which values are placed" if bounds else PICKED)
+    flow.set(call.out, [Field(field.labels, zero=False) for field in (first if bounds else second)])
 
 
 _FEW = frozenset(aten("topk kthvalue"))
@@ -391,14 +393,6 @@ def scatter_masked(flow: LabelFlow, call: OperatorCall) -> None:
     lead = (1,) * (target.dim() - 1)
     fields = _merged(flow, writers, writers)
     flow.set(call.out, [field.with_labels(field.labels.reshape(*lead, -1)) for field in fields])
-
-
-@register_rule("aten.take")
-def take(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pass the labels of the integers, whose shape the result has; the positions that they pick from are locked."""
-    source, index = call.args
-    flow.lock(flow.fields(source), PICKED)
-    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(index)])
 
 
 @register_rule("aten.segment_reduce")
