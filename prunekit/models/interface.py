@@ -63,9 +63,9 @@ class ModelInterface:
         """Return the interface of plain data; an `ArtifactError` says `where` it is damaged."""
         prepared = given.get("preprocessing") if isinstance(given, dict) else None
         found = as_record(cls, given if prepared is None else {**given, "preprocessing": None}, where)
-        if found.task is not None:
+        if found.task is not None:  # as it was given, because the text may know already which file it is from
             advice = "name it yourself: --task NAME (from Python: task=NAME)"
-            found = replace(found, task=from_file(found.task, f"{where}: task", advice))
+            found = replace(found, task=from_file(given["task"], f"{where}: task", advice))
         return found if prepared is None else replace(found, preprocessing=Preprocessing.from_dict(prepared, where))
 
 
