@@ -462,8 +462,7 @@ def _keep(path: Path, known: dict[float, FrontierPoint], point: FrontierPoint) -
     """Write the points that are there, which a resumed run reads."""
     known[point.share] = point
     rows = [
-        {"share": one.share, "macs": one.macs, "params": one.params}
-        | {name: getattr(one.drop, name) for name in DROP}
+        {"share": one.share, "macs": one.macs, "params": one.params} | {name: getattr(one.drop, name) for name in DROP}
         for one in known.values()
     ]
     write_json(path, rows)
