@@ -79,7 +79,7 @@ def frontier_command(
     Statistics and the order of removal are collected once; each point is pruned, repaired, proven, and scored on the
     validation samples, paired with the dense model. Nothing is fine-tuned. The models are in `points/` of the run.
 
-    The recipe's budgets only mark the picture; the last one of time makes points by predicted time instead of MACs.
+    The recipe's budgets are not applied, and mark the picture. With one of time, points are shares of predicted time.
 
     KEY=VALUE changes the recipe, for example: prune.criterion=elimination.
     """
