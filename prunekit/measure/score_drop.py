@@ -155,11 +155,13 @@ class HeldOut:
             for weight in broken.parameters():
                 weight.zero_()
         try:
-            without = self._whole(self.score(broken))
+            scores = self.score(broken)
         except UsageError:  # NaN, as the cosine of zeros
             return
-        if without >= first:
-            same = "the same" if without == first else f"a higher one, {without:.6g}"
+        found = self.drop(scores)
+        constant = all(scores.of([part]) == self.dense.of([part]) for part in range(scores.parts))
+        if constant or found.drop + 3 * (found.error or 0.0) < 0:
+            same = "the same" if constant else f"a higher one, {found.score:.6g},"
             raise UsageError(
                 f"evaluate: expected a score that is higher if the model is better, got {first:.6g} of the dense model "
                 f"and {same} of one whose weights are all zero; return minus a loss or an error, or a score that "

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import prunekit as pk
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.score_drop import Drop
-from prunekit.pruning import score_budget
-from prunekit.pruning.score_budget import ScoreSearch
+from prunekit.pruning.score_budget import confirmed
+from prunekit.tasks.task import Score
 
 
 def blobs(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -100,36 +100,15 @@ def test_a_drop_that_the_samples_cannot_tell_is_said_with_the_number_that_would(
         prune(model, max_drop=0.002, held_out=blobs(100, 3))
 
 
-def test_wider_models_are_confirmed_first_and_none_after_one_that_fails(
-    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fixed sequence testing: 0.2 held on the second half, but 0.3, which is wider, did not."""
-    request = prune(model, max_drop=0.05)
-    one = request.score
-    assert one is not None
-
-    def drop(value: float) -> Drop:
-        return Drop(90.0, 91.0, value, 0.0, 20, 100, one.about)
-
-    class Made:
-        about = one.about
-        halves = (0, 1)
-
-        def drop(self, scores: Any, half: int) -> Drop:
-            return drop(scores[half])
-
-    made = Made()
-    search: Any = ScoreSearch.__new__(ScoreSearch)
-    for name, value in {"held_out": made, "limit": 0.05, "log": lambda line: None}.items():
-        object.__setattr__(search, name, value)
-    monkeypatch.setattr(ScoreSearch, "_left", lambda self, share: str(share))
-    monkeypatch.setattr(ScoreSearch, "_noted", lambda self, found, drop: (found.share, None, drop))
-    shares = {0.5: (0.01, 0.02), 0.4: (0.02, 0.04), 0.3: (0.03, 0.06), 0.2: (0.04, 0.01)}
-    held = [score_budget.Tried(share, request, None, scores, drop(scores[0])) for share, scores in shares.items()]  # type: ignore[arg-type]
-    found = search._confirmed(held)
-    assert found is not None
-    assert found[0] == 0.4
-    assert search._confirmed(held[2:]) is None
+def test_wider_models_are_confirmed_first_and_none_after_one_that_fails() -> None:
+    """Fixed sequence testing: the last would hold, but one that is wider does not."""
+    about = Score("top1", "top-1", float)
+    drops = [Drop(90.0, 91.0, lost, 0.0, 20, 100, about) for lost in (0.01, 0.04, 0.06, 0.02)]
+    assert confirmed(drops, 0.05) == 2
+    assert confirmed(drops[2:], 0.05) == 0
+    assert confirmed(drops[:2], 0.05) == 2
+    unsure = [Drop(90.0, 91.0, 0.04, 0.02, 20, 100, about)]
+    assert confirmed(unsure, 0.05) == 0
 
 
 @pytest.mark.parametrize(
