@@ -456,6 +456,50 @@ def test_plans_of_another_tool_are_brought_to_a_latency(
         assert "top1_repaired" in row
 
 
+@pytest.mark.slow
+def test_what_a_drop_delivers_is_seen_on_samples_that_nobody_chose_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    frontier, random = importlib.import_module("frontier"), torch.Generator().manual_seed(0)
+    dense = randomized(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 10))).eval()
+    x = torch.randn(900, 8, generator=random)
+    chosen, test = ((part, dense(part).argmax(1)) for part in (x[100:500], x[500:]))
+    drawn = frontier.Drawn(dense, x[:100], chosen, test)
+    for way in ("max_drop", "by_hand"):
+        row = frontier.delivered(way, drawn, 0.3)
+        model = frontier.WAYS[way](drawn, 0.3)[0].model
+        right = (model(test[0]).argmax(1) == test[1]).float().mean().item()
+        assert row["drop"] == pytest.approx(1 - right, abs=1e-6)
+        assert row["low"] < row["drop"] < row["high"]
+        assert (row["holds"], row["beyond"]) == (row["drop"] <= 0.3, row["low"] > 0.3)
+        assert row["held_out"] <= 0.3
+        assert row["macs"] == model[0].out_features / 32
+        assert row["tried"] > 2
+    refused = frontier.delivered("max_drop", drawn, 0.0001)
+    assert refused["reason"].startswith("max_drop: at most 0.01 points was asked for")
+    assert refused.keys() == row.keys() | {"reason"}
+    kind = {"what": "drop", "model": "net", "way": "max_drop", "asked": 0.3}
+    (summary,) = frontier.summaries([{**kind, "seed": seed, **found} for seed, found in enumerate((row, refused, row))])
+    counts = {"draws": 3, "delivered": 2, "holds": 2 * row["holds"], "beyond": 0, "macs": row["macs"]}
+    assert summary == summary | counts | kind
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_frontier_beside_separate_calls(cifar: tuple[str, ...], tmp_path: Path) -> None:
+    random, labels = np.random.default_rng(0), np.arange(200) % 10
+    images = random.integers(0, 256, (264, 32, 32, 3), dtype=np.uint8)
+    arrays = {"x_train": images[:64], "y_train": labels[:64], "x_test": images[64:], "y_test": labels}
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    files = ("--weights", cifar[4], "--data", str(tmp_path / "cifar10.npz"), "--model", "resnet8", "--images", "16")
+    done = run("frontier.py", *files, "--json", "--what", "cost", "--points", "2", "--calls", "0.5")
+    assert done.returncode == 0, done.stderr
+    row, summary = map(json.loads, done.stdout.splitlines())
+    assert [row[name] for name in ("model", "seed", "points", "calls")] == ["resnet8", 0, 2, 1]
+    assert row["ratio"] == pytest.approx(row["frontier_cpu_seconds"] / row["calls_cpu_seconds"])
+    assert row["ratio_measured"] < row["ratio"] == summary["ratio"]
+    refused = run("frontier.py", *files, "--what", "drop", "--drops", "2")
+    assert (refused.returncode, "such as 0.01,0.02, got 2" in refused.stderr) == (2, True)
+
+
 def test_drawn_shapes_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     detection = runpy.run_path(str(FOLDER / "detection.py"))

@@ -52,7 +52,17 @@ SHORTER = (
 NARROW = ("torchvision.models.resnet18(", "torchvision.models.shufflenet_v2_x0_5(")
 """A network with a `conv1` and an `fc` too; fits of its layers take no seconds."""
 SHALLOW = "torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)"
+FEW_LAYERS = (
+    "torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, 2), "
+    "torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10))"
+)
+"""A network whose fits take no seconds, many of which a page makes."""
 SMALLER = {
+    "how_much.md": (
+        ("torchvision.models.resnet18(num_classes=10)", FEW_LAYERS),
+        ("max_drop=0.05", "max_drop=0.3"),  # of random weights, which answer by little
+        ("max_drop=0.1", "max_drop=0.4"),
+    ),
     "faster.md": (("torchvision.models.resnet18(num_classes=10)", SHALLOW),),
     "own_loop.md": (NARROW,),
     "blocks.md": (("resnet18(num_classes=10)", "resnet50(num_classes=10, width_per_group=4)"),),
@@ -60,7 +70,7 @@ SMALLER = {
         ("smaller = pk.prune(detector", "detector.transform.fixed_size = 96, 96; smaller = pk.prune(detector"),
     ),
 }
-"""What is changed in the Python of pages: networks and images are smaller, and nothing else is another."""
+"""What is changed in the Python of pages: networks and images are smaller, and drops of theirs larger."""
 
 
 def blocks(language: str, pages: Iterable[Path] = PAGES) -> list[str]:

@@ -26,10 +26,10 @@ from prunekit.channels.labels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.labels.fields import Stored, WidthMultiple
+from prunekit.channels.labels.label_flow import WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
-from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, group_labels
+from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, Stored, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_norms
 from prunekit.channels.tracing.execution import is_layer_of_torch
 from prunekit.channels.tracing.kept_state import NO_STATE

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from prunekit import known_names
-from prunekit.channels.labels.fields import Field, apart
+from prunekit.channels.labels.label_flow import Field, apart
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import ModuleStack, without_fast_path
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator
@@ -40,9 +40,9 @@ from prunekit.channels.tracing.tracer import Trace
 from prunekit.errors import ModelError, raised_as
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.utils.context import paused_garbage_collection, seeded, training_mode
-from prunekit.utils.inputs import call, sample_count
+from prunekit.utils.inputs import call, repeated_samples, sample_count
 from prunekit.utils.private_torch import FakeTensorMode
-from prunekit.utils.tensors import gather, map_samples, map_tensors
+from prunekit.utils.tensors import gather, map_tensors
 
 TensorId = tuple[int, int]
 """A tensor: the number of the operator that returned it, and the number of the result."""
@@ -182,17 +182,9 @@ def _recorded(
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
-    first = sample_count(example, 1)
-
-    def of_batch(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim() or tensor.shape[0] != first:
-            return tensor
-        return tensor[torch.arange(batch, device=tensor.device) % first]
-
     clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
     prepare(clone)
-    samples = map_samples(example, of_batch, lambda some: [some[i % first] for i in range(batch)])
-    inputs = map_tensors(samples, stand_in)
+    inputs = map_tensors(repeated_samples(example, batch), stand_in)
     own, taken = [tensor for _, tensor in named_tensors(clone)], gather(inputs)
     recording = Recording(_bytes([*own, *taken]), _bytes(taken))
     stack = ModuleStack(clone)
@@ -235,12 +227,8 @@ def fields_of_recording(trace: Trace, recording: Recording, batch: int) -> dict[
                     fields = _fields_of_replaced(traced[begin:end], shape, (first, batch)) or _fields_of_copied(
                         operator, shape, found
                     )
-                found[index, output] = tuple(field for field in fields if _fits(field, shape))
+                found[index, output] = tuple(field for field in fields if field.fits(shape))
     return found
-
-
-def _fits(field: Field, shape: Shape) -> bool:
-    return field.labels.ndim == len(shape) and all(field.labels.shape[axis] == shape[axis] for axis in field.span)
 
 
 def _fields_of_replaced(operators: Sequence[TracedOperator], shape: Shape, batches: tuple[int, int]) -> Fields:
@@ -266,7 +254,7 @@ def _fields_of_copied(operator: RecordedOperator, shape: Shape, found: dict[Tens
     """Return the fields of an input that fit a shape, as those of a copy do."""
     for place in operator.inputs:
         fields = found.get(place, ()) if place is not None else ()
-        if fields and all(_fits(field, shape) for field in fields):
+        if fields and all(field.fits(shape) for field in fields):
             return fields
     return ()
 

@@ -76,7 +76,7 @@ class _ViewHook:
         return (*gradients[: self._output], whole, *gradients[self._output + 1 :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InputView:
     """A view of an input that one module reads; its gradient is what this module sends back."""
 
@@ -84,31 +84,16 @@ class InputView:
     view: Tensor
 
 
-class _ViewMark:
-    """An attribute of such a view, so that a second owner hooks the same view. Does not keep it alive."""
-
-    def __init__(self, read: InputView | None) -> None:
-        self._read = None if read is None else weakref.ref(read)
-
-    def by(self, module: nn.Module) -> InputView | None:
-        """Return the view, if it is this module's."""
-        read = None if self._read is None else self._read()
-        return read if read is not None and read.reader is module else None
-
-    def __reduce__(self) -> tuple[type[_ViewMark], tuple[None]]:
-        return _ViewMark, (None,)  # a tensor takes its attributes along when it is saved or copied
-
-
-_MARK = "_prunekit_read"
+_VIEWS: weakref.WeakValueDictionary[int, InputView] = weakref.WeakValueDictionary()
+"""The views that modules read now, by the `id` of each, so that a second owner hooks the same view."""
 
 
 def view_read_by(module: nn.Module, tensor: Tensor) -> InputView:
     """Return a module's own view of a tensor, made once."""
-    mark: _ViewMark | None = getattr(tensor, _MARK, None)
-    read = None if mark is None else mark.by(module)
-    if read is None:
+    read = _VIEWS.get(id(tensor))
+    if read is None or read.reader is not module:
         read = InputView(module, tensor.view_as(tensor))
-        setattr(read.view, _MARK, _ViewMark(read))
+        _VIEWS[id(read.view)] = read
     return read
 
 

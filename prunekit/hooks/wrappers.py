@@ -17,12 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import compiled_code, is_compiled, offloading
 
-WRAPPERS: dict[type[nn.Module], str] = {
-    DataParallel: "module",
-    DistributedDataParallel: "module",
-    AveragedModel: "module",
-}
-"""Classes of wrappers, by the attribute that holds the model."""
+WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
+"""Classes of wrappers, whose `module` is the model."""
 
 
 def unwrapped(model: Any, *, offloaded: bool = False, compiled: bool = True) -> nn.Module:
@@ -101,8 +97,7 @@ def require_unfrozen(model: nn.Module) -> None:
 def _inside(model: nn.Module) -> nn.Module | None:
     if "_orig_mod" in model._modules:  # of torch.compile; this does not import the compiler
         return model._modules["_orig_mod"]
-    attribute = next((name for wrapper, name in WRAPPERS.items() if isinstance(model, wrapper)), None)
-    return None if attribute is None else model._modules[attribute]
+    return model._modules["module"] if isinstance(model, WRAPPERS) else None
 
 
 def _instead(given: Any) -> str:

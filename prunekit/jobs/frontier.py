@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.backends.session import inputs_like
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.hooks.model_copy import with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.jobs.run.baseline_cache import train_baseline
@@ -295,6 +295,7 @@ def frontier(
         >>> [f"{row['macs']:.0%}" for row in found.rows()]
         ['89%', '55%', '19%']
     """
+    require_points(points)
     model = with_weights(unwrapped(model, offloaded=True))
     require_trainable(model, "frontier")
     asked = prune_settings(model, True, **({"macs": WIDEST, **removed} if not _budgets(removed) else removed))
@@ -330,15 +331,18 @@ def _budgets(removed: Mapping[str, Any]) -> bool:
 
 def _shares(search: PlanSearch, points: int | Sequence[float]) -> list[float]:
     """Return the shares of the points, the largest first, within what plans can leave and budgets allow."""
+    if not isinstance(points, int):
+        return sorted(map(float, points), reverse=True)
     least, most = share_range(search)
-    if isinstance(points, int):
-        if points < 2:
-            raise UsageError(f"points: expected at least 2, or shares such as [0.8, 0.5], got {points}")
-        return [float(one) for one in np.linspace(min(WIDEST, most), max(NARROWEST, least * 1.02), points)]
-    found = sorted(map(float, points), reverse=True)
-    if not found or not all(0 < one < 1 for one in found):
+    return [float(one) for one in np.linspace(min(WIDEST, most), max(NARROWEST, least * 1.02), points)]
+
+
+def require_points(points: int | Sequence[float]) -> None:
+    """Raise UsageError if they are neither a number of points nor shares."""
+    if isinstance(points, int) and points < 2:
+        raise UsageError(f"points: expected at least 2, or shares such as [0.8, 0.5], got {points}")
+    if not isinstance(points, int) and not (points and all(0 < one < 1 for one in points)):
         raise UsageError(f"points: expected shares above 0 and below 1, such as [0.8, 0.5], got {list(points)}")
-    return found
 
 
 def _measured(
@@ -418,12 +422,13 @@ def analyze(
     Every point's model lies in `points/<number>` of the run's folder, with its plan. A run that is resumed goes on with
     the points that are missing.
     """
+    require_points(points)
     asked = job.prune.budget
     budget = BudgetSettings(speedup=WITHOUT_EFFECT["speedup"]) if asked.measured else BudgetSettings()
     job = replace(job, prune=replace(job.prune, budget=budget, pattern=None, schedule=None, compact_early=False))
     text, prepared = run_recipe(job, own), prepare(job, own)
     identity = {**identity_of(prepared, training=False), "command": "frontier", "points": points}
-    again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
+    again = None if resume is None else find_run(resume, job.output / job.name / "frontier", identity, log)
     start = time.perf_counter()
     with run_folder(job.output / job.name, "frontier", log, text, finish, again) as run, threads(job.threads):
         write_json(run.resume / IDENTITY, identity)
@@ -462,10 +467,8 @@ def _keep(path: Path, known: dict[float, FrontierPoint], point: FrontierPoint) -
     """Write the points that are there, which a resumed run reads."""
     known[point.share] = point
     rows = [
-        {"share": one.share, "macs": one.macs, "params": one.params, "folder": str(one.result.name)}
-        | {name: getattr(one.drop, name) for name in DROP}
+        {"share": one.share, "macs": one.macs, "params": one.params} | {name: getattr(one.drop, name) for name in DROP}
         for one in known.values()
-        if isinstance(one.result, Path)
     ]
     write_json(path, rows)
 
@@ -474,10 +477,13 @@ def _kept_points(path: Path, models: HeldOut, folder: Path) -> dict[float, Front
     """Return the points that an interrupted run made."""
     rows = read_json(path) if path.is_file() else []
     known = {}
-    for row in rows:
-        drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
-        place = folder / "points" / row["folder"]
-        known[row["share"]] = FrontierPoint(row["share"], row["macs"], row["params"], drop, place)
+    try:
+        for row in rows:
+            left = float(row["share"])
+            drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
+            known[left] = FrontierPoint(left, row["macs"], row["params"], drop, folder / "points" / f"{left:.3f}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{path}: expected the points of a frontier; the file is damaged") from error
     return known
 
 

@@ -4,7 +4,8 @@ Idea: both models see the same samples, so most of what is random about a score 
 are kept in parts, and the difference is computed again without each of them (delete-a-group jackknife, Wolter 1985),
 which works for any score of a set of samples: shares, means, mean precision, perplexity.
 Formula: of G parts, error^2 = (G - 1) / G * sum over g of (d_g - mean of all d_g)^2, where d_g is the drop without part
-g. Bounds are drop + t * error, with Student's quantile of G - 1 degrees of freedom.
+g. Bounds are drop + t * error, with Student's quantile of G - 1 degrees of freedom. Of a share of n samples, (3 / 1.645
+/ n)^2 is added to error^2: where none of them differs, the bound is 3 / n (Hanley & Lippman-Hand 1983), and not 0.
 Unit: a score in percent falls by a share (0.01 is one point); a score of which less is better rises by a share of the
 dense model's; any other falls by so much of its own unit.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from prunekit.errors import DataError, ModelError, UsageError
+from prunekit.hooks.model_copy import copied
 from prunekit.tasks.batches import InputsAndTargets, ModelBatches
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Measurement, Score, Task, get_task
@@ -42,6 +44,8 @@ PARTS_OF_VALUES = 200
 """Parts of the scores that a function returns, at most."""
 MOST_BYTES = 2**31
 """Bytes of held-out samples that are kept."""
+RULE_OF_THREE = 3 / NormalDist().inv_cdf(0.95)
+"""Error of a share of which all samples are alike, times their number."""
 SURE = 0.95
 """Probability with which a drop is at most the bound that decides."""
 AGREEMENT = "agreement with the dense model"
@@ -101,6 +105,7 @@ class HeldOutScores:
     about: Score
     parts: int
     samples: tuple[int, ...]  # of each part
+    is_share: bool  # whether it is a share of the samples
     of: Callable[[Sequence[int]], float]  # parts -> the score on them
 
 
@@ -134,11 +139,38 @@ class HeldOut:
         if self.task is not None and evaluate is not None:
             self.about = self.task.main
         self.dense = self.score(dense)
-        if self.function is not None and not _same(self.dense, self.score(dense)):
+        if self.function is not None:
+            self._require_sound(dense)
+
+    def _require_sound(self, dense: nn.Module) -> None:
+        """Raise if the function is not the same each time, does not depend on the model, or is lower if better."""
+        first, again = self._whole(self.dense), self._whole(self.score(dense))
+        if not math.isclose(first, again, rel_tol=1e-6, abs_tol=1e-9):
             raise UsageError(
-                "evaluate: expected the same score when the same model is given twice, got two; set the seed inside "
-                "the function, put the model into eval mode, and read the samples in the same order"
+                f"evaluate: expected the same score when the same model is given twice, got {first:.6g} and "
+                f"{again:.6g}; set the seed inside the function, and read the samples in the same order"
             )
+        broken = copied(dense)
+        with torch.no_grad():
+            for weight in broken.parameters():
+                weight.zero_()
+        try:
+            scores = self.score(broken)
+        except UsageError:  # NaN, as the cosine of zeros
+            return
+        found = self.drop(scores)
+        constant = all(scores.of([part]) == self.dense.of([part]) for part in range(scores.parts))
+        if constant or found.drop + 3 * (found.error or 0.0) < 0:
+            same = "the same" if constant else f"a higher one, {found.score:.6g},"
+            raise UsageError(
+                f"evaluate: expected a score that is higher if the model is better, got {first:.6g} of the dense model "
+                f"and {same} of one whose weights are all zero; return minus a loss or an error, or a score that "
+                "depends on the model it is given"
+            )
+
+    @staticmethod
+    def _whole(scores: HeldOutScores) -> float:
+        return scores.of(range(scores.parts))
 
     def score(self, model: nn.Module) -> HeldOutScores:
         """Return what a model's score on any of the parts is computed from.
@@ -174,7 +206,7 @@ class HeldOut:
                 whole.add(output, targets)
             return task.reached(whole.result())
 
-        return HeldOutScores(self.about, number, sizes, of)
+        return HeldOutScores(self.about, number, sizes, self.about.unit == "%", of)
 
     def drop(self, scores: HeldOutScores, parts: Sequence[int] | None = None) -> Drop:
         """Return how much lower a model scores than the dense one, on some parts; None: on all."""
@@ -190,6 +222,8 @@ class HeldOut:
             drops = np.array([self._lower(scores.of(some), self.dense.of(some)) for some in without])
             error = math.sqrt((len(chosen) - 1) / len(chosen) * float(((drops - drops.mean()) ** 2).sum()))
         count = sum(scores.samples[part] for part in chosen) if scores.samples else 0
+        if error is not None and scores.is_share:
+            error = math.hypot(error, RULE_OF_THREE / count)
         return Drop(whole, before, self._lower(whole, before), error, len(chosen), count, self.about)
 
     @property
@@ -254,14 +288,14 @@ def _of_values(found: Any, about: Score) -> HeldOutScores:
     number = min(len(values), PARTS_OF_VALUES)
     folded = [values[place::number] for place in range(number)]
     samples = tuple(map(len, folded)) if number > 1 else ()
+    is_share = bool(samples) and set(values.tolist()) <= {0.0, 1.0}
     return HeldOutScores(
-        about, number, samples, lambda chosen: float(np.concatenate([folded[place] for place in chosen]).mean())
+        about,
+        number,
+        samples,
+        is_share,
+        lambda chosen: float(np.concatenate([folded[place] for place in chosen]).mean()),
     )
-
-
-def _same(one: HeldOutScores, other: HeldOutScores) -> bool:
-    every = range(one.parts)
-    return one.parts == other.parts and math.isclose(one.of(every), other.of(every), rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _student(sure: float, freedom: int) -> float:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from prunekit.errors import ModelError, reason_of, reraise_shortage
-from prunekit.models.names import torchvision_names
 from prunekit.models.state_dicts import load_state, load_weights
 from prunekit.reading.yaml_files import read_yaml
 from prunekit.utils.availability import package_folders
@@ -30,11 +29,6 @@ MODULES = ("torch.nn.modules.", "ultralytics.nn.modules.", "ultralytics.nn.tasks
 """Packages with the classes that an ultralytics checkpoint may name."""
 PLAIN = ("ultralytics.utils.IterableSimpleNamespace", "ultralytics.utils.loss.", "ultralytics.utils.tal.")
 """Other classes of ultralytics that its checkpoints name: settings, and losses."""
-
-
-def torchvision_detectors() -> tuple[str, ...]:
-    """Return the names of torchvision's detectors, sorted."""
-    return torchvision_names("detection")
 
 
 def torchvision_detector(name: str) -> Callable[..., nn.Module]:
@@ -98,11 +92,6 @@ def _scaled_names(file: Path) -> Iterator[tuple[str, str]]:
         return
     for scale in content.get("scales") or ("",):
         yield f"{family[1]}{scale}{family[2] or ''}", scale
-
-
-def ultralytics_names() -> tuple[str, ...]:
-    """Return the names of ultralytics' detectors, sorted."""
-    return tuple(sorted(ultralytics_files()))
 
 
 def ultralytics_detector(name: str) -> Callable[..., nn.Module]:

@@ -185,13 +185,9 @@ def _require_own_files(folder: Path) -> None:
 
 def _config(folder: Path) -> Any:
     _require_own_files(folder)
-    try:
-        return _library().AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{folder / CONFIG}: expected the configuration of a model that transformers knows: {error}; code of a "
-            "folder's own is not run"
-        ) from error
+    library, expected = _library(), "expected the configuration of a model that transformers knows"
+    with raised_as(ModelError, f"{folder / CONFIG}: {expected}: ", "; code of a folder's own is not run", str):
+        return library.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def _labels(head: Head, num_classes: int | None) -> dict[str, int]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import with_tensors
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
+from prunekit.reading.records import as_record
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.inputs import (
     InputSpec,
@@ -40,7 +42,8 @@ class TensorSpec:
 
     name: str  # of the argument of `forward`, or of the entry of the output
     dtype: str  # such as `float32`
-    shape: tuple[int | str, ...]  # a size of each axis, or a name for an axis of any size, such as `batch`
+    # a size of each axis, or a name for an axis of any size, such as `batch`
+    shape: tuple[Annotated[int, Ge(0)] | str, ...]
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
@@ -68,35 +71,13 @@ class ModelInterface:
 
     @classmethod
     def from_dict(cls, given: Any, where: str) -> ModelInterface:
-        """Return the interface of plain data."""
-        match given:
-            case {"inputs": list(inputs), "outputs": list(outputs)} if all(map(_is_spec, [*inputs, *outputs])):
-                pass
-            case _:
-                wanted = "inputs and outputs with name, dtype and shape each"
-                raise ArtifactError(f"{where}: expected {wanted}; it is damaged: {given!r:.99}")
-        task, classes, prepared = given.get("task"), given.get("classes") or [], given.get("preprocessing")
-        named = isinstance(classes, list) and all(isinstance(one, str) for one in classes)
-        if not isinstance(task, str | None) or not named:
-            raise ArtifactError(
-                f"{where}: expected the name of a task or null, and a list with the name of each class; it is damaged: "
-                f"{task!r:.50}, {classes!r:.50}"
-            )
-        if task is not None:
-            task = from_file(task, f"{where}: task", "name it yourself: --task NAME (from Python: task=NAME)")
-        preprocessing = None if prepared is None else Preprocessing.from_dict(prepared, where)
-        taken, returned = (
-            tuple(TensorSpec(one["name"], one["dtype"], tuple(one["shape"])) for one in specs)
-            for specs in (inputs, outputs)
-        )
-        return cls(taken, returned, task, tuple(classes), preprocessing)
-
-
-def _is_spec(given: Any) -> bool:
-    match given:
-        case {"name": str(), "dtype": str(), "shape": list(shape)}:
-            return all(type(size) is str or (type(size) is int and size >= 0) for size in shape)
-    return False
+        """Return the interface of plain data; an `ArtifactError` says `where` it is damaged."""
+        prepared = given.get("preprocessing") if isinstance(given, dict) else None
+        found = as_record(cls, given if prepared is None else {**given, "preprocessing": None}, where)
+        if found.task is not None:  # as it was given, because the text may know already which file it is from
+            advice = "name it yourself: --task NAME (from Python: task=NAME)"
+            found = replace(found, task=from_file(given["task"], f"{where}: task", advice))
+        return found if prepared is None else replace(found, preprocessing=Preprocessing.from_dict(prepared, where))
 
 
 def attach(model: nn.Module, interface: ModelInterface) -> None:

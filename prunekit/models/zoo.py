@@ -30,9 +30,8 @@ from prunekit.models.cifar import CifarResNet
 from prunekit.models.detectors import (
     load_ultralytics,
     torchvision_detector,
-    torchvision_detectors,
     ultralytics_detector,
-    ultralytics_names,
+    ultralytics_files,
 )
 from prunekit.models.names import (
     DEPTHS,
@@ -41,6 +40,7 @@ from prunekit.models.names import (
     is_weights_file,
     missing_file,
     missing_folder,
+    torchvision_names,
     unknown_name,
 )
 from prunekit.models.preprocessing import Preprocessing
@@ -95,7 +95,7 @@ def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, 
     Of transformers these are the model types that have a head.
     """
     if zoo == "ultralytics":
-        return ultralytics_names()
+        return tuple(sorted(ultralytics_files()))
     if zoo == "timm":
         return tuple(sorted(_timm().list_models()))
     if zoo == "hf":
@@ -105,7 +105,8 @@ def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, 
 
 def is_detector(settings: ModelSettings) -> bool:
     """Return whether settings name a detector of torchvision or ultralytics."""
-    return settings.zoo == "ultralytics" or (settings.zoo == "torchvision" and settings.name in torchvision_detectors())
+    of_torchvision = settings.zoo == "torchvision" and settings.name in torchvision_names("detection")
+    return of_torchvision or settings.zoo == "ultralytics"
 
 
 def model_arguments(settings: ModelSettings, num_classes: int | None, image_size: int | None = None) -> dict[str, Any]:

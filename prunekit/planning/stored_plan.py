@@ -13,9 +13,9 @@ from pydantic import Strict, TypeAdapter, ValidationError
 
 from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody
 from prunekit.channels.labels.constraint_solver import NOT_JOINT
-from prunekit.channels.labels.fields import MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.label_flow import MacTerm, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.tracing.channel_map import ChannelMap, Lock, SizeAttribute, group_labels
+from prunekit.channels.tracing.channel_map import ChannelMap, Lock, SizeAttribute, Stored, group_labels
 from prunekit.channels.tracing.channel_norms import Axes, ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.kept_state import KeptState
 from prunekit.errors import cut_short

@@ -11,7 +11,7 @@ Invariants: no model is delivered that failed on the second half; other budgets 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -99,6 +99,11 @@ def judged(
     return calibration, HeldOut(model, held_out, evaluate)
 
 
+def confirmed(drops: Sequence[Drop], limit: float) -> int:
+    """Return how many drops are within the limit, in order, before the first that is not: fixed sequence testing."""
+    return next((number for number, drop in enumerate(drops) if drop.most > limit), len(drops))
+
+
 @dataclass(frozen=True, eq=False)
 class Tried(Generic[Made]):
     """A model that was tried."""
@@ -126,7 +131,11 @@ class ScoreSearch(Generic[Made]):
 
         Raises:
             PlanError: no model was confirmed, or another budget allows none.
+            UsageError: the limit is a share, and not below 1.
         """
+        about = self.held_out.about
+        if self.limit >= 1 and (about.unit == "%" or about.lower_is_better):
+            raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {self.limit:g}")
         low, high = share_range(self.search)
         tried: list[Tried[Made]] = []
         if self._others and not self._holds(self._try(high, tried)):
@@ -178,17 +187,13 @@ class ScoreSearch(Generic[Made]):
 
     def _confirmed(self, held: list[Tried[Made]]) -> tuple[Planned, Made, Drop] | None:
         """Return the narrowest that holds on the second half, as do all that are wider; None if the widest fails."""
-        found = None
-        for one in held:
-            drop = self.held_out.drop(one.scores, self.held_out.halves[1])
-            holds = drop.most <= self.limit
-            if drop.error is not None:
-                said = "confirmed" if holds else "not confirmed"
+        drops = [self.held_out.drop(one.scores, self.held_out.halves[1]) for one in held]
+        count = confirmed(drops, self.limit)
+        for number, (one, drop) in enumerate(zip(held, drops, strict=True)):
+            if drop.error is not None and number <= count:
+                said = "confirmed" if number < count else "not confirmed"
                 self.log(f"max_drop: {self._left(one.share)}: {drop}; {self._bounded(drop)}: {said}")
-            if not holds:
-                break
-            found = self._noted(one, drop)
-        return found
+        return self._noted(held[count - 1], drops[count - 1]) if count else None
 
     def _noted(self, one: Tried[Made], drop: Drop) -> tuple[Planned, Made, Drop]:
         figures = {name: getattr(drop, name) for name in ("drop", "most", "score", "dense", "samples")}

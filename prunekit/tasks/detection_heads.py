@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,8 @@ class Said:
 
     def wide(self) -> Said:
         """Return the same in float32 at least."""
-        values = (self.scores, self.boxes, self.centerness)
-        scores, boxes, center = (v if v is None or v.dtype.itemsize > 2 else v.float() for v in values)
-        assert scores is not None
-        assert boxes is not None
-        return Said(scores, boxes, self.background, center)
+        narrow = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor) and v.dtype.itemsize <= 2}
+        return replace(self, **narrow)  # type: ignore[arg-type]  # background is no tensor
 
 
 def head_error(student: Said, teacher: Said) -> Tensor:

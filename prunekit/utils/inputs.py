@@ -382,6 +382,18 @@ def select_samples(inputs: Any, index: slice | Tensor) -> Any:
     return map_samples(inputs, lambda tensor: tensor[index], some)
 
 
+def repeated_samples(inputs: Any, count: int) -> Any:
+    """Return the same nesting with `count` samples, its own again and again; what holds no sample each is as it was."""
+    own = sample_count(inputs, 1)
+    index = torch.arange(count) % own
+
+    def of_tensor(tensor: Tensor) -> Tensor:
+        each = bool(tensor.dim()) and tensor.shape[0] == own
+        return tensor.index_select(0, index.to(tensor.device)) if each else tensor
+
+    return map_samples(inputs, of_tensor, lambda samples: [samples[number] for number in index.tolist()])
+
+
 def concatenate(parts: Sequence[Any]) -> Any:
     """Return inputs of the same nesting, concatenated along their first axes; lists of samples become one list."""
     found = iter(zip(*map(sample_parts, parts), strict=True))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prunekit.channels.labels.fields import Field, along, collapse
+from prunekit.channels.labels.label_flow import Field, along, collapse
 from prunekit.channels.labels.label_union import LabelUnion
 
 Edges = list[list[tuple[int, int]]]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prunekit as pk
-from prunekit.channels.rules.meta_shapes import SHORTCUTS, numbers_in
-from prunekit.channels.tracing.operator_mode import OnMeta, run_on_meta
+from prunekit.channels.rules.indexing import numbers_in
+from prunekit.channels.tracing.operator_mode import SHORTCUTS, OnMeta, run_on_meta
 from prunekit.channels.tracing.tracer import trace_model
 from prunekit.utils.inputs import as_example
 from prunekit.utils.tensors import gather, map_tensors

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from rule_mode import RuleMode
 from torch import Tensor
 
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.rules.pointwise import KEEPS_ZERO
 from prunekit.channels.rules.rule import RULES, register_rule
 

@@ -14,8 +14,7 @@ from rule_mode import RuleMode
 from torch import Tensor
 
 from prunekit.channels.labels.constraints import EqualParts, Rectangle
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.rules.shape import axis_groups, reshape_labels
 
 

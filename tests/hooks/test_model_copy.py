@@ -23,7 +23,7 @@ from equivalence import TOLERANCE, Net, image, parity, randomized, settled_plan,
 from torch import nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.channels.cut.slicing import RESIZERS, cut, narrow, resizer
+from prunekit.channels.cut.slicing import cut, narrow
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.model_folder import load, save
 from prunekit.errors import ArtifactError, ModelError, VerificationError
@@ -217,7 +217,7 @@ def test_cut_entries(layout: torch.memory_format) -> None:
     assert torch.equal(got, tensor[[1, 3]][:, [0, 2]])
 
 
-def test_subclasses_are_resized_and_a_second_resizer_is_refused() -> None:
+def test_subclasses_are_resized() -> None:
     class Mine(nn.Conv2d):
         pass
 
@@ -225,10 +225,6 @@ def test_subclasses_are_resized_and_a_second_resizer_is_refused() -> None:
     small = narrow(model, {"0.weight": (np.array([0, 5]), None, None, None), "0.bias": (np.array([0, 5]),)})
     assert type(small[0]) is Mine  # type: ignore[index]
     assert small[0].out_channels == 2  # type: ignore[index, union-attr]
-    before = dict(RESIZERS)
-    with pytest.raises(ValueError, match="Linear already has a resizer"):
-        resizer(nn.Linear)(lambda module: None)
-    assert before == RESIZERS
 
 
 def test_functions_as_attributes_are_shared() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ModelError
-from prunekit.models.detectors import load_ultralytics, made_for, ultralytics_names
+from prunekit.models.detectors import load_ultralytics, made_for, ultralytics_files
 from prunekit.models.zoo import build_model, model_arguments
 from prunekit.settings.inputs import ModelSettings
 from prunekit.tasks.detection import DETECTION
@@ -45,7 +45,7 @@ def test_torchvisions_detectors_take_images_as_they_are() -> None:
 
 def test_ultralytics_models_are_named_by_family_and_scale() -> None:
     pytest.importorskip("ultralytics")
-    names = ultralytics_names()
+    names = sorted(ultralytics_files())
     assert {"yolov8n", "yolo11x", "yolo26n", "yolov10b", "yolov9t", "rtdetr-l", "yolov8n-p2", "yolov5nu"} - set(
         names
     ) <= {"yolov5nu"}

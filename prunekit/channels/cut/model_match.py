@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ def _inside(channel_map: ChannelMap, model: nn.Module, shapes: Shapes) -> str:
 def own_buffers(model: nn.Module) -> set[str]:
     """Return the names of all buffers except those of torch's own layers, whose shapes are fixed."""
     own = [pair for pair in model.named_modules(remove_duplicate=False) if not _is_torchs(pair[1])]
-    return {name for path, module in own for name, _ in _named(path, module._buffers)}
+    return {name for path, module in own for name, _ in module.named_buffers(path, False, False)}
 
 
 def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str) -> str:
@@ -67,8 +67,9 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
     remade = {name for name in own_buffers(model) if not _is_free(channel_map, name)}
     first = {id(tensor): name for name, tensor in named_tensors(model)}
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = {name: tensor for path, module in modules.items()
-             for table in (module._parameters, module._buffers) for name, tensor in _named(path, table)}  # fmt: skip
+    found = dict[str, torch.Tensor]()
+    for path, module in modules.items():
+        found.update([*module.named_parameters(path, False, False), *module.named_buffers(path, False, False)])
     for name, tensor in found.items():
         wanted, own = shapes.get(name), first[id(tensor)]
         parameter = isinstance(tensor, nn.Parameter)
@@ -91,12 +92,6 @@ def _misfit(channel_map: ChannelMap, model: nn.Module, shapes: Shapes, what: str
         if path not in modules and not is_inside(path, parts):
             return f"{what} knows a module {path!r}, which this model does not have; {nearest(path, modules)}"
     return ""
-
-
-def _named(path: str, table: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in table.items():
-        if tensor is not None:
-            yield (f"{path}.{name}" if path else name), tensor
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -181,23 +181,6 @@ def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIn
     return compact
 
 
-Resizer = Callable[[Any], None]
-RESIZERS: dict[type[nn.Module], Resizer] = {}
-
-
-def resizer(*classes: type[nn.Module]) -> Callable[[Resizer], Resizer]:
-    """Register a function that sets the sizes of modules of some classes, and their subclasses, from their tensors."""
-
-    def register(function: Resizer) -> Resizer:
-        for cls in classes:
-            if cls in RESIZERS:
-                raise ValueError(f"{cls.__name__} already has a resizer")
-            RESIZERS[cls] = function
-        return function
-
-    return register
-
-
 def resize(model: nn.Module) -> None:
     """Set every known module's size attributes from its tensors, in place.
 
@@ -229,7 +212,6 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
     return tuple([max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)])
 
 
-@resizer(_ConvNd)
 def _conv(module: _ConvNd) -> None:
     transposed = isinstance(module, _ConvTransposeNd)
     rows, columns = _shape(module)[:2]
@@ -240,47 +222,27 @@ def _conv(module: _ConvNd) -> None:
     module.in_channels, module.out_channels = (rows, inner) if transposed else (inner, rows)
 
 
-@resizer(nn.Linear)
-def _linear(module: nn.Linear) -> None:
-    module.out_features, module.in_features = _shape(module)
-
-
-@resizer(_NormBase)
 def _batch_norm(module: _NormBase) -> None:
     shape = _shape(module) or ([] if module.running_mean is None else module.running_mean.shape)
     if shape:
         module.num_features = shape[0]
 
 
-@resizer(nn.LayerNorm, nn.RMSNorm)
 def _layer_norm(module: nn.LayerNorm) -> None:
     module.normalized_shape = _shape(module) or module.normalized_shape
 
 
-@resizer(nn.GroupNorm)
 def _group_norm(module: nn.GroupNorm) -> None:
     if shape := _shape(module):
         _set_groups(module, shape[0])
 
 
-@resizer(nn.TransformerEncoder)
 def _encoder(module: nn.TransformerEncoder) -> None:
     # Its nested tensors are for the fast path of torch's own attention.
     if any(isinstance(part, SizedAttention) for part in module.modules()):
         module.use_nested_tensor = False
 
 
-@resizer(nn.PReLU)
-def _prelu(module: nn.PReLU) -> None:
-    module.num_parameters = module.weight.numel()
-
-
-@resizer(nn.Embedding, nn.EmbeddingBag)
-def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    module.num_embeddings, module.embedding_dim = _shape(module)
-
-
-@resizer(nn.RNNBase, nn.RNNCellBase)
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
     suffix = "_l0" if isinstance(module, nn.RNNBase) else ""
     module.input_size = module.get_parameter(f"weight_ih{suffix}").shape[1]
@@ -288,6 +250,33 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
     if isinstance(module, nn.RNNBase) and module.proj_size:
         module.proj_size, state = state, module.get_parameter(f"weight_hr{suffix}").shape[1]
     module.hidden_size = state
+
+
+def _by_axis(*names: str) -> Callable[[Any], None]:
+    """Return what sets the attributes that hold the size of each axis of a layer's weight."""
+
+    def set_sizes(module: Any) -> None:
+        for name, size in zip(names, _shape(module), strict=True):
+            setattr(module, name, size)
+
+    return set_sizes
+
+
+RESIZERS: dict[type[nn.Module], Callable[[Any], None]] = {
+    _ConvNd: _conv,
+    nn.Linear: _by_axis("out_features", "in_features"),
+    _NormBase: _batch_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _layer_norm,
+    nn.GroupNorm: _group_norm,
+    nn.TransformerEncoder: _encoder,
+    nn.PReLU: _by_axis("num_parameters"),
+    nn.Embedding: _by_axis("num_embeddings", "embedding_dim"),
+    nn.EmbeddingBag: _by_axis("num_embeddings", "embedding_dim"),
+    nn.RNNBase: _recurrent,
+    nn.RNNCellBase: _recurrent,
+}
+"""Class of modules, with its subclasses -> a function that sets a module's sizes from its tensors."""
 
 
 def with_channel_order(model: nn.Module, channel_map: ChannelMap, source: Labels) -> nn.Module:

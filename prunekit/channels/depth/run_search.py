@@ -6,6 +6,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -119,13 +120,8 @@ class RunSearch:
 
     def around(self, paths: Iterable[str]) -> str:
         """Return the path of the innermost module that contains all given ones."""
-        parts = [path.split(".") if path else [] for path in paths]
-        common = []
-        for level in zip(*parts, strict=False):
-            if len(set(level)) > 1:
-                break
-            common.append(level[0])
-        return ".".join(common)
+        levels = zip(*(path.split(".") for path in paths), strict=False)
+        return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
     def idle(self, numbers: set[int], allowed: set[int]) -> set[int]:
         """Return the operators whose results nothing reads, or only operators of the branch."""

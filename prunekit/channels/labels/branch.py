@@ -209,16 +209,6 @@ def _step(step: Any) -> Step:
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in step)
 
 
-def shortening(branches: tuple[Branch, ...], bodies: Mapping[str, ModuleBody]) -> Shortening:
-    """Return what is left in place of branches."""
-    gone: dict[str, set[int]] = {}
-    for branch in branches:
-        if branch.body is not None:
-            gone.setdefault(branch.body, set()).update(branch.steps)
-    left = tuple(_without(bodies[path], steps) for path, steps in gone.items())
-    return Shortening(tuple(one for branch in branches for one in branch.replacements), left)
-
-
 def _without(body: ModuleBody, gone: set[int]) -> ModuleBody:
     """Return the code without some steps, and without those that nothing reads then, numbered again."""
     used = {body.result}
@@ -277,7 +267,12 @@ class Branches:
 
     def shortening(self, keep: NDArray[np.bool_]) -> Shortening:
         """Return what a compact model has in place of the branches that are gone."""
-        return shortening(self.gone(keep), self.bodies)
+        branches, steps = self.gone(keep), dict[str, set[int]]()
+        for branch in branches:
+            if branch.body is not None:
+                steps.setdefault(branch.body, set()).update(branch.steps)
+        left = tuple(_without(self.bodies[path], gone) for path, gone in steps.items())
+        return Shortening(tuple(one for branch in branches for one in branch.replacements), left)
 
 
 NO_BRANCHES = Branches()

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -46,14 +47,99 @@ from prunekit.channels.labels.constraints import (
     Positions,
     Repeated,
 )
-from prunekit.channels.labels.fields import Field, MacTerm, WidthMultiple, along, apart, collapse
 from prunekit.channels.labels.label_union import LOCKED, Labels, LabelUnion
+
+BUFFER_INSTEAD = "; of a buffer in its place, channels can be removed as well"
+MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
+
+
+class Field:
+    """Labels that lie on a tensor: an integer array that broadcasts to its shape. Immutable.
+
+    Attributes:
+        labels: as many axes as the tensor, of full size where the label depends on that axis and of size 1 elsewhere.
+        zero: whether entries of a removed label are exactly 0 when the model runs under masks.
+        true: whether they are True instead, as comparisons of 0 with another number may be.
+        span: the axes along which the labels differ.
+    """
+
+    __slots__ = ("labels", "span", "true", "zero")
+
+    def __init__(self, labels: Labels, zero: bool, true: bool = False) -> None:
+        self.labels = labels
+        self.zero = zero
+        self.true = true
+        self.span = tuple([axis for axis, size in enumerate(labels.shape) if size > 1])
+
+    def with_labels(self, labels: Labels) -> Field:
+        """Return the same field with other labels."""
+        return Field(labels, self.zero, self.true)
+
+    def behind(self, axes: int) -> Field:
+        """Return the field of a tensor that has as many axes of size 1 before the others."""
+        return self.with_labels(self.labels.reshape((1,) * axes + self.labels.shape)) if axes else self
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether the labels lie on every position of their axes in a tensor of a shape."""
+        whole = self.labels.ndim == len(shape)
+        return whole and all(self.labels.shape[axis] == shape[axis] for axis in self.span)
+
+
+def along(labels: Labels, axis: int, ndim: int) -> Labels:
+    """Return a vector of labels shaped to lie on one axis of an `ndim`-dimensional tensor."""
+    shape = [1] * ndim
+    shape[axis] = labels.size
+    return labels.reshape(shape)
+
+
+def apart(fields: Iterable[Field]) -> tuple[tuple[Labels, ...], set[int]]:
+    """Return the flat labels of the fields of one tensor that share no axis with an earlier one, and their axes."""
+    covered: set[int] = set()
+    factors = []
+    for field in fields:
+        if not covered & set(field.span):
+            covered |= set(field.span)
+            factors.append(field.labels.reshape(-1))
+    return tuple(factors), covered
+
+
+def rows_along(labels: Labels, axis: int) -> Labels:
+    """Return the labels with a row for each position of an axis, (size, n)."""
+    return np.moveaxis(labels, axis, 0).reshape(labels.shape[axis], -1)
+
+
+def collapse(labels: Labels) -> Labels:
+    """Reduce every axis along which the labels are constant to size 1."""
+    for axis, size in enumerate(labels.shape):
+        if size > 1:
+            first = np.take(labels, [0], axis=axis)
+            if (labels == first).all():
+                labels = first
+    return labels
+
+
+@dataclass(frozen=True, eq=False)
+class MacTerm:
+    """Multiply-accumulates of one operator for one sample: `constant` times the kept labels of every factor."""
+
+    module: str
+    operator: str
+    constant: float
+    factors: tuple[Labels, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class WidthMultiple:
+    """A width that is needed in multiples of a number, as by kernels that load 16 bytes at once, and a least one."""
+
+    labels: Labels
+    number: int
+    least: int = 1
+
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
 Fields = set[Field]
-BUFFER_INSTEAD = "; of a buffer in its place, channels can be removed as well"
-MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
 
 
 class LabelFlow:

@@ -19,7 +19,7 @@ from torch import nn
 
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import Constraint, EqualParts, FixedPositions, Rectangle
-from prunekit.channels.labels.fields import Field, rows_along
+from prunekit.channels.labels.label_flow import Field, rows_along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.source_rewriter import can_state, integers
 from prunekit.channels.rules.rule import Trait

@@ -41,6 +41,7 @@ from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.tracing.call_sites import (
     SIZED_FILE,
     Span,
+    codes_in,
     definition,
     is_chunk,
     is_of_torch,
@@ -233,7 +234,9 @@ def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = Tru
     around.body[0].body[1].body = [node]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
     whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
-    made = _code_named(whole, name)
+    made = next((one for one in codes_in(whole) if one.co_name == name), None)
+    if made is None:
+        raise KeyError(name)
     cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
     cells[ORDERED] = CellType(ordered)
     closure = tuple(cells[variable] for variable in made.co_freevars)
@@ -294,13 +297,6 @@ def can_state(cls: type, place: CodePlace) -> bool:
     except (KeyError, SyntaxError, OSError):
         return False
     return True
-
-
-def _code_named(code: CodeType, name: str) -> CodeType:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            return constant if constant.co_name == name else _code_named(constant, name)
-    raise KeyError(name)
 
 
 class ExpressionReplacer(ast.NodeTransformer):

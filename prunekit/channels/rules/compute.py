@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.labels.fields import Field, WidthMultiple
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, WidthMultiple
 from prunekit.channels.rules.pointwise import aligned, zero_where
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
@@ -29,13 +28,6 @@ Trait.AFFINE.declare("aten.addmm")
 Trait.LAST_AXIS.declare("aten.addmm")
 
 
-@register_rule(*_EINSUM, traits=[Trait.COUNTED])
-def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
-    """Merge along the contracted axis."""
-    axes, out = _EINSUM[call.name]
-    flow.set(call.out, flow.summed(zip(call.args[:2], axes, strict=True), out))
-
-
 _ADDED = {
     "aten.addmm": "aten.mm",
     "aten._sparse_addmm": "aten.mm",
@@ -45,13 +37,17 @@ _ADDED = {
 }
 
 
+@register_rule(*_EINSUM, traits=[Trait.COUNTED])
 @register_rule(*_ADDED)
-def added_matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
-    """Add a broadcast bias to a matrix product; for a sparse matrix, torch adds zeros of the whole size."""
-    axes, out = _EINSUM[_ADDED[call.name]]
-    product = flow.summed(zip(call.args[1:3], axes, strict=True), out)
-    bias = aligned(flow, call.args[0], call.out.dim())
-    flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
+def matrix_product(flow: LabelFlow, call: OperatorCall) -> None:
+    """Merge along the contracted axis, and with a broadcast bias: of a sparse matrix, zeros of the whole size."""
+    axes, out = _EINSUM[_ADDED.get(call.name, call.name)]
+    *added, left, right = call.args[: 3 if call.name in _ADDED else 2]
+    fields = flow.summed(zip((left, right), axes, strict=True), out)
+    for bias in added:
+        operands = [(tuple(call.out.shape), fields), aligned(flow, bias, call.out.dim())]
+        fields = flow.pointwise(operands, product=False)
+    flow.set(call.out, fields)
 
 
 COUNTS_ROWS = "offsets count these positions: which matrix of a stack they meet depends on their number"

@@ -9,8 +9,7 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.labels.constraints import NOT_ZERO, Grouped
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.compute import leaves_alone
 from prunekit.channels.rules.rule import OperatorCall, Trait, register_rule

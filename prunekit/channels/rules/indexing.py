@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels.constraints import EqualParts, Rectangle
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow, Operand
+from prunekit.channels.labels.label_flow import Field, LabelFlow, Operand, along
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.rules.meta_shapes import numbers_in
 from prunekit.channels.rules.pointwise import IN_PLACE, aligned, is_zero, zero_spans
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 from prunekit.channels.rules.shape import BY_POSITION, PICKED, part, replay
@@ -28,6 +26,22 @@ STORED_ORDER = (
     "put in the order of an index that the model stores, whose numbers pruning leaves as they are; channels that a "
     "view and a transpose reorder instead can be pruned"
 )
+
+
+def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the integers that a tensor holds or, on a meta device, would hold; None if unknown."""
+    known: torch.Tensor = getattr(tensor, "_prunekit_numbers", tensor)
+    unknown = known.is_meta or known.is_floating_point() or (known.numel() and not known.untyped_storage().nbytes())
+    return None if unknown else known
+
+
+def remember(tensor: torch.Tensor, known: torch.Tensor | None) -> None:
+    """Remember the numbers of a tensor; where some written to it are unknown, those of all of its views are."""
+    before = getattr(tensor, "_prunekit_numbers", None)
+    if known is None and before is not None:
+        before.untyped_storage().resize_(0)
+    elif known is not None:
+        tensor._prunekit_numbers = known  # type: ignore[attr-defined]
 
 
 def _without(flow: LabelFlow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
@@ -287,11 +301,13 @@ def embedding(flow: LabelFlow, call: OperatorCall) -> None:
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
 
 
-@register_rule("aten.bucketize")
-def bucketize(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pass the labels of the values, whose places among some bounds are found."""
-    flow.lock(flow.fields(call.args[1]), "bounds between which values are placed")
-    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(call.args[0])])
+@register_rule("aten.bucketize", "aten.take")
+def looked_up(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass the labels of values whose places among bounds are found, or of integers that pick from a tensor."""
+    first, second = (flow.fields(argument) for argument in call.args[:2])
+    bounds = call.name == "aten.bucketize"
+    flow.lock(second if bounds else first, "bounds between which values are placed" if bounds else PICKED)
+    flow.set(call.out, [Field(field.labels, zero=False) for field in (first if bounds else second)])
 
 
 _FEW = frozenset(aten("topk kthvalue"))
@@ -377,14 +393,6 @@ def scatter_masked(flow: LabelFlow, call: OperatorCall) -> None:
     lead = (1,) * (target.dim() - 1)
     fields = _merged(flow, writers, writers)
     flow.set(call.out, [field.with_labels(field.labels.reshape(*lead, -1)) for field in fields])
-
-
-@register_rule("aten.take")
-def take(flow: LabelFlow, call: OperatorCall) -> None:
-    """Pass the labels of the integers, whose shape the result has; the positions that they pick from are locked."""
-    source, index = call.args
-    flow.lock(flow.fields(source), PICKED)
-    flow.set(call.out, [Field(field.labels, zero=False) for field in flow.fields(index)])
 
 
 @register_rule("aten.segment_reduce")

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels.constraints import Normalized
-from prunekit.channels.labels.fields import Field, along, rows_along
-from prunekit.channels.labels.label_flow import LabelFlow, Shape
+from prunekit.channels.labels.label_flow import Field, LabelFlow, Shape, along, rows_along
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 from prunekit.hooks.model_copy import named_tensors
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels.code_places import Expression
-from prunekit.channels.labels.fields import Field
-from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, Operand, Shape
+from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, Field, LabelFlow, Operand, Shape
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
 IN_PLACE = ("", "_")

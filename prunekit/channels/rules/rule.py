@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -13,16 +14,14 @@ from prunekit.channels.labels.label_flow import LabelFlow
 Rule = Callable[[LabelFlow, "OperatorCall"], None]
 
 
+@dataclass(eq=False, slots=True)
 class OperatorCall:
     """One operator call as a rule sees it: name, arguments and results."""
 
-    __slots__ = ("args", "kwargs", "name", "out")
-
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self.name = name
-        self.args = args
-        self.kwargs = kwargs
-        self.out = out
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
 
     @property
     def outs(self) -> Sequence[Any]:

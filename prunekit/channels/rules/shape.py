@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.labels.constraints import Crossed, Padded, Rectangle
-from prunekit.channels.labels.fields import Field, collapse, rows_along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, collapse, rows_along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import OperatorCall, Trait, aten, register_rule
 
@@ -142,9 +141,8 @@ def permute(flow: LabelFlow, call: OperatorCall) -> None:
 @register_rule("aten.as_strided_")
 def layout(flow: LabelFlow, call: OperatorCall) -> None:
     """Pass strides that pooling to one position writes in place for axes of size 1, and lock on anything more."""
-    fields, shape = flow.fields(call.out), call.out.shape
-    fits = all(f.labels.ndim == len(shape) and all(f.labels.shape[a] == shape[a] for a in f.span) for f in fields)
-    if not (fits and call.out.is_contiguous()):
+    fields = flow.fields(call.out)
+    if not (all(field.fits(call.out.shape) for field in fields) and call.out.is_contiguous()):
         flow.lock(fields, "strides written in place")
 
 

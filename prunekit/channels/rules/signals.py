@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.pointwise import keeps_zero, sums, zero_where
 from prunekit.channels.rules.rule import OperatorCall, aten, register_rule
@@ -34,19 +33,15 @@ def _map_channels(
         flow.set(out, [Field(along(change(labels), axis, out.dim()), zero)])  # type: ignore[arg-type]
 
 
-@register_rule("aten.pixel_shuffle", "aten.col2im")
-def gathered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Tie the channels that become positions of one channel."""
-    axis = call.out.dim() - 3
-    size = call.out.shape[axis]
-    _map_channels(flow, call, axis, lambda labels: flow.union.tie(labels.reshape(size, -1), [1]).reshape(-1))
-
-
-@register_rule("aten.pixel_unshuffle", "aten.im2col")
-def scattered(flow: LabelFlow, call: OperatorCall) -> None:
-    """Repeat the label of a channel whose positions become several channels."""
-    axis = call.args[0].dim() - 3
-    _map_channels(flow, call, axis, lambda labels: np.repeat(labels, call.out.shape[axis] // labels.size))
+@register_rule(*aten("pixel_shuffle pixel_unshuffle col2im im2col"))
+def exchanged(flow: LabelFlow, call: OperatorCall) -> None:
+    """Tie channels that become positions of one; repeat the label of one whose positions become several channels."""
+    axis = max(call.args[0].dim(), call.out.dim()) - 3
+    size, tie = call.out.shape[axis], flow.union.tie
+    if size > call.args[0].shape[axis]:
+        _map_channels(flow, call, axis, lambda labels: np.repeat(labels, size // labels.size))
+    else:
+        _map_channels(flow, call, axis, lambda labels: tie(labels.reshape(size, -1), [1]).reshape(-1))
 
 
 @register_rule("aten.channel_shuffle", "aten.native_channel_shuffle")

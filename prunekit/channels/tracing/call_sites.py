@@ -146,14 +146,18 @@ def _method_around(cls: type, code: CodeType) -> CodeType | None:
     names = {name for base in cls.__mro__ if base is not nn.Module for name in vars(base)}
     for name in names:
         method = method_of(cls, name)
-        if method is not None and method[1].__code__.co_name == name and _within(code, method[1].__code__):
-            return method[1].__code__
+        outer = None if method is None else method[1].__code__
+        if outer is not None and outer.co_name == name and any(code is one for one in codes_in(outer)):
+            return outer
     return None
 
 
-def _within(code: CodeType, outer: CodeType) -> bool:
-    inner = (constant for constant in outer.co_consts if isinstance(constant, CodeType))
-    return code is outer or any(_within(code, constant) for constant in inner)
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and that of all functions and classes within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
@@ -505,9 +509,4 @@ def picked_from(node: ast.expr) -> ast.expr | None:
 
 def _is_all(item: ast.expr) -> bool:
     """Return whether an item of a subscript takes whole axes: `:` or `...`."""
-    match item:
-        case ast.Slice(None, None, None):
-            return True
-        case ast.Constant(value):
-            return value is ...
-    return False
+    return ast.unparse(item) in (":", "...")

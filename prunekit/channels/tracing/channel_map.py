@@ -24,7 +24,7 @@ from prunekit.channels.labels.constraints import (
     around,
     family_of,
 )
-from prunekit.channels.labels.fields import Field, MacTerm, Stored, WidthMultiple
+from prunekit.channels.labels.label_flow import Field, MacTerm, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
 from prunekit.channels.tracing.execution import ActivationKey
@@ -49,6 +49,14 @@ class Lock:
     module: str
     operator: str
     channels: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Storage of a tensor in a model's file: bytes of one element, and whether it is a parameter or a buffer."""
+
+    element_bytes: int
+    parameter: bool
 
 
 @dataclass(frozen=True, eq=False)

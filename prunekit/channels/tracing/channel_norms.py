@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels.constraints import LockRecord
-from prunekit.channels.labels.fields import Field
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.execution import FIXED_CODE, has_fixed_code
 from prunekit.utils.tensors import gather

@@ -34,8 +34,7 @@ from typing import Any
 import torch
 
 from prunekit.channels.labels.constraints import FixedPositions
-from prunekit.channels.labels.fields import Field
-from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, LabelFlow, MadeAxes
+from prunekit.channels.labels.label_flow import BUFFER_INSTEAD, MEETS_FIXED, Field, LabelFlow, MadeAxes
 from prunekit.channels.rules.convolution import FIXED_PARTNER
 from prunekit.channels.rules.rule import OperatorCall, Trait, rule_of
 from prunekit.channels.tracing.call_sites import RunningExpression, Site, caller_here, site_here

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from prunekit.channels.rules.meta_shapes import SHORTCUTS, numbers_in, remember
+from prunekit.channels.rules.indexing import numbers_in, remember
 from prunekit.channels.rules.rule import Trait
 from prunekit.utils.private_torch import HigherOrderOperator, explicit_kernel, is_composite
 from prunekit.utils.tensors import gather, map_tensors
@@ -126,6 +126,34 @@ def without_randomness(name: str, out: Any) -> Any:
         elif "empty" in name:
             out.zero_()
     return out
+
+
+Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_UNARY = (
+    "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "elu", "selu", "leaky_relu", "tanh", "sigmoid",
+    "hardsigmoid", "softplus", "mish", "neg", "exp",
+)  # fmt: skip
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if kwargs else _like(args[0])
+
+
+def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
+
+
+SHORTCUTS: dict[str, Shortcut] = {
+    **{f"aten.{name}": _same for name in (*_UNARY, "clone")},
+    **{f"aten.{name}_": lambda args, kwargs: args[0] for name in _UNARY},
+    "aten._native_batch_norm_legit_no_training": _batch_norm,
+    "aten.native_batch_norm": lambda args, kwargs: NotImplemented if args[5] else _batch_norm(args, kwargs),
+}
+"""Operator -> a function that returns its output, or NotImplemented if torch must compute it."""
 
 
 class OnMeta(OperatorMode):

@@ -11,7 +11,7 @@ import torch
 
 from prunekit.channels.labels.code_places import Expression, ModuleCall
 from prunekit.channels.labels.constraints import Constraint
-from prunekit.channels.labels.fields import Field
+from prunekit.channels.labels.label_flow import Field
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.cached_state import ModelCalls
 from prunekit.channels.tracing.call_sites import Site, is_ordering

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels.constraints import Interchangeable, LockRecord, TensorAxis, positions_of
-from prunekit.channels.labels.fields import Field, along
-from prunekit.channels.labels.label_flow import LabelFlow
+from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.labels.label_union import LOCKED, Labels
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder

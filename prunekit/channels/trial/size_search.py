@@ -42,7 +42,7 @@ from prunekit.channels.float64 import Float64WhileRunning, float64_inputs, to_do
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.labels.code_places import CodePlace
 from prunekit.channels.labels.constraints import EqualParts, around
-from prunekit.channels.labels.fields import Field, rows_along
+from prunekit.channels.labels.label_flow import Field, rows_along
 from prunekit.channels.rewrite.size_expressions import StatedSizes, size_expressions
 from prunekit.channels.rewrite.source_rewriter import integers, set_attributes, values_of
 from prunekit.channels.rules.rule import Trait
@@ -61,8 +61,7 @@ from prunekit.channels.tracing.traced_run import Examples, TracedOperator, Trace
 from prunekit.channels.tracing.tracer import Trace, trace_model
 from prunekit.channels.trial.comparison import Divergence, Failure, OperatorKey, Outcome, watch_operators
 from prunekit.errors import ModelError
-from prunekit.utils.inputs import sample_count
-from prunekit.utils.tensors import map_samples
+from prunekit.utils.inputs import repeated_samples, sample_count
 
 
 class BatchAxes:
@@ -79,7 +78,7 @@ class BatchAxes:
     def _known(self) -> dict[TracedOperator, frozenset[int]]:
         both_modes = not all(run.repeats for run in self._trace.runs if run.training)
         try:  # some examples, such as sparse tensors, cannot be joined with themselves
-            larger = [with_doubled_batch(one) for one in self._examples]
+            larger = [repeated_samples(one, 2 * sample_count(one, 1)) for one in self._examples]
             trace = trace_model(self._model, larger, both_modes=both_modes, read=self._trace.read)
         except (ModelError, RuntimeError):
             return {}
@@ -109,16 +108,6 @@ def _by_place(run: TracedRun) -> Iterator[tuple[Any, TracedOperator]]:
             counts[place] += 1
 
 
-def with_doubled_batch(example: tuple[Any, ...]) -> Any:
-    """Return an example input with its batch twice."""
-    batch = sample_count(example, 1)
-
-    def larger(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor
-
-    return map_samples(example, larger, lambda samples: samples + samples)
-
-
 Numbers = dict[tuple[str, CodePlace], int]
 """Path of a module and a place in one of its methods -> the number there."""
 
@@ -140,7 +129,7 @@ class ScaleSearch:
         changed = {key for key, value in small.items() if dense.get(key, value) != value}
         if not changed:
             return []
-        larger = self._numbers(self._model, with_doubled_batch(example), run)
+        larger = self._numbers(self._model, repeated_samples(example, 2 * sample_count(example, 1)), run)
         classes = {type(self._model.get_submodule(path)) for path, _ in changed}
         places = {place for _, place in changed}
         return [

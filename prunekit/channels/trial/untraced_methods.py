@@ -25,9 +25,9 @@ from torch import nn
 from prunekit.channels.cut.slicing import KeptIndices
 from prunekit.channels.float64 import RUN_PRECISIONS, ForwardCall, evaluating, first_calls, float64_copy, to_double
 from prunekit.channels.labels.branch import is_inside
-from prunekit.channels.labels.fields import rows_along
+from prunekit.channels.labels.label_flow import rows_along
 from prunekit.channels.rewrite.source_rewriter import integers, original_of, set_attributes, values_of
-from prunekit.channels.tracing.call_sites import attributes_of_first, definition, nodes_of_sizes
+from prunekit.channels.tracing.call_sites import attributes_of_first, codes_in, definition, nodes_of_sizes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.execution import as_in_trace
 from prunekit.channels.tracing.traced_run import Examples, TracedOperator, TracedRun
@@ -309,8 +309,7 @@ def _names_in(cls: type, name: str, method: FunctionType) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def _code_names(code: CodeType) -> frozenset[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*map(_code_names, inner))
+    return frozenset(name for one in codes_in(code) for name in one.co_names)
 
 
 def _reads_as_size(code: CodeType, attribute: str, lines: set[int], *, ran: bool) -> bool:

@@ -28,6 +28,13 @@ job_options = combined(
         help="Continue the run in this folder; auto: the newest unfinished one of this recipe, else a new one.",
     ),
     click.option(
+        "--max-drop",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="DROP",
+        help="In place of the recipe's budgets: the smallest model whose score falls by at most this, such as 0.01 for "
+        "one point.",
+    ),
+    click.option(
         "--no-measure",
         is_flag=True,
         help="With --dry-run: measure no latency; predict budgets of time, from a cached profile if there is one.",
@@ -69,6 +76,7 @@ def run_recipe(
     training: bool,
     recipe: str,
     overrides: tuple[str, ...],
+    max_drop: float | None,
     dry_run: bool,
     no_measure: bool,
     full: bool,
@@ -93,6 +101,8 @@ def run_recipe(
         other = "--dry-run" if dry_run else "--resume"
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
+    if max_drop is not None:
+        overrides = (*overrides, f"prune.budget={{max_drop: {max_drop}}}")
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     require_job(job, model=factory, data=data, optimizer=optimizer)
     if not find_batch_size:

@@ -1,0 +1,137 @@
+"""The budget of the score: what is delivered holds where nothing was chosen, and what cannot be had is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prunekit as pk
+from prunekit.errors import DataError, PlanError, UsageError
+from prunekit.measure.score_drop import Drop
+from prunekit.pruning.score_budget import confirmed
+from prunekit.tasks.task import Score
+
+
+def blobs(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Points around four centers, some of which overlap."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = 0.7 * torch.randn(4, 8, generator=torch.Generator().manual_seed(9))
+    labels = torch.randint(4, (count,), generator=generator)
+    return centers[labels] + torch.randn(count, 8, generator=generator), labels
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 4))
+    optimizer, (x, y) = torch.optim.Adam(net.parameters(), 0.01), blobs(600, 1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return net.eval()
+
+
+def prune(model: nn.Module, **changed: Any) -> pk.Pruned:
+    given: dict[str, Any] = {
+        "calibration": blobs(256, 2)[0], "evaluate": "image_classification", "held_out": blobs(2000, 3),
+        "max_drop": 0.03, "progress": False,
+    }  # fmt: skip
+    return pk.prune(model, **given | changed)
+
+
+def right(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
+    with torch.no_grad():
+        return float((model(data[0]).argmax(1) == data[1]).double().mean())
+
+
+def test_the_smallest_model_within_the_drop_is_delivered(model: nn.Sequential) -> None:
+    small, large = prune(model, max_drop=0.05), prune(model, max_drop=0.015)
+    data = blobs(4000, 4)
+    for found, most in ((small, 0.05), (large, 0.015)):
+        assert found.score is not None
+        assert found.score.most <= most
+        assert 980 <= found.score.samples <= 1020  # half of them
+        assert right(model, data) - right(found.model, data) <= most
+        assert found.plan.provenance["max_drop"]["asked"] == most
+        assert f"{100 * most:.2f} points may be lost" in str(found)
+    assert small.plan.channel_map.macs_left(small.plan.keep) < large.plan.channel_map.macs_left(large.plan.keep) < 1
+    again = prune(model, max_drop=0.05)
+    assert (again.plan.keep == small.plan.keep).all()
+    assert all(map(torch.equal, again.model.parameters(), small.model.parameters()))
+
+
+@pytest.mark.parametrize("way", ["values", "number", "agreement", "loader"])
+def test_scores_come_in_several_ways(model: nn.Sequential, way: str) -> None:
+    x, y = blobs(2000, 3)
+
+    def values(found: nn.Module) -> Any:
+        hits = (found(x).argmax(1) == y).double()
+        return float(hits.mean()) if way == "number" else hits
+
+    ways: dict[str, dict[str, Any]] = {
+        "values": {"evaluate": values, "held_out": None},
+        "number": {"evaluate": values, "held_out": None},
+        "agreement": {"evaluate": None, "held_out": None, "calibration": blobs(1600, 2)[0]},
+        "loader": {"held_out": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 100)},
+    }
+    found = prune(model, max_drop=0.1, **ways[way])
+    assert found.score is not None
+    assert found.score.drop <= 0.1
+    assert found.plan.removed > 0
+    assert (found.score.error is None) == (way == "number")
+    if way == "agreement":  # what is not calibrated on: a third of the samples, half of which confirms
+        assert 250 <= found.score.samples <= 285
+        assert found.score.dense == 100
+
+
+def test_other_budgets_hold_too_or_are_named(model: nn.Sequential) -> None:
+    found = prune(model, max_drop=0.05, params=0.6)
+    assert found.plan.provenance["budgets"]["params"]["left"] <= 0.6
+    with pytest.raises(PlanError, match=r"together with MACs 2.0 %, where the score falls by more: top-1"):
+        prune(model, max_drop=0.01, macs=0.02)
+
+
+def test_a_drop_that_the_samples_cannot_tell_is_said_with_the_number_that_would(model: nn.Sequential) -> None:
+    with pytest.raises(PlanError, match=r"half of 100 held-out samples tells drops apart by .* samples would settle"):
+        prune(model, max_drop=0.002, held_out=blobs(100, 3))
+
+
+def test_wider_models_are_confirmed_first_and_none_after_one_that_fails() -> None:
+    """Fixed sequence testing: the last would hold, but one that is wider does not."""
+    about = Score("top1", "top-1", float)
+    drops = [Drop(90.0, 91.0, lost, 0.0, 20, 100, about) for lost in (0.01, 0.04, 0.06, 0.02)]
+    assert confirmed(drops, 0.05) == 2
+    assert confirmed(drops[2:], 0.05) == 0
+    assert confirmed(drops[:2], 0.05) == 2
+    unsure = [Drop(90.0, 91.0, 0.04, 0.02, 20, 100, about)]
+    assert confirmed(unsure, 0.05) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_drop": -1}, "max_drop: expected a number above 0, got -1"),
+        ({"max_drop": 1}, "expected a share below 1, such as 0.01 for one point, got 1"),
+        ({"max_drop": None, "macs": 0.5}, "together with max_drop"),
+        ({"sparsity": 0.5}, "because a pattern is given"),
+        ({"held_out": None}, "held_out: expected samples with targets"),
+        ({"calibration": None, "evaluate": None, "held_out": None}, "held_out: expected samples"),
+    ],
+)
+def test_what_does_not_fit_is_said(model: nn.Sequential, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        prune(model, **given)
+    with pytest.raises(UsageError, match="a plan alone has no score"):
+        pk.plan(model, torch.randn(2, 8), max_drop=0.01)
+    collected = pk.collect(model, blobs(64, 2)[0])
+    with pytest.raises(UsageError, match="what collect found"):
+        pk.prune(model, calibration=collected, max_drop=0.01)
+
+
+def test_too_few_samples_are_no_score(model: nn.Sequential) -> None:
+    with pytest.raises(DataError, match="at least 80 samples"):
+        prune(model, held_out=blobs(20, 3))
