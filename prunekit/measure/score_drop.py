@@ -1,4 +1,4 @@
-"""How much lower a pruned model scores than the dense one, on the same held-out samples, and how sure that is.
+"""Drops of a score: by how much a pruned model is below the dense one on the same samples, and how sure that is.
 
 Idea: both models see the same samples, so most of what is random about a score cancels in the difference. The samples
 are kept in parts, and the difference is computed again without each of them (delete-a-group jackknife, Wolter 1985),
@@ -53,7 +53,7 @@ AGREEMENT = "agreement with the dense model"
 
 @dataclass(frozen=True)
 class Drop:
-    """How much lower a pruned model scores than the dense one, see `prunekit.measure.score_drop` for units."""
+    """Difference of a pruned model's score from the dense one's, see `prunekit.measure.score_drop` for units."""
 
     score: float  # of the pruned model, in the score's own unit
     dense: float  # of the dense model
@@ -100,7 +100,7 @@ class Drop:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutScores:
-    """What a model's score on any of the parts is computed from."""
+    """Counts or outputs of a model on the parts, from which its score on any of them is computed."""
 
     about: Score
     parts: int

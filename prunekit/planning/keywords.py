@@ -26,7 +26,6 @@ from prunekit.settings.weight_pattern import UNSTRUCTURED, PatternSettings
 from prunekit.utils.inputs import described
 
 if TYPE_CHECKING:
-    from prunekit.measure.score_drop import Evaluate
     from prunekit.settings.calibration import RepairSettings
     from prunekit.statistics.channel_stats import ChannelStats
     from prunekit.statistics.taylor_terms import TaylorTerms
@@ -84,7 +83,7 @@ class PruneKeywords(PlanKeywords, total=False):
     stats: ChannelStats | None
     gradients: TaylorTerms | None
     task: Task | str | None
-    evaluate: Evaluate | None
+    evaluate: Any
     held_out: Any
     progress: bool | None
 
