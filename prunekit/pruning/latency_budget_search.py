@@ -108,12 +108,14 @@ class TimedPlanSearch(PlanSearch):
         return found
 
 
-def with_profile(search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True) -> PlanSearch:
+def with_profile(
+    search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measure: bool = True, again: bool = False
+) -> PlanSearch:
     """Return the search with a latency profile of its target, where a budget is one of time.
 
     The dense model and every compact one are deployed as `deploy` says before they are timed. Without `measure` the
     profile is of networks in the cache alone; of too few it is a `NotMeasuredError`. Before anything is measured, a
-    budget that is not one of time and cannot be met is a `PlanError`.
+    budget that is not one of time and cannot be met is a `PlanError`. `again` measures doubtful networks anew.
     """
     if not search.settings.budget.measured:
         return search
@@ -132,6 +134,7 @@ def with_profile(search: PlanSearch, deploy: DeploySettings = AS_IT_IS, *, measu
         channel_map=search.channel_map,
         more_examples=search.examples[1:],
         measure=measure,
+        again=again,
         limit_s=PROFILE_SHARE * settings.target.limit_s,
         transform=transform,
         log=search.log,

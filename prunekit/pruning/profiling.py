@@ -370,7 +370,10 @@ def profile(
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
         were = "was" if doubtful == 1 else "were"
-        cure = "when it is quiet, `prunekit profile RECIPE --again` measures such networks again"
+        cure = (
+            "when it is quiet, prunekit.prune(..., remeasure=True) or `prunekit profile RECIPE --again` measures such "
+            "networks again"
+        )
         notes.append(
             f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure; {cure}"
         )

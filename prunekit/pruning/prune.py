@@ -62,6 +62,7 @@ def prune(
     task: Task | str | None = None,
     evaluate: Evaluate | None = None,
     held_out: Any = None,
+    remeasure: bool = False,
     progress: bool | None = None,
     **removed: Unpack[PlanKeywords],
 ) -> Pruned:
@@ -155,6 +156,8 @@ def prune(
             scores say what the dense model says.
         held_out: for `max_drop`: samples apart from the calibration data, in the same forms, with targets where
             `evaluate` is a task. None: up to 4,096 of the calibration data, at least a third, which are kept apart.
+        remeasure: for budgets of time: whether networks are timed again whose times in the cache are doubtful, as the
+            machine was busy then.
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook; elsewhere a line now
             and then, once the call takes longer than half a minute. The logger `prunekit` gets a line for each stage in
             any case.
@@ -214,7 +217,7 @@ def prune(
             calibration, models = judged(model, calibration, images, held_out, evaluate, task)
             wanted = with_axis(wanted)
         request = Request(
-            model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs
+            model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs, remeasure
         )
         fitting = None if calibration is None or repair is False else repair or RepairSettings()
         request.prepare(None if calibration is None else repair or RepairSettings())
@@ -394,6 +397,7 @@ class Request:
     more_examples: Sequence[Any]
     task: Task | str | None
     outputs: Outputs | None = None
+    remeasure: bool = False
     samples: Any = field(default=None, init=False)  # of the calibration data, on the model's device; None without them
     search: PlanSearch = field(init=False)  # for the plan
     inputs: CriterionInputs = field(init=False)  # what the criterion reads
@@ -433,7 +437,7 @@ class Request:
         if self.settings.budget.measured:
             from prunekit.pruning.latency_budget_search import with_profile  # with all runtimes
 
-            search = with_profile(search)
+            search = with_profile(search, again=self.remeasure)
         self.search = search
 
     def _require_kinds(self) -> None:

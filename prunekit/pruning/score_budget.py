@@ -137,6 +137,8 @@ class ScoreSearch(Generic[Made]):
         if self.limit >= 1 and (about.unit == "%" or about.lower_is_better):
             raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {self.limit:g}")
         low, high = share_range(self.search)
+        if low >= high:
+            raise PlanError(f"max_drop: plans leave no less than {self._left(low)}, and {self._left(high)} is the most")
         tried: list[Tried[Made]] = []
         if self._others and not self._holds(self._try(high, tried)):
             raise self._contradiction(tried[-1])

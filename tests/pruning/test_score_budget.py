@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from made_up_timings import time_by_macs
 from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.score_drop import Drop
+from prunekit.pruning import latency_budget_search
 from prunekit.pruning.score_budget import confirmed
 from prunekit.tasks.task import Score
 
@@ -93,6 +95,31 @@ def test_other_budgets_hold_too_or_are_named(model: nn.Sequential) -> None:
     assert found.plan.provenance["budgets"]["params"]["left"] <= 0.6
     with pytest.raises(PlanError, match=r"together with MACs 2.0 %, where the score falls by more: top-1"):
         prune(model, max_drop=0.01, macs=0.02)
+
+
+def test_with_a_target_the_fastest_is_looked_for(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    time_by_macs(monkeypatch)
+    found = prune(model, max_drop=0.1, target=pk.Target(block=4))
+    assert found.score is not None
+    assert found.score.most <= 0.1
+    assert found.delivered is not None
+    assert found.delivered.final.speedup > 1.1
+    assert found.plan.provenance["binding"] == "speedup"
+    assert not [note for note in found.notes if "slower than asked for" in note or "faster than asked for" in note]
+
+
+def test_doubtful_times_are_measured_again_where_asked(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noted(*_: Any, again: bool = False, **more: Any) -> None:
+        seen.append(again)
+        raise PlanError("seen")
+
+    monkeypatch.setattr(latency_budget_search, "profile", noted)
+    for remeasure in (False, True):
+        with pytest.raises(PlanError, match="seen"):
+            pk.prune(model, torch.randn(2, 8), speedup=1.5, remeasure=remeasure, progress=False)
+    assert seen == [False, True]
 
 
 def test_a_drop_that_the_samples_cannot_tell_is_said_with_the_number_that_would(model: nn.Sequential) -> None:
