@@ -41,7 +41,7 @@ from prunekit.reading.text_files import read_json
 from prunekit.settings.calibration import IMAGES, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings
+from prunekit.settings.pruning import BudgetSettings
 from prunekit.tasks.task import Task
 from prunekit.utils.context import threads
 from prunekit.utils.display import Displayed, Table, factor, in_unit, share
@@ -298,7 +298,8 @@ def frontier(
     require_points(points)
     model = with_weights(unwrapped(model, offloaded=True))
     require_trainable(model, "frontier")
-    asked = prune_settings(model, True, **({"macs": WIDEST, **removed} if not _budgets(removed) else removed))
+    open_budget: Any = {} if removed.get("settings") is not None else {"macs": WITHOUT_EFFECT["macs"]}
+    asked = prune_settings(model, True, **open_budget | removed)
     if asked.budget.max_drop is not None:
         raise UsageError("max_drop: expected none, as a frontier shows all drops; frontier(...).at(drop=0.01) has it")
     with reporting(progress, "frontier"):
@@ -320,13 +321,6 @@ def frontier(
         stage(f"time of {len(made)} models and the dense one")
         small = [point.result.model for point in made if isinstance(point.result, Pruned)]
         return _timed(found, model, small, request.search, asked.target.as_latency, stage)
-
-
-def _budgets(removed: Mapping[str, Any]) -> bool:
-    """Return whether keywords have settings or a budget."""
-    plain = {name for name in PlanKeywords.__annotations__ if name in PruneSettings.__annotations__}
-    given = {name for name, value in removed.items() if value is not None}
-    return bool(given - plain - {"sparsity"})
 
 
 def _shares(search: PlanSearch, points: int | Sequence[float]) -> list[float]:

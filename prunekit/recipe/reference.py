@@ -83,7 +83,6 @@ EXAMPLES: dict[str, Any] = {
     "AugmentSettings.scale": [0.3, 1.0],
     "AugmentSettings.flip": 0.5,
     "AugmentSettings.erase": 0.25,
-    "CalibrationSettings.fused": False,
     "BudgetSettings.channels": 0.5,
     "BudgetSettings.macs": 0.4,
     "BudgetSettings.params": 0.5,

@@ -34,8 +34,6 @@ class CalibrationSettings(Checked):
 
     images: PositiveInt = 512
     """Number of training images."""
-    fused: bool | None = None
-    """Without effect: compiled kernels for measuring activations are gone."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +44,6 @@ def calibrate(
     modules: Sequence[str] | None = None,
     inputs: bool = True,
     outputs: bool = True,
-    fused: bool | None = None,
     ranks: bool = False,
     task: Task | str | None = None,
     progress: bool | None = None,
@@ -61,7 +59,6 @@ def calibrate(
         modules: as for `StatsCollector`.
         inputs: as for `StatsCollector`.
         outputs: as for `StatsCollector`.
-        fused: without effect, as for `StatsCollector`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -85,7 +82,7 @@ def calibrate(
     """
     model = unwrapped(model, offloaded=True)
     place = device_of(model, device)
-    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
+    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs)
     with reporting(progress, "calibrate"):
         return Collectors(stats, RankCollector(model) if ranks else None).run(
             model, ModelBatches(model, batches, task), place
@@ -132,7 +129,6 @@ class StatsCollector(ConsumerHooks):
         inputs: whether to measure the first tensor among a module's arguments.
         outputs: whether to measure the first tensor in a module's result.
         axes: channel axis by module path, where `channel_axis` is wrong (an activation after a Linear, say).
-        fused: without effect: compiled kernels for measuring are gone. A `FutureWarning` says so if it is given.
 
     Raises:
         UsageError: the model has no module of that path; in a hook: the number of channels of an activation changes
@@ -163,8 +159,7 @@ class StatsCollector(ConsumerHooks):
         inputs: bool = True,
         outputs: bool = True,
         axes: Mapping[str, int] | None = None,
-        fused: bool | None = None,
-    ) -> None:
+        ) -> None:
         model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self._targets = _targets(model, modules)
@@ -175,8 +170,6 @@ class StatsCollector(ConsumerHooks):
         for path in self._axes:
             if path not in self._targets:
                 raise UsageError(f"axes: {path!r} is not among the measured modules; {nearest(path, self._targets)}")
-        if fused is not None:
-            warnings.warn("fused: activations are measured eagerly in any case; leave it out", FutureWarning, 2)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
 
     def register_hooks(self) -> None:

@@ -290,9 +290,6 @@ def test_second_run_reuses_baseline_and_statistics(finished: tuple[Path, dict[st
     provenance = ChannelStats.load(first.path).provenance
     assert set(provenance) == {"model", "weights", "data", "calibration"}
 
-    with pytest.warns(FutureWarning, match="fused: activations are measured eagerly in any case"):
-        calibrate(job(output, calibration=CalibrationSettings(images=64, fused=True)), log=log.append)
-
 
 @pytest.mark.slow
 def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]]) -> None:

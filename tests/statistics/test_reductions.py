@@ -1,4 +1,4 @@
-"""Measuring on a CUDA device, and an argument that older callers give."""
+"""Measuring on a CUDA device."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.reductions import summarize
-
-
-def test_compiled_kernels_are_asked_for_in_vain() -> None:
-    model, images = torch.nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)]
-    expected = calibrate(model, images)
-    for fused in (True, False):
-        with pytest.warns(FutureWarning, match="fused: activations are measured eagerly in any case"):
-            found = calibrate(model, images, fused=fused)
-        assert all((found[key].rows == expected[key].rows).all() for key in expected)
 
 
 @pytest.mark.gpu

@@ -125,7 +125,7 @@ def _wants_ranks(job: JobSettings) -> bool:
 def collectors_for(job: JobSettings, model: nn.Module) -> Collectors:
     """Return the collectors that the job's calibration and criterion need."""
     ranks = RankCollector(model) if _wants_ranks(job) else None
-    return Collectors(StatsCollector(model, fused=job.calibration.fused), ranks)
+    return Collectors(StatsCollector(model), ranks)
 
 
 def loss_gradients(prepared: JobSubject, model: nn.Module, *, log: Log) -> TaylorTerms | None:
