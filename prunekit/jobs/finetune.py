@@ -71,7 +71,7 @@ from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency_budget_search import with_profile
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import require_same_plan, share_plan
-from prunekit.pruning.score_budget import with_axis
+from prunekit.pruning.score_budget import require_limit, with_axis
 from prunekit.repair.repair_report import RepairReport
 from prunekit.report.headline import comparison, models, tiles
 from prunekit.settings.job import JobSettings
@@ -153,7 +153,10 @@ def finetune(
     prepared = prepare(job, own)
     require_stages(stages_of(job, training=training), prepared)
     identity = identity_of(prepared, training=training)
-    pruning = job.prune if job.prune.budget.max_drop is None else with_axis(job.prune)
+    pruning = job.prune
+    if job.prune.budget.max_drop is not None:
+        require_limit(job.prune.budget.max_drop, prepared.splits.task.main)
+        pruning = with_axis(job.prune)
     search = PlanSearch.trace(prepared.model, prepared.example_inputs, pruning, log=log)
     resumed = None
     with one_for_all():

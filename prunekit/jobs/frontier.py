@@ -129,6 +129,10 @@ class Frontier(Displayed):
     def point(self, **wanted: float) -> FrontierPoint:
         """Return the point itself, see `at`."""
         ((name, value),) = wanted.items()
+        share_asked = name != "speedup"
+        if not isinstance(value, (int, float)) or not value > 0 or (share_asked and value >= 1):
+            expected = "a share above 0 and below 1, such as 0.5" if share_asked else "a number above 0, such as 2"
+            raise UsageError(f"at: {name}: expected {expected}, got {value!r}")
         found: FrontierPoint | None = None
         if name == "drop":
             for point in self.points:
@@ -155,9 +159,10 @@ class Frontier(Displayed):
 
     @property
     def knee(self) -> FrontierPoint | None:
-        """The point after which the score falls faster; None of fewer than three points.
+        """The point after which the score falls faster; None of fewer than three points, or if none is sure to be one.
 
-        It is the one farthest above the line from the first to the last (Kneedle, Satopaa et al. 2011).
+        It is the one farthest above the line from the first to the last (Kneedle, Satopaa et al. 2011), if the next one
+        loses more at 95 %.
         """
         if len(self.points) < 3:
             return None
@@ -165,7 +170,10 @@ class Frontier(Displayed):
         lost = np.array([point.drop.drop for point in self.points])
         along = (left - left[0]) / (left[-1] - left[0] or 1)
         above = along * (lost[-1] - lost[0]) - (lost - lost[0])
-        return self.points[int(np.argmax(above))] if above.max() > 0 else None
+        number = int(np.argmax(above))
+        if above[number] < 1e-9 or self.points[number + 1].drop.bound((1 - SURE) / 2) <= lost[number]:
+            return None
+        return self.points[number]
 
     @property
     def advice(self) -> str:
@@ -295,7 +303,7 @@ def frontier(
         >>> [f"{row['macs']:.0%}" for row in found.rows()]
         ['89%', '55%', '19%']
     """
-    require_points(points)
+    points = require_points(points)
     model = with_weights(unwrapped(model, offloaded=True))
     require_trainable(model, "frontier")
     open_budget: Any = {} if removed.get("settings") is not None else {"macs": WITHOUT_EFFECT["macs"]}
@@ -303,7 +311,7 @@ def frontier(
     if asked.budget.max_drop is not None:
         raise UsageError("max_drop: expected none, as a frontier shows all drops; frontier(...).at(drop=0.01) has it")
     with reporting(progress, "frontier"):
-        calibration, models = judged(model, calibration, images, held_out, evaluate, task)
+        calibration, task, models = judged(model, calibration, images, held_out, evaluate, task)
         request = Request(
             model, example, calibration, with_axis(asked), images, None, None, seed, more_examples, task, outputs
         )
@@ -325,18 +333,30 @@ def frontier(
 
 def _shares(search: PlanSearch, points: int | Sequence[float]) -> list[float]:
     """Return the shares of the points, the largest first, within what plans can leave and budgets allow."""
-    if not isinstance(points, int):
-        return sorted(map(float, points), reverse=True)
     least, most = share_range(search)
-    return [float(one) for one in np.linspace(min(WIDEST, most), max(NARROWEST, least * 1.02), points)]
+    if not isinstance(points, int):
+        shares = sorted(points, reverse=True)
+        if shares[0] > most:
+            raise UsageError(f"points: expected shares up to {most:.3g}, which budgets allow, got {shares[0]:g}")
+        return shares
+    if least >= most:
+        raise PlanError(f"frontier: plans leave no less than {share(least)}, and budgets allow {share(most)}")
+    ends = min(WIDEST, most), min(max(NARROWEST, least * 1.02), most)
+    return [float(one) for one in np.linspace(*ends, points)] if ends[0] > ends[1] else [most]
 
 
-def require_points(points: int | Sequence[float]) -> None:
-    """Raise UsageError if they are neither a number of points nor shares."""
-    if isinstance(points, int) and points < 2:
-        raise UsageError(f"points: expected at least 2, or shares such as [0.8, 0.5], got {points}")
-    if not isinstance(points, int) and not (points and all(0 < one < 1 for one in points)):
-        raise UsageError(f"points: expected shares above 0 and below 1, such as [0.8, 0.5], got {list(points)}")
+def require_points(points: Any) -> int | list[float]:
+    """Return a number of points, or shares; raise UsageError if they are neither."""
+    if isinstance(points, (int, np.integer)) and points >= 2:
+        return int(points)
+    shares = list(points) if isinstance(points, (Sequence, np.ndarray)) and not isinstance(points, str) else []
+    sound = all(isinstance(one, (int, float, np.number)) and 0 < one < 1 for one in shares)
+    if not shares or not sound or len({f"{one:.6g}" for one in shares}) < len(shares):
+        raise UsageError(
+            "points: expected a number of at least 2, or different shares above 0 and below 1, such as [0.8, 0.5], got "
+            f"{points!r}"
+        )
+    return [float(one) for one in shares]
 
 
 def _measured(
@@ -365,6 +385,9 @@ def _measured(
             drop = models.drop(models.score(model))
             point = FrontierPoint(left, left_of["MACs"], left_of["parameters"], drop, result)
             keep(point)
+        if found and (point.macs, point.params) == (found[-1].macs, found[-1].params):
+            log(f"point {number} of {len(shares)}: the same widths as the point before, which are rounded")
+            continue
         log(f"point {number} of {len(shares)}: MACs {share(point.macs)} left: {point.drop}")
         found.append(point)
     if not found:
@@ -416,7 +439,7 @@ def analyze(
     Every point's model lies in `points/<number>` of the run's folder, with its plan. A run that is resumed goes on with
     the points that are missing.
     """
-    require_points(points)
+    points = require_points(points)
     asked = job.prune.budget
     budget = BudgetSettings(speedup=WITHOUT_EFFECT["speedup"]) if asked.measured else BudgetSettings()
     job = replace(job, prune=replace(job.prune, budget=budget, pattern=None, schedule=None, compact_early=False))
@@ -434,7 +457,7 @@ def analyze(
 
         def make(left: float) -> tuple[Path, nn.Module, Plan]:
             planned = at_share(search, inputs, left)
-            small, folder = made.of(planned.plan), run.path / "points" / f"{left:.3f}"
+            small, folder = made.of(planned.plan), run.path / "points" / f"{left:.6g}"
             prepared.save_model(small, folder, planned.plan)
             return folder, small, planned.plan
 
@@ -475,11 +498,11 @@ def _kept_points(path: Path, models: HeldOut, folder: Path) -> dict[float, Front
         for row in rows:
             left = float(row["share"])
             drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
-            known[left] = FrontierPoint(left, row["macs"], row["params"], drop, folder / "points" / f"{left:.3f}")
+            known[left] = FrontierPoint(left, row["macs"], row["params"], drop, folder / "points" / f"{left:.6g}")
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{path}: expected the points of a frontier; the file is damaged") from error
     return known
 
 
-DROP = ("score", "dense", "drop", "error", "parts", "samples")
+DROP = ("score", "dense", "drop", "error", "parts", "samples", "spread")
 """Figures of a drop in the file of a run that can be resumed."""

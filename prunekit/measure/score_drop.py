@@ -4,8 +4,9 @@ Idea: both models see the same samples, so most of what is random about a score 
 are kept in parts, and the difference is computed again without each of them (delete-a-group jackknife, Wolter 1985),
 which works for any score of a set of samples: shares, means, mean precision, perplexity.
 Formula: of G parts, error^2 = (G - 1) / G * sum over g of (d_g - mean of all d_g)^2, where d_g is the drop without part
-g. Bounds are drop + t * error, with Student's quantile of G - 1 degrees of freedom. Of a share of n samples, (3 / 1.645
-/ n)^2 is added to error^2: where none of them differs, the bound is 3 / n (Hanley & Lippman-Hand 1983), and not 0.
+g. Bounds are drop + t * error, with Student's quantile of G - 1 degrees of freedom. For n samples whose scores range
+over r, 1 of a share, (3 / 1.645 * r / n)^2 is added to error^2: where no sample differs, the bound is 3 r / n (Hanley &
+Lippman-Hand 1983), and not 0.
 Unit: a score in percent falls by a share (0.01 is one point); a score of which less is better rises by a share of the
 dense model's; any other falls by so much of its own unit.
 """
@@ -13,9 +14,8 @@ dense model's; any other falls by so much of its own unit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import NormalDist
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.hooks.model_copy import copied
-from prunekit.tasks.batches import InputsAndTargets, ModelBatches
+from prunekit.tasks.batches import InputsAndTargets, ModelBatches, holds_all
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
 from prunekit.tasks.task import Measurement, Score, Task, get_task
 from prunekit.utils.context import device_of, training_mode
@@ -37,13 +37,11 @@ from prunekit.utils.tensors import gather
 Evaluate: TypeAlias = "Callable[[nn.Module], Any] | Task | str"
 """A function of a model that returns its score, or the score of each sample; or a task, itself or its name."""
 PARTS, FEWEST = 100, 80
-"""Parts of the samples, about, and the least number of samples."""
+"""Parts of the samples, at most, and the least number of samples."""
 PARTS_OF_METRIC = 10
 """Parts where a metric is computed again without each of them."""
-PARTS_OF_VALUES = 200
-"""Parts of the scores that a function returns, at most."""
 MOST_BYTES = 2**31
-"""Bytes of held-out samples that are kept."""
+"""Bytes of held-out samples that are kept; of more, every second batch, or every fourth, and so on."""
 RULE_OF_THREE = 3 / NormalDist().inv_cdf(0.95)
 """Error of a share of which all samples are alike, times their number."""
 SURE = 0.95
@@ -61,6 +59,7 @@ class Drop:
     error: float | None  # standard error of the drop; None where a function returns one number for all samples
     parts: int  # that the error was computed from
     samples: int  # 0 if unknown
+    spread: float  # range of the scores of single samples: 1 of a share, 0 if unknown
     about: Score  # name, unit and direction of the score
 
     def bound(self, sure: float) -> float:
@@ -79,12 +78,20 @@ class Drop:
         """Ends of the 95 % interval of the drop; None without an error."""
         return None if self.error is None else (self.bound((1 - SURE) / 2), self.bound((1 + SURE) / 2))
 
+    def samples_for(self, limit: float) -> int:
+        """Return how many samples would tell apart half of a drop, at 95 %."""
+        if not self.error or not self.samples:
+            return 0
+        rule, told = RULE_OF_THREE * self.spread, limit / 2 / _student(SURE, self.parts - 1)
+        single = max(0.0, self.error**2 - (rule / self.samples) ** 2) * self.samples  # variance of a sample
+        return math.ceil((single + math.sqrt(single**2 + 4 * (told * rule) ** 2)) / (2 * told**2))
+
     def in_words(self, drop: float) -> str:
         """Return a drop with its unit."""
         if self.about.lower_is_better:
             return f"{digits(100 * drop)} %"
         if self.about.unit == "%":
-            return f"{100 * drop:.2f} points"
+            return f"{100 * drop:.2f} points" if abs(drop) >= 5e-5 or not drop else f"{100 * drop:.1g} points"
         return f"{digits(drop)} {self.about.unit}".rstrip()
 
     def __str__(self) -> str:
@@ -104,23 +111,26 @@ class HeldOutScores:
 
     about: Score
     parts: int
-    samples: tuple[int, ...]  # of each part
-    is_share: bool  # whether it is a share of the samples
+    samples: tuple[int, ...]  # of each part; nothing if unknown
+    spread: float  # range of the scores of single samples: 1 of a share, 0 if unknown
     of: Callable[[Sequence[int]], float]  # parts -> the score on them
 
 
 class HeldOut:
     """Held-out samples in parts, and the score of models on them; `score` is called for the dense model first."""
 
-    def __init__(self, dense: nn.Module, samples: Any, evaluate: Evaluate | None) -> None:
+    def __init__(
+        self, dense: nn.Module, samples: Any, evaluate: Evaluate | None, device: torch.device | None = None
+    ) -> None:
+        self.device = device or device_of(dense)
         self.function: Callable[[nn.Module], Any] | None = None
         self.task: Task | None = None
         if evaluate is not None and not isinstance(evaluate, (str, Task)):
             if not callable(evaluate):
-                raise UsageError(
-                    f"evaluate: expected a function of a model that returns its score, or a task, got {evaluate!r}"
-                )
-            self.function = evaluate
+                raise UsageError(f"evaluate: expected a function of a model, or a task, got {evaluate!r}")
+            if samples is not None:
+                raise UsageError("held_out: expected none beside a function, which reads its own samples, or a task")
+            self.function, dense = evaluate, copied(dense)  # it may move or train what it is given
         else:
             if samples is None:
                 raise UsageError(
@@ -128,12 +138,14 @@ class HeldOut:
                     "evaluate, a function of the model that returns its score"
                 )
             self.task = IMAGE_CLASSIFICATION if evaluate is None else get_task(evaluate).bound(dense)
-            self.batches = list(_pieces(dense, samples, None if evaluate is None else self.task))
+            pieces = _pieces(dense, samples, None if evaluate is None else self.task)
             if evaluate is None:
-                self.batches = [(inputs, _answers(dense, inputs)) for inputs, _ in self.batches]
-            missing = next((inputs for inputs, targets in self.batches if targets is None), None)
+                pieces = [(inputs, _answers(dense, inputs)) for inputs, _ in pieces]
+            missing = next((inputs for inputs, targets in pieces if targets is None), None)
             if missing is not None:
                 raise DataError(f"held_out: expected samples with targets, got {described(missing)} alone")
+            most = PARTS if self.task.metric is None else PARTS_OF_METRIC
+            self.batches, self.sizes = _dealt(pieces, min(most, len(pieces)))
         label = AGREEMENT if evaluate is None else "score"
         self.about = Score("agreement" if evaluate is None else "score", label, float, unit="%" if self.task else "")
         if self.task is not None and evaluate is not None:
@@ -144,33 +156,32 @@ class HeldOut:
 
     def _require_sound(self, dense: nn.Module) -> None:
         """Raise if the function is not the same each time, does not depend on the model, or is lower if better."""
-        first, again = self._whole(self.dense), self._whole(self.score(dense))
-        if not math.isclose(first, again, rel_tol=1e-6, abs_tol=1e-9):
+        again, every = self.score(dense), range(self.dense.parts)
+        if again.parts != self.dense.parts or not all(
+            math.isclose(self.dense.of([part]), again.of([part]), rel_tol=1e-6, abs_tol=1e-9) for part in every
+        ):
+            first, second = self.dense.of(every), again.of(range(again.parts))
             raise UsageError(
-                f"evaluate: expected the same score when the same model is given twice, got {first:.6g} and "
-                f"{again:.6g}; set the seed inside the function, and read the samples in the same order"
+                f"evaluate: expected the same scores when the same model is given twice, got {first:.6g} and "
+                f"{second:.6g}, or those of samples in another order; set the seed inside the function, and read the "
+                "samples in one order"
             )
         broken = copied(dense)
         with torch.no_grad():
             for weight in broken.parameters():
                 weight.zero_()
         try:
-            scores = self.score(broken)
-        except UsageError:  # NaN, as the cosine of zeros
+            found = self.drop(scores := self.score(broken))
+        except Exception:  # the user's function on outputs of zeros: NaN, or a division by what it counts
             return
-        found = self.drop(scores)
-        constant = all(scores.of([part]) == self.dense.of([part]) for part in range(scores.parts))
+        constant = all(scores.of([part]) == self.dense.of([part]) for part in every)
         if constant or found.drop + 3 * (found.error or 0.0) < 0:
             same = "the same" if constant else f"a higher one, {found.score:.6g},"
             raise UsageError(
-                f"evaluate: expected a score that is higher if the model is better, got {first:.6g} of the dense model "
-                f"and {same} of one whose weights are all zero; return minus a loss or an error, or a score that "
+                f"evaluate: expected a score that is higher if the model is better, got {found.dense:.6g} of the dense "
+                f"model and {same} of one whose weights are all zero; return minus a loss or an error, or a score that "
                 "depends on the model it is given"
             )
-
-    @staticmethod
-    def _whole(scores: HeldOutScores) -> float:
-        return scores.of(range(scores.parts))
 
     def score(self, model: nn.Module) -> HeldOutScores:
         """Return what a model's score on any of the parts is computed from.
@@ -181,22 +192,20 @@ class HeldOut:
         if self.function is not None:
             with training_mode(model, False), torch.no_grad():
                 return _of_values(self.function(model), self.about)
-        task, samples = self.task, [sample_count(inputs) for inputs, _ in self.batches]
+        task, number, home = self.task, len(self.batches), device_of(model)
         assert task is not None
-        most = PARTS_OF_METRIC if task.metric is not None else PARTS
-        number = min(most, len(self.batches))
         rows: list[list[tuple[Any, Any]]] = [[] for _ in range(number)]
         counted = [Measurement(task) for _ in range(number)]
-        device = device_of(model)
+        model.to(self.device)
         with training_mode(model, False), torch.inference_mode():
-            for place, pair in zip((at % number for at in count()), self.batches, strict=False):
-                inputs, targets = to_device(pair, device)
+            for place, pair in ((place, pair) for place, part in enumerate(self.batches) for pair in part):
+                inputs, targets = to_device(pair, self.device)
                 found = task.scored(model, inputs, call(model, inputs))
                 if task.metric is None:
                     counted[place].add(found, targets)
                 else:
                     rows[place].append(to_device((found, targets), torch.device("cpu")))
-        sizes = tuple(sum(samples[place::number]) for place in range(number))
+        model.to(home)
 
         def of(chosen: Sequence[int]) -> float:
             if task.metric is None:
@@ -206,7 +215,7 @@ class HeldOut:
                 whole.add(output, targets)
             return task.reached(whole.result())
 
-        return HeldOutScores(self.about, number, sizes, self.about.unit == "%", of)
+        return HeldOutScores(self.about, number, tuple(self.sizes), float(self.about.unit == "%"), of)
 
     def drop(self, scores: HeldOutScores, parts: Sequence[int] | None = None) -> Drop:
         """Return how much lower a model scores than the dense one, on some parts; None: on all."""
@@ -222,15 +231,16 @@ class HeldOut:
             drops = np.array([self._lower(scores.of(some), self.dense.of(some)) for some in without])
             error = math.sqrt((len(chosen) - 1) / len(chosen) * float(((drops - drops.mean()) ** 2).sum()))
         count = sum(scores.samples[part] for part in chosen) if scores.samples else 0
-        if error is not None and scores.is_share:
-            error = math.hypot(error, RULE_OF_THREE / count)
-        return Drop(whole, before, self._lower(whole, before), error, len(chosen), count, self.about)
+        spread = max(scores.spread, self.dense.spread)
+        if error is not None and count:
+            error = math.hypot(error, RULE_OF_THREE * spread / count)
+        return Drop(whole, before, self._lower(whole, before), error, len(chosen), count, spread, self.about)
 
     @property
     def halves(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Two halves of the parts, in turn; both are all of them where there is one part alone."""
+        """Two halves of the parts, in turn; both are all of them where a function returns one number."""
         every = range(self.dense.parts)
-        return (every, every) if len(every) < 4 else (every[::2], every[1::2])
+        return (every, every) if len(every) == 1 else (every[::2], every[1::2])
 
     def _lower(self, score: float, dense: float) -> float:
         if self.about.lower_is_better:
@@ -238,26 +248,43 @@ class HeldOut:
         return (dense - score) / (100 if self.about.unit == "%" else 1)
 
 
-def _pieces(dense: nn.Module, samples: Any, task: Task | None) -> Iterator[InputsAndTargets]:
-    """Yield the samples in pieces of which there are enough for an error, as many as may be kept."""
-    kept, taken = list[InputsAndTargets](), 0
-    if task is not None and isinstance(samples, tuple) and len({len(tensor) for tensor in samples}) == 1:
+def _pieces(dense: nn.Module, samples: Any, task: Task | None) -> list[InputsAndTargets]:
+    """Return the samples, as many as may be kept, evenly spread, in pieces of which there are enough for an error."""
+    if isinstance(samples, tuple) and len(samples) == 2 and (task is not None or not holds_all(dense, samples)):
         samples = TensorDataset(*samples)
-    for inputs, targets in ModelBatches(dense, samples, task, where="held_out"):
-        taken += sum(tensor.nbytes for tensor in gather(inputs))
-        if kept and taken > MOST_BYTES:
-            break
-        kept.append((inputs, targets))
+    kept, every, taken = list[InputsAndTargets](), 1, 0
+    for number, batch in enumerate(ModelBatches(dense, samples, task, where="held_out")):
+        if number % every == 0:
+            kept.append(batch)
+            taken += sum(tensor.nbytes for tensor in gather(batch[0]))
+        if taken > MOST_BYTES and len(kept) > 1:
+            kept, every, taken = kept[::2], 2 * every, taken // 2
     total = sum(sample_count(inputs) for inputs, _ in kept)
     if total < FEWEST:
         raise DataError(f"held_out: expected at least {FEWEST} samples to tell a drop by, got {total}")
-    each = max(1, min(32, total // PARTS))
+    found, most = list[InputsAndTargets](), max(1, min(32, total // PARTS))
     for inputs, targets in kept:
-        whole = targets is None or isinstance(targets, (Tensor, list, tuple))
-        size = each if whole else sample_count(inputs)
-        for start in range(0, sample_count(inputs), size):
-            part = slice(start, start + size)
-            yield select_samples(inputs, part), None if targets is None else targets[part] if whole else targets
+        count, whole = sample_count(inputs), targets is None or isinstance(targets, (Tensor, list, tuple))
+        ends = np.linspace(0, count, (-(-count // most) if whole else 1) + 1).astype(int)
+        for part in map(slice, ends[:-1].tolist(), ends[1:].tolist()):
+            found.append((select_samples(inputs, part), targets if targets is None or not whole else targets[part]))
+    if len(found) < PARTS_OF_METRIC:
+        raise DataError(
+            f"held_out: expected at least {PARTS_OF_METRIC} batches, as their targets cannot be split, got {len(found)}"
+        )
+    return found
+
+
+def _dealt(pieces: Sequence[InputsAndTargets], number: int) -> tuple[list[list[InputsAndTargets]], list[int]]:
+    """Return the pieces in parts of about as many samples each, so in two halves of them, and these numbers."""
+    parts: list[list[InputsAndTargets]] = [[] for _ in range(number)]
+    sizes, halves = [0] * number, [0, 0]
+    for piece in pieces:
+        place = min(range(number), key=lambda at: (halves[at % 2], sizes[at]))
+        parts[place].append(piece)
+        sizes[place] += sample_count(piece[0])
+        halves[place % 2] += sample_count(piece[0])
+    return parts, sizes
 
 
 def _answers(dense: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
@@ -280,20 +307,21 @@ def _of_values(found: Any, about: Score) -> HeldOutScores:
         values = np.atleast_1d(np.asarray(found.detach().cpu() if isinstance(found, Tensor) else found, dtype=float))
     except (TypeError, ValueError):
         values = np.empty((0, 0))
-    if values.ndim != 1 or not values.size or not np.isfinite(values).all():
+    right = values.ndim == 1 and (values.size == 1 or values.size >= FEWEST)
+    if not right or not np.isfinite(values).all():
+        got = described(found) if isinstance(found, Tensor) else repr(found)
         raise UsageError(
             f"evaluate: expected a function of a model that returns a finite number, higher if it is better, or one "
-            f"for each sample, got {described(found) if isinstance(found, Tensor) else repr(found)}"
+            f"for each of at least {FEWEST} samples, (N,), got {got if len(got) < 200 else f'{values.size} values'}"
         )
-    number = min(len(values), PARTS_OF_VALUES)
+    number = min(len(values), PARTS)
     folded = [values[place::number] for place in range(number)]
-    samples = tuple(map(len, folded)) if number > 1 else ()
-    is_share = bool(samples) and set(values.tolist()) <= {0.0, 1.0}
+    share = set(values.tolist()) <= {0.0, 1.0}
     return HeldOutScores(
         about,
         number,
-        samples,
-        is_share,
+        tuple(map(len, folded)) if number > 1 else (),
+        1.0 if share else float(np.ptp(values)),
         lambda chosen: float(np.concatenate([folded[place] for place in chosen]).mean()),
     )
 

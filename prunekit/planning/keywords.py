@@ -180,7 +180,7 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
                 f"settings: expected no {', '.join(beside)} beside them; give all in the settings, such as "
                 "dataclasses.replace(settings, round_to=8)"
             )
-        return settings
+        return _consistent(settings)
     drop = budgets.pop("max_drop", None)
     unknown = next((name for name in budgets if BUDGETS.problem(name) is not None), None)
     if unknown is not None:
@@ -198,12 +198,16 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
     budget.require_sound()
     given["criterion"] = criterion = criterion or (BY_SAMPLES if samples else BY_WEIGHTS)
     given.setdefault("scope", "per_mac" if criterion == "elimination" or budget.measured else "uniform")
-    made = PruneSettings(budget, **given)
-    plain = asdict(made)
+    return _consistent(PruneSettings(budget, **given))
+
+
+def _consistent(settings: PruneSettings) -> PruneSettings:
+    """Return settings whose keys fit each other; raise UsageError for others."""
+    plain = asdict(settings)
     found = (*depth_contradictions(plain), *drop_contradictions(plain))
     if problems := [f"{'.'.join(path)}: {text}" for path, text in found]:
         raise UsageError("; ".join(problems))
-    return made
+    return settings
 
 
 OPTIONS = [name for name in PlanKeywords.__annotations__ if name not in {"settings", *BudgetSettings.__annotations__}]

@@ -286,7 +286,9 @@ class Plan(Displayed):
         found, binds = self.provenance["budgets"][name], name == self.provenance.get("binding")
         facts = facts_from(name, found)
         said = [word for word, holds in (("predicted", facts.measured), ("binds", binds)) if holds]
-        return (resource(name), *(facts.shown(found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
+        dense, asked, left = (facts.shown(found[key]) for key in ("dense", "asked", "left"))
+        by_score = binds and self.provenance.get("max_drop")
+        return resource(name), dense, "by max_drop" if by_score else asked, left, ", ".join(said)
 
     def save(self, folder: StrPath) -> None:
         """Write `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""

@@ -99,7 +99,7 @@ def prune(
         memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget or a
             pattern is given, and all that are hold; `plan.provenance` says what is left of each, and which binds.
         max_drop: how much lower the score may be than the dense model's, such as 0.01 for one point of a score in
-            percent, one percent of a perplexity, or as much of any other score. The smallest model is looked for that
+            percent, a rise of one percent of a perplexity, or as much in the unit of any other score. The smallest model is looked for that
             keeps to it within the other budgets; the fastest, by prediction, if there is a budget of time or a target.
             Half of the held-out samples choose it, and the others confirm that the drop is at most that, at 95 %: see
             `score`. Without a repair far less can go.
@@ -151,9 +151,9 @@ def prune(
             0 or "1.boxes", several of them, or a function of the output; None: all, except what the model returns to
             be given again, such as cached keys and values. Others may become narrower.
         task: whose `unpack` takes batches in another form apart; itself or its name.
-        evaluate: for `max_drop`: a function of the model that returns its score, higher if it is better, or better the
-            score of each sample; or a task or its name, whose main score counts, on `held_out`. None: whether class
-            scores say what the dense model says.
+        evaluate: for `max_drop`: a function of the model, in eval mode and without gradients, that returns its score,
+            higher if it is better, or better the score of each sample, (N,); or a task or its name, whose main score
+            counts, on `held_out`. None: whether class scores say what the dense model says.
         held_out: for `max_drop`: samples apart from the calibration data, in the same forms, with targets where
             `evaluate` is a task. None: up to 4,096 of the calibration data, at least a third, which are kept apart.
         remeasure: for budgets of time: whether networks are timed again whose times in the cache are doubtful, as the
@@ -214,7 +214,7 @@ def prune(
         if limit is not None:
             from prunekit.pruning.score_budget import ScoreSearch, judged, with_axis
 
-            calibration, models = judged(model, calibration, images, held_out, evaluate, task)
+            calibration, task, models = judged(model, calibration, images, held_out, evaluate, task)
             wanted = with_axis(wanted)
         request = Request(
             model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs, remeasure

@@ -3,30 +3,32 @@
 Idea: statistics and orders of removal are there, so a share of the MACs (of the time, with a target) is a plan and a
 fit away. Shares are bisected on one half of the held-out samples, and what held there is confirmed on the other half,
 which chose nothing: the widest model first, on to narrower ones until one fails (fixed sequence testing, as in Learn
-then Test, Angelopoulos et al. 2021). The narrowest before that is delivered. A model holds where the largest drop that
-its half cannot rule out at 95 % is within the budget, so that a delivered one exceeds it in at most 1 of 20 searches.
+then Test, Angelopoulos et al. 2021). The narrowest before that is delivered; where the widest fails, up to two wider
+models are tried alike. A model holds where the largest drop that its half cannot rule out at 95 % is within the budget.
+One that exceeds it has to pass both halves, by luck in at most 1 of 20 each, so that few searches deliver such.
 A function that returns one number for all samples tells no error: then the number itself has to be within.
 Invariants: no model is delivered that failed on the second half; other budgets hold for every model that is tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from prunekit.errors import PlanError, UsageError
-from prunekit.measure.score_drop import Drop, Evaluate, HeldOut, HeldOutScores
+from prunekit.errors import DataError, PlanError, UsageError
+from prunekit.measure.score_drop import FEWEST, Drop, Evaluate, HeldOut, HeldOutScores
 from prunekit.planning.feasibility import least_possible
 from prunekit.pruning.collected_statistics import Collected
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.pruning import PruneSettings, Target, facts_of
-from prunekit.tasks.task import Task
+from prunekit.tasks.task import Score, Task
 from prunekit.utils.display import share as in_percent
 from prunekit.utils.inputs import sample_count, select_samples
 from prunekit.utils.progress import Log, stage
@@ -79,24 +81,39 @@ def share_range(search: PlanSearch) -> tuple[float, float]:
     return least, min(WIDEST, facts_of(axis).as_cost(asked))
 
 
+def require_limit(limit: float, about: Score) -> None:
+    """Raise UsageError if a share is not below 1."""
+    if limit >= 1 and (about.unit == "%" or about.lower_is_better):
+        raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {limit:g}")
+
+
 def judged(
     model: nn.Module, calibration: Any, images: int, held_out: Any, evaluate: Evaluate | None, task: Task | str | None
-) -> tuple[Any, HeldOut]:
-    """Return the calibration samples, and what models are judged by: samples apart from these where none are given."""
-    if held_out is None and not callable(evaluate):
+) -> tuple[Any, Task | str | None, HeldOut]:
+    """Return calibration samples, the task that unpacks them, and what models are judged by.
+
+    That is samples of the calibration data, which are kept apart, where no others are given.
+    """
+    if held_out is None and (evaluate is None or isinstance(evaluate, (str, Task))):
         if evaluate is not None or calibration is None or isinstance(calibration, Collected):
-            given = "none" if calibration is None else "what collect found, which keeps none apart"
-            also = " with targets" if evaluate is not None else ""
+            got = "what collect found, of which none are kept apart" if calibration is not None else "none"
+            got = got if evaluate is None else "none: calibration data is read without its targets"
+            kind = "samples" if evaluate is None else "samples with targets"
             raise UsageError(
-                f"held_out: expected samples{also} that models are judged on, got {given}; give held_out=loader, or "
-                "evaluate, a function of the model that returns its score"
+                f"held_out: expected {kind} that models are judged on, got {got}; give held_out=loader, or evaluate, a "
+                "function of the model that returns its score"
             )
         samples = joined_samples(model, calibration, images + HELD_OUT, task)
         count = sample_count(samples)
         apart = torch.linspace(0, count - 1, max(count - images, count // 3)).long()
+        if len(apart) < FEWEST:
+            raise DataError(
+                f"held_out: a third of the {count} calibration samples would be kept apart to judge models on, and at "
+                f"least {FEWEST} are needed; give {3 * FEWEST} samples or more, or held_out"
+            )
         chosen = torch.ones(count, dtype=torch.bool).index_fill(0, apart, False)
-        calibration, held_out = select_samples(samples, chosen), select_samples(samples, apart)
-    return calibration, HeldOut(model, held_out, evaluate)
+        calibration, held_out, task = select_samples(samples, chosen), select_samples(samples, apart), None
+    return calibration, task, HeldOut(model, held_out, evaluate)
 
 
 def confirmed(drops: Sequence[Drop], limit: float) -> int:
@@ -110,7 +127,7 @@ class Tried(Generic[Made]):
 
     share: float  # of the MACs or the time that the plan was made for
     planned: Planned
-    made: Made
+    made: Made | None  # None if it does not hold
     scores: HeldOutScores
     first: Drop  # on the half that chooses
 
@@ -125,40 +142,46 @@ class ScoreSearch(Generic[Made]):
     limit: float
     make: Callable[[Planned], tuple[Made, nn.Module]]  # repairs and compacts; the model is judged
     log: Log = stage
+    _tried: list[Tried[Made]] = field(default_factory=list, init=False)
 
     def run(self) -> tuple[Planned, Made, Drop]:
         """Return the plan, what was made by it, and its drop on the half that confirmed it.
 
         Raises:
-            PlanError: no model was confirmed, or another budget allows none.
-            UsageError: the limit is a share, and not below 1.
+            PlanError: no model was confirmed, the samples are too few for any, or another budget allows none.
+            UsageError: the limit is 1 or more although the score is a share.
         """
-        about = self.held_out.about
-        if self.limit >= 1 and (about.unit == "%" or about.lower_is_better):
-            raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {self.limit:g}")
+        require_limit(self.limit, self.held_out.about)
+        self._require_enough()
         low, high = share_range(self.search)
         if low >= high:
             raise PlanError(f"max_drop: plans leave no less than {self._left(low)}, and {self._left(high)} is the most")
-        tried: list[Tried[Made]] = []
-        if self._others and not self._holds(self._try(high, tried)):
-            raise self._contradiction(tried[-1])
+        if self._others and not self._holds(self._try(high)):
+            raise self._contradiction(self._tried[-1])
         low = low * (1 + 1e-6)
-        for _ in range(ATTEMPTS):
+        while len(self._tried) < ATTEMPTS and high - low >= CLOSE * high:
             share = (low + high) / 2
-            if high - low < CLOSE * high or (tried and self._same_plan(share, tried)):
-                break
-            low, high = (low, share) if self._holds(self._try(share, tried)) else (share, high)
-        held = sorted((one for one in tried if self._holds(one)), key=lambda one: -one.share)
-        for _ in range(WIDER + 1):
-            found = self._confirmed(held)
-            if found is not None:
-                return found
-            most = max((one.share for one in held), default=high)
-            if self._others or most >= WIDEST - CLOSE or (held and len(held) > WIDER + ATTEMPTS):
-                break
-            wider = self._try((most + WIDEST) / 2, tried)
-            held = [wider] if self._holds(wider) else []
-        raise self._unconfirmed(tried)
+            low, high = (low, share) if self._holds(self._try(share)) else (share, high)
+        held = sorted((one for one in self._tried if self._holds(one)), key=lambda one: -one.share)
+        found = self._confirmed(held)
+        most = max((one.share for one in held), default=high)
+        for _ in range(0 if self._others else WIDER):
+            if found is None and most < WIDEST - CLOSE:
+                most = (most + WIDEST) / 2
+                wider = self._try(most)
+                found = self._confirmed([wider] if self._holds(wider) else [])
+        if found is None:
+            raise self._unconfirmed()
+        return found
+
+    def _require_enough(self) -> None:
+        """Raise PlanError where even a model that answers all samples alike could not be confirmed."""
+        spread, number = self.held_out.dense.spread, sum(self.held_out.dense.samples)
+        if number and 3 * spread / (number // 2) > self.limit and self.held_out.about.unit == "%":
+            raise PlanError(
+                f"max_drop: {number:,} held-out samples cannot confirm a drop of at most {100 * self.limit:g} points; "
+                f"expected at least {math.ceil(6 * spread / self.limit):,}"
+            )
 
     @property
     def _others(self) -> dict[str, float]:
@@ -166,23 +189,22 @@ class ScoreSearch(Generic[Made]):
         given = self.search.settings.budget.given
         return {name: value for name, value in given.items() if WITHOUT_EFFECT.get(name) != value}
 
-    def _try(self, share: float, tried: list[Tried[Made]]) -> Tried[Made]:
+    def _try(self, share: float) -> Tried[Made]:
+        """Return what a share leads to: a model that was tried already, where the plan is the same, or another one."""
         planned = at_share(self.search, self.inputs, share)
+        for known in self._tried:
+            if np.array_equal(known.planned.plan.keep, planned.plan.keep):
+                return known
         made, model = self.make(planned)
         scores = self.held_out.score(model)
-        found = Tried(share, planned, made, scores, self.held_out.drop(scores, self.held_out.halves[0]))
-        tried.append(found)
-        told = found.first.most - found.first.drop
-        if not tried[1:] and told > self.limit / 2:
-            self.log(f"max_drop: {self._resolved(told, found.first)}")
+        first = self.held_out.drop(scores, self.held_out.halves[0])
+        found = Tried(share, planned, made if first.most <= self.limit else None, scores, first)
+        self._tried.append(found)
+        if len(self._tried) == 1 and first.most - first.drop > self.limit / 2:
+            self.log(f"max_drop: {self._resolved(first)}")
         verdict = "holds" if self._holds(found) else "too much"
-        self.log(f"max_drop: {self._left(share)}: {found.first}; {self._bounded(found.first)}: {verdict}")
+        self.log(f"max_drop: {self._left(share)}: {first}; {self._bounded(first)}: {verdict}")
         return found
-
-    def _same_plan(self, share: float, tried: list[Tried[Made]]) -> bool:
-        """Return whether a plan for a share was tried already, as widths are rounded."""
-        keep = at_share(self.search, self.inputs, share).plan.keep
-        return any(np.array_equal(keep, one.planned.plan.keep) for one in tried)
 
     def _holds(self, one: Tried[Made]) -> bool:
         return one.first.most <= self.limit
@@ -202,7 +224,7 @@ class ScoreSearch(Generic[Made]):
         said = f"{drop}; at most {drop.in_words(self.limit)} may be lost"
         provenance = {**one.planned.plan.provenance, "max_drop": {"asked": self.limit, **figures, "said": said}}
         plan = replace(one.planned.plan, provenance=provenance)
-        return replace(one.planned, plan=plan), one.made, drop
+        return replace(one.planned, plan=plan), cast("Made", one.made), drop
 
     def _left(self, share: float) -> str:
         what = "MACs" if axis_of(self.search.settings) == "macs" else "time"
@@ -218,20 +240,16 @@ class ScoreSearch(Generic[Made]):
             f"falls by more: {one.first}; raise max_drop or the other budget"
         )
 
-    def _resolved(self, told: float, drop: Drop) -> str:
+    def _resolved(self, drop: Drop) -> str:
         """Return what drops the samples tell apart, and how many would tell half of what is allowed."""
-        count = sum(self.held_out.dense.samples)
-        wanted = round(count * (2 * told / self.limit) ** 2, -1)
-        return (
-            f"half of {count:,} held-out samples tells drops apart by {drop.in_words(told)}; about {wanted:,.0f} "
-            f"samples would settle {drop.in_words(self.limit)}"
-        )
+        half, told = f"{drop.samples:,} held-out samples, half of all", drop.in_words(drop.most - drop.drop)
+        wanted = f"about {2 * drop.samples_for(self.limit):,} in all would settle {drop.in_words(self.limit)}"
+        return f"{half}, tell drops apart by {told}; {wanted}"
 
-    def _unconfirmed(self, tried: list[Tried[Made]]) -> PlanError:
-        widest = max(tried, key=lambda one: one.share)
-        drops = [widest.first, self.held_out.drop(widest.scores, self.held_out.halves[1])]
-        worst = max(drops, key=lambda drop: drop.most)
-        why = "" if worst.error is None else f"; {self._resolved(max(drop.most - drop.drop for drop in drops), worst)}"
+    def _unconfirmed(self) -> PlanError:
+        widest = max(self._tried, key=lambda one: one.share)
+        worst = max(widest.first, self.held_out.drop(widest.scores, self.held_out.halves[1]), key=lambda one: one.most)
+        why = "" if worst.error is None else f"; {self._resolved(worst)}"
         return PlanError(
             f"max_drop: at most {worst.in_words(self.limit)} was asked for, but even {self._left(widest.share)} may "
             f"lose more: {worst}, {self._bounded(worst)}{why}; give more held-out samples, or raise max_drop"

@@ -178,8 +178,8 @@ class BudgetSettings:
     operators, in the target's dtype, as eager makes and frees them."""
     max_drop: Amount | None = None
     """How much lower the score may be than the dense model's, on held-out samples: 0.01 is one point of a score in
-    percent, 1 % of a perplexity, or 0.01 of any other score. The smallest model is looked for, with a target the
-    fastest; what is left depends on it alone or on the other budgets."""
+    percent, a rise of 1 % of a perplexity, or 0.01 in the unit of any other score. The smallest model is looked for,
+    with a target the fastest."""
     others: OtherBudgets = field(default_factory=dict)
     """Further registered budgets by name."""
 

@@ -159,7 +159,7 @@ class StatsCollector(ConsumerHooks):
         inputs: bool = True,
         outputs: bool = True,
         axes: Mapping[str, int] | None = None,
-        ) -> None:
+    ) -> None:
         model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self._targets = _targets(model, modules)

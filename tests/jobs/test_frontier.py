@@ -60,7 +60,7 @@ def made_up(*lost: float, error: float = 0.001, speedups: tuple[float, ...] = ()
     points = [
         FrontierPoint(
             0.9 - number / 10, 0.9 - number / 10, 0.95 - number / 10,
-            Drop(90 - 100 * drop, 90.0, drop, error, 50, 1000, about), Path(str(number)),
+            Drop(90 - 100 * drop, 90.0, drop, error, 50, 1000, 1.0, about), Path(str(number)),
             (speedups[number], speedups[number], speedups[number]) if speedups else None,
         )
         for number, drop in enumerate(lost)
@@ -83,6 +83,27 @@ def test_points_are_what_prune_makes_of_the_same_samples() -> None:
     assert found.at(macs=0.5) is found.points[1].result
 
 
+def test_budgets_hold_for_every_point_and_points_descend() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
+    given: dict[str, Any] = {
+        "calibration": torch.randn(256, 8), "held_out": torch.randn(400, 8), "timed": False, "progress": False,
+    }  # fmt: skip
+    left = [point.macs for point in pk.frontier(model, macs=0.15, points=3, **given).points]
+    assert left == sorted(left, reverse=True)
+    assert max(left) <= 0.15
+    with pytest.raises(UsageError, match=r"expected shares up to 0\.6, which budgets allow, got 0\.8"):
+        pk.frontier(model, macs=0.6, points=[0.8, 0.5], **given)
+    coarse = pk.frontier(model, round_to=32, points=6, **given)  # of which there are few widths
+    assert len({point.macs for point in coarse.points}) == len(coarse.points) < 6
+
+
+@pytest.mark.parametrize("points", [1, 0, "8", 3.0, [], [0.5, 1.5], [0.5, 0.5], ["half"], None])
+def test_points_that_are_none_are_refused(points: Any) -> None:
+    with pytest.raises(UsageError, match="points: expected a number of at least 2, or different shares"):
+        pk.frontier(nn.Linear(2, 2), calibration=torch.randn(300, 2), points=points)
+
+
 def test_a_drop_is_met_by_the_narrowest_whose_wider_ones_meet_it_too() -> None:
     found = made_up(0.001, 0.004, 0.02, 0.005)  # the last is luck
     assert found.at(drop=0.01) == Path("1")
@@ -98,6 +119,9 @@ def test_other_figures_are_met_by_the_widest() -> None:
         found.at(speedup=3)
     with pytest.raises(UsageError, match="nothing was timed"):
         made_up(0.0, 0.01).at(speedup=2)
+    for wrong in ({"macs": 50}, {"macs": "half"}, {"drop": 1}, {"speedup": 0}):
+        with pytest.raises(UsageError, match=r"at: (macs|drop|speedup): expected"):
+            found.at(**wrong)  # type: ignore[arg-type]
     for wrong in ({}, {"size": 1.0}, {"macs": 0.5, "drop": 0.1}):
         with pytest.raises(UsageError, match="at: expected one of macs, params, speedup, drop"):
             found.at(**wrong)
@@ -111,6 +135,7 @@ def test_the_knee_is_where_the_loss_begins_to_grow() -> None:
         "loss grows faster: 15.00 points more down to 50.0 %."
     )
     assert made_up(0.0, 0.1).knee is None
+    assert made_up(0.0, 0.001, 0.002, 0.05, 0.2, error=0.2).knee is None  # noise
     assert made_up(0.1, 0.2, 0.3).advice == "The score falls evenly: no point stands out."
 
 
@@ -151,11 +176,11 @@ def test_the_command_writes_a_page_and_models_that_load(folder: Path) -> None:
     run = Path(figures["folder"])
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "Score against speed" in page
-    assert "points/0.800" in page
+    assert "points/0.8<" in page
     assert figures["asked"] == {"macs": 0.5, "max_drop": 0.02}  # mark the picture, and bind no point
     assert [row["macs"] < share for row, share in zip(figures["points"], (0.81, 0.51), strict=True)] == [True, True]
     assert figures["points"][0]["macs"] > 0.6
-    small = pk.load(run / "points" / "0.500", lambda: load_net(folder))
+    small = pk.load(run / "points" / "0.5", lambda: load_net(folder))
     assert small(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
 
 
@@ -179,8 +204,8 @@ def test_the_command_prunes_to_a_drop(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--points", "1"], "points: expected at least 2"),
-        (["--points", "0.5,1.5"], "points: expected shares above 0 and below 1"),
+        (["--points", "1"], "points: expected a number of at least 2"),
+        (["--points", "0.5,1.5"], "different shares above 0 and below 1"),
         (["--points", "many"], "--points: expected a number such as 8"),
     ],
 )

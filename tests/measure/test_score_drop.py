@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError, ModelError, UsageError
+from prunekit.measure import score_drop
 from prunekit.measure.accuracy import evaluate
-from prunekit.measure.score_drop import HeldOut
+from prunekit.measure.score_drop import RULE_OF_THREE, HeldOut
 from prunekit.tasks.task import Score, Task
 
 CPU = torch.device("cpu")
@@ -52,13 +53,15 @@ def test_the_error_of_single_samples_is_that_of_a_paired_mean() -> None:
 
     def margins(model: nn.Module) -> Tensor:
         with torch.no_grad():
-            return torch.tanh(model(images()[0])[:150].norm(dim=1))  # 0 without weights
+            return torch.tanh(model(images()[0])[:100].norm(dim=1))  # 0 without weights
 
     models = HeldOut(dense, None, margins)
     drop = models.drop(models.score(pruned))
     apart = (margins(dense) - margins(pruned)).numpy()
-    assert drop.error == pytest.approx(apart.std(ddof=1) / math.sqrt(len(apart)))
-    t = 1.9760131775  # Student's 97.5 % quantile, 149 degrees of freedom
+    spread = max(float(margins(model).max() - margins(model).min()) for model in (dense, pruned))
+    paired = apart.std(ddof=1) / math.sqrt(len(apart))
+    assert drop.error == pytest.approx(math.hypot(paired, RULE_OF_THREE * spread / len(apart)))
+    t = 1.9842169516  # Student's 97.5 % quantile, 99 degrees of freedom
     assert drop.interval == pytest.approx((drop.drop - t * drop.error, drop.drop + t * drop.error), rel=1e-6)
 
 
@@ -68,6 +71,46 @@ def test_where_no_sample_differs_a_share_is_still_not_certain() -> None:
         drop = models.drop(models.score(net(0)))
         assert drop.drop == 0
         assert drop.most == pytest.approx(3 / 400, rel=0.02)
+
+
+@pytest.mark.parametrize("batch", [26, 32, 128, 400])
+def test_halves_are_alike_for_any_batch(batch: int) -> None:
+    x, y = images(2500)
+    loader = [(x[at : at + batch], y[at : at + batch]) for at in range(0, len(x), batch)]
+    models = HeldOut(net(0), loader, "image_classification")
+    first, second = (sum(models.dense.samples[part] for part in half) for half in models.halves)
+    assert first + second == 2500
+    assert abs(first - second) <= 32
+
+
+def test_of_more_samples_than_are_kept_all_kinds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted by class, as a folder of images is read."""
+    x, y = images(1600)
+    order = y.argsort()
+    loader = [(x[order][at : at + 16], y[order][at : at + 16]) for at in range(0, 1600, 16)]
+    monkeypatch.setattr(score_drop, "MOST_BYTES", x.nbytes // 3)
+    models = HeldOut(net(0), loader, "image_classification")
+    kept = torch.cat([targets for part in models.batches for _, targets in part])
+    assert len(kept) < 800
+    assert kept.bincount(minlength=4).min() > 0.2 * len(kept)
+
+
+def test_single_scores_of_any_range_are_not_certain_either() -> None:
+    def doubled(model: nn.Module) -> Tensor:
+        return 100 * answers(model)
+
+    models = HeldOut(net(0), None, doubled)
+    assert models.drop(models.score(net(0))).most == pytest.approx(100 * 3 / 400, rel=0.02)
+
+
+def test_the_number_of_samples_that_would_settle_a_drop_does() -> None:
+    models = HeldOut(net(0), images(), "image_classification")
+    for pruned in (net(0), net(1)):  # nothing differs, and much does
+        drop = models.drop(models.score(pruned))
+        count = drop.samples_for(0.1)
+        single = (drop.error**2 - (RULE_OF_THREE / drop.samples) ** 2) * drop.samples  # type: ignore[operator]
+        error = math.sqrt(max(0.0, single) / count + (RULE_OF_THREE / count) ** 2)
+        assert 1.645 * error == pytest.approx(0.05, rel=0.05)
 
 
 def test_halves_share_no_sample_and_are_all() -> None:
@@ -136,18 +179,44 @@ def sums(model: nn.Module) -> float:
         return float(model(images()[0]).sum())
 
 
+def test_a_function_that_fails_on_zeros_is_taken() -> None:
+    """Such as one that divides by what the model finds."""
+
+    def found(model: nn.Module) -> float:
+        share = float(model.weight.abs().sum())  # type: ignore[operator,union-attr]
+        return 1 - 1 / share / 100
+
+    assert HeldOut(net(0), None, found).dense.parts == 1
+
+
+def test_the_dense_model_is_as_it_was() -> None:
+    model = nn.Sequential(net(0), nn.BatchNorm1d(4))
+
+    def trains(given: nn.Module) -> Tensor:
+        given.train()
+        given(images()[0])
+        return answers(model.eval())
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError, match="the same of one whose weights are all zero"):
+        HeldOut(model, None, trains)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 calls = iter(np.arange(1000.0))
 
 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda model: next(calls), "the same score when the same model is given twice"),
+        (lambda model: next(calls), "the same scores when the same model is given twice"),
         (lambda model: 0.5, "0.5 of the dense model and the same of one whose weights are all zero"),
         (lambda model: sum(-float(p.abs().sum()) for p in model.parameters()), "return minus a loss"),
         (lambda model: math.nan, "a finite number"),
         (lambda model: {"top1": 1.0}, "a finite number"),
         (lambda model: None, "a finite number"),
+        (lambda model: (0.9, -0.3), "one for each of at least 80 samples"),
+        (lambda model: answers(model)[torch.randperm(400)], "those of samples in another order"),
         (7, "a function of a model"),
     ],
 )

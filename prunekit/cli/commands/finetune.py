@@ -102,6 +102,8 @@ def run_recipe(
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
     if max_drop is not None:
+        if any(override.startswith("prune.budget") for override in overrides):
+            raise click.UsageError("--max-drop takes the place of budgets: expected it without prune.budget, got both")
         overrides = (*overrides, f"prune.budget={{max_drop: {max_drop}}}")
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     require_job(job, model=factory, data=data, optimizer=optimizer)

@@ -92,8 +92,9 @@ def within_max_drop(
 def held_out(prepared: JobSubject, dense: nn.Module) -> HeldOut:
     """Return what models of a job are judged by: its validation samples, and its task's main score."""
     splits = prepared.splits
-    samples = batches(splits.validation, prepared.job.data.batch, shuffle_seed=None)
-    return HeldOut(dense, samples, replace(splits.task, unpack=pair))
+    data = prepared.job.data
+    samples = batches(splits.validation, data.batch, shuffle_seed=None, workers=data.reading)
+    return HeldOut(dense, samples, replace(splits.task, unpack=pair), prepared.device)
 
 
 class PrunedCopies:

@@ -282,7 +282,7 @@ def frontier(found: Mapping[str, Any]) -> Markup:
             at, reached = [scale * row[key] for row in rows], [row["score"] for row in rows]
             if all(row["low"] is not None for row in rows):
                 ends = [[unit * (row["drop"] - row["low"]), unit * (row["high"] - row["drop"])] for row in rows]
-                axes.errorbar(at, reached, list(zip(*ends, strict=True))[::-sign], color=PALE, fmt="none", zorder=2)
+                axes.errorbar(at, reached, list(zip(*ends, strict=True))[::sign], color=PALE, fmt="none", zorder=2)
             if key == "speedup":
                 across = [[row[key] - row["speedup_low"], row["speedup_high"] - row[key]] for row in rows]
                 axes.errorbar(at, reached, xerr=list(zip(*across, strict=True)), color=PALE, fmt="none", zorder=2)

@@ -113,7 +113,7 @@ def _render(run: Run, state: str | None, sections: Sequence[str], log: Log, *, w
 
         values = sensitivity.values(run)
     elif kind == "frontier.json":
-        values = {"facts": run.frontier, "picture": frontier(run.frontier) if are_drawn() else None}
+        values = {"facts": run.frontier, "picture": frontier(run.frontier) if run.frontier and are_drawn() else None}
     else:
 
         def note(text: str) -> Markup:
