@@ -369,7 +369,7 @@ def _measured(
     keep: Callable[[FrontierPoint], None] = lambda point: None,
 ) -> tuple[tuple[FrontierPoint, ...], tuple[str, ...]]:
     """Return the points, and why others could not be made."""
-    found, missed = [], []
+    found, missed = list[FrontierPoint](), list[str]()
     what = {"macs": "MACs", "speedup": "time"}[axis_of(search.settings)]
     for number, left in enumerate(shares, 1):
         point = (known or {}).get(left)

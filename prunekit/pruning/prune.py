@@ -99,10 +99,10 @@ def prune(
         memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget or a
             pattern is given, and all that are hold; `plan.provenance` says what is left of each, and which binds.
         max_drop: how much lower the score may be than the dense model's, such as 0.01 for one point of a score in
-            percent, a rise of one percent of a perplexity, or as much in the unit of any other score. The smallest model is looked for that
-            keeps to it within the other budgets; the fastest, by prediction, if there is a budget of time or a target.
-            Half of the held-out samples choose it, and the others confirm that the drop is at most that, at 95 %: see
-            `score`. Without a repair far less can go.
+            percent, a rise of one percent of a perplexity, or as much in the unit of any other score. The smallest
+            model is looked for that keeps to it within the other budgets; the fastest, by prediction, if there is a
+            budget of time or a target. Half of the held-out samples choose it, and the others confirm that the drop is
+            at most that, at 95 %: see `score`. Without a repair far less can go.
         pattern: of zeros among single weights, in what the budgets leave; without a budget all channels stay.
             `unstructured`, `2:4` or another `N:M`, `kernel`, or `PatternSettings`, which also say how zeros are chosen
             and which layers have them. With calibration data they are chosen where they add the least error, and the

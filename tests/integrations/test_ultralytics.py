@@ -382,7 +382,7 @@ def test_time_of_suppression_is_part_of_the_budget(data: Path, tmp_path: Path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("public", [prune_yolo, load_yolo, PruneWhileTraining, pruned_trainer])
+@pytest.mark.parametrize("public", [prune_yolo, load_yolo, PruneWhileTraining])
 def test_examples_of_docstrings_run(public: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = inspect.getdoc(inspect.unwrap(public)) or ""
