@@ -475,7 +475,7 @@ def test_what_a_drop_delivers_is_seen_on_samples_that_nobody_chose_by(monkeypatc
         assert row["macs"] == model[0].out_features / 32
         assert row["tried"] > 2
     refused = frontier.delivered("max_drop", drawn, 0.0001)
-    assert refused["reason"].startswith("max_drop: at most 0.01 points was asked for")
+    assert refused["reason"].startswith("max_drop: 400 held-out samples cannot confirm")
     assert refused.keys() == row.keys() | {"reason"}
     kind = {"what": "drop", "model": "net", "way": "max_drop", "asked": 0.3}
     (summary,) = frontier.summaries([{**kind, "seed": seed, **found} for seed, found in enumerate((row, refused, row))])
