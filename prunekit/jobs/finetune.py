@@ -155,7 +155,8 @@ def finetune(
     identity = identity_of(prepared, training=training)
     pruning = job.prune
     if job.prune.budget.max_drop is not None:
-        require_limit(job.prune.budget.max_drop, prepared.splits.task.main)
+        validation, main = prepared.splits.validation, prepared.splits.task.main
+        require_limit(job.prune.budget.max_drop, main, len(validation))
         pruning = with_axis(job.prune)
     search = PlanSearch.trace(prepared.model, prepared.example_inputs, pruning, log=log)
     resumed = None

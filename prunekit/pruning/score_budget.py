@@ -81,10 +81,15 @@ def share_range(search: PlanSearch) -> tuple[float, float]:
     return least, min(WIDEST, facts_of(axis).as_cost(asked))
 
 
-def require_limit(limit: float, about: Score) -> None:
-    """Raise UsageError if a share is not below 1."""
+def require_limit(limit: float, about: Score, samples: int) -> None:
+    """Raise where a share is not below 1, or no model could be confirmed by so few samples; 0 if they are unknown."""
     if limit >= 1 and (about.unit == "%" or about.lower_is_better):
         raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {limit:g}")
+    if about.unit == "%" and samples and 3 / (samples // 2) > limit:
+        raise PlanError(
+            f"max_drop: {samples:,} held-out samples cannot confirm a drop of at most {100 * limit:g} points, even of a "
+            f"model that answers all of them alike; expected at least {math.ceil(6 / limit):,}"
+        )
 
 
 def judged(
@@ -151,8 +156,7 @@ class ScoreSearch(Generic[Made]):
             PlanError: no model was confirmed, the samples are too few for any, or another budget allows none.
             UsageError: the limit is 1 or more although the score is a share.
         """
-        require_limit(self.limit, self.held_out.about)
-        self._require_enough()
+        require_limit(self.limit, self.held_out.about, sum(self.held_out.dense.samples))
         low, high = share_range(self.search)
         if low >= high:
             raise PlanError(f"max_drop: plans leave no less than {self._left(low)}, and {self._left(high)} is the most")
@@ -173,15 +177,6 @@ class ScoreSearch(Generic[Made]):
         if found is None:
             raise self._unconfirmed()
         return found
-
-    def _require_enough(self) -> None:
-        """Raise PlanError where even a model that answers all samples alike could not be confirmed."""
-        spread, number = self.held_out.dense.spread, sum(self.held_out.dense.samples)
-        if number and 3 * spread / (number // 2) > self.limit and self.held_out.about.unit == "%":
-            raise PlanError(
-                f"max_drop: {number:,} held-out samples cannot confirm a drop of at most {100 * self.limit:g} points; "
-                f"expected at least {math.ceil(6 * spread / self.limit):,}"
-            )
 
     @property
     def _others(self) -> dict[str, float]:

@@ -123,7 +123,7 @@ def test_doubtful_times_are_measured_again_where_asked(model: nn.Sequential, mon
 
 
 def test_a_drop_that_the_samples_cannot_tell_is_said_with_the_number_that_would(model: nn.Sequential) -> None:
-    with pytest.raises(PlanError, match=r"100 held-out samples cannot confirm a drop of at most 0.2 points; .* 3,000$"):
+    with pytest.raises(PlanError, match=r"100 held-out samples cannot confirm a drop of at most 0.2 points, .* 3,000$"):
         prune(model, max_drop=0.002, held_out=blobs(100, 3))
     with pytest.raises(PlanError, match=r"held-out samples, half of all, tell drops apart by .* in all would settle"):
         prune(model, max_drop=0.012, held_out=blobs(520, 3), scope="uniform", criterion="random", repair=False)
