@@ -87,8 +87,8 @@ def require_limit(limit: float, about: Score, samples: int) -> None:
         raise UsageError(f"max_drop: expected a share below 1, such as 0.01 for one point, got {limit:g}")
     if about.unit == "%" and samples and 3 / (samples // 2) > limit:
         raise PlanError(
-            f"max_drop: {samples:,} held-out samples cannot confirm a drop of at most {100 * limit:g} points, even of a "
-            f"model that answers all of them alike; expected at least {math.ceil(6 / limit):,}"
+            f"max_drop: {samples:,} held-out samples cannot confirm a drop of at most {100 * limit:g} points, even of "
+            f"a model that answers all of them alike; expected at least {math.ceil(6 / limit):,}"
         )
 
 
