@@ -171,6 +171,10 @@ _PRECISION = (
     "Mean over classes of the area under precision against recall, as COCO's evaluation computes it (Lin et al. 2014), "
     "{}; in brackets the 95 % percentile bootstrap interval over test images (Efron 1979)."
 )
+_DROP = (
+    "Dense and pruned model on the same held-out samples; ends of the 95 % interval of the difference by a "
+    "delete-a-group jackknife (Wolter 1985), Student's quantiles, and the rule of three where no sample differs."
+)
 METHODS = {
     "mAP@50:95": _PRECISION.format("averaged over thresholds of the intersection over union from 0.5 to 0.95"),
     "mAP@50": _PRECISION.split(";")[0].format("at an intersection over union of 0.5") + ".",
@@ -220,6 +224,10 @@ METHODS = {
         "cosine of their weights."
     ),
     "kept": "Output channels after over before.",
+    "Score against size and time": _DROP,
+    "at least": _DROP,
+    "at most": _DROP,
+    "parameters left": _PARAMETERS,
     "MACs left": "Multiply-accumulates of the plan's compact model, as a share of the dense model's.",
     "measured, ms": "Median of the compact model, timed in turn with the dense one, as often as its interval needed.",
     "of the time asked for": "Measured time over the time that the budget allows; more than 100 % is a shortfall.",
