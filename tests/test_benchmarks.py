@@ -174,7 +174,7 @@ def test_time_and_memory_of_pruning_without_training() -> None:
     arguments = ("--model", "shufflenet_v2_x0_5", "--size", "32", "--images", "16", "--threads", "1", "--json")
     done = run("oneshot_speed.py", *arguments, "--memory-mib", "64")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("repair: takes up to ")
+    assert "repair: takes up to " in done.stderr  # on a busy machine after a line on what it is at
     (row,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert row["macs_left"] <= 0.5 * row["macs"]
     assert row["stated_mib"] <= 64
