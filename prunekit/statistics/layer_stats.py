@@ -133,10 +133,6 @@ class ChannelSums:
         return type(self)(self.count + other.count, *(one + two for one, two in zip(ours, theirs, strict=True)))
 
 
-class MapRanks(ChannelSums):
-    """Ranks of the feature maps of an activation, summed for each channel over `count` maps."""
-
-
 ARRAYS = tuple(field.name for field in fields(LayerStats))
 COUNTS = {"count", "zeros", "non_finite", "first_non_finite"}
 """The arrays that hold integers."""
