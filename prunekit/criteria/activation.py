@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +13,10 @@ from prunekit.criteria.magnitude import NORMS
 from prunekit.criteria.scoring import LabelMean, require_finite, require_scores
 from prunekit.errors import UsageError
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, MapRanks, StatsKey
+from prunekit.statistics.layer_stats import FloatArray, IntArray, LayerStats, StatsKey
 from prunekit.statistics.observers import Consumer
 
-ActivationRecord = TypeVar("ActivationRecord", LayerStats, MapRanks)
-Accepts = Callable[[StatsKey, ActivationRecord], npt.NDArray[np.bool_] | bool]
+Accepts = Callable[[StatsKey, LayerStats], npt.NDArray[np.bool_] | bool]
 """Whether an activation counts for its channels: for all of them, or an answer for each, (channels,)."""
 
 ACTIVATIONS = (
@@ -95,27 +93,6 @@ def _never_zero(layer: LayerStats) -> FloatArray:
     return 1 - layer.zero_fraction + TIES * size / (size.max() or 1)
 
 
-@register_criterion("hrank", needs=("ranks",), measures="mean rank of feature maps", paper="Lin et al. 2020, HRank")
-def hrank(evidence: Evidence) -> Scores:
-    """Return the mean rank of a channel's feature maps.
-
-    (Lin et al. 2020, "HRank: filter pruning using high-rank feature map".) It is the mean over the outputs of
-    activation functions that carry the channel; where there are none, over all other activations; and last over outputs
-    of linear layers, which alone carry attention's queries and keys.
-    """
-    functions, stats = _activation_functions(evidence), _finite(evidence)
-    scores = _first_found(
-        evidence,
-        stats.ranks,
-        lambda maps: maps.mean,
-        lambda key, maps: key.side == "output" and key.module in functions,
-        lambda key, maps: key.side == "input" or key.module not in stats.reads,
-        lambda key, maps: True,
-    )
-    advice = "score by 'activation' or 'taylor', which need no maps"
-    return require_scores(scores, evidence, "criterion 'hrank': no feature maps", advice)
-
-
 def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray]) -> Scores:
     """Return a value of each label from norms and activation functions, else from any output, else any input."""
     norms = {path for path, module in evidence.modules.items() if isinstance(module, NORMS)}
@@ -131,7 +108,7 @@ def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], Flo
     return require_scores(scores, evidence, f"criterion {name!r}: no statistics", advice)
 
 
-def _anywhere(evidence: Evidence) -> tuple[Accepts[LayerStats], ...]:
+def _anywhere(evidence: Evidence) -> tuple[Accepts, ...]:
     return (
         lambda key, layer: key.side == "output" and key in evidence.channel_map.activations,
         lambda key, layer: key.side == "input",
@@ -151,9 +128,9 @@ def _finite(evidence: Evidence) -> ChannelStats:
 
 def _first_found(
     evidence: Evidence,
-    measured: Mapping[StatsKey, ActivationRecord],
-    value: Callable[[ActivationRecord], FloatArray],
-    *preferences: Accepts[ActivationRecord],
+    stats: ChannelStats,
+    value: Callable[[LayerStats], FloatArray],
+    *preferences: Accepts,
 ) -> Scores:
     """Return the mean of `value` over the activations that the first preference accepts, else over the next one's."""
     scores = np.full(evidence.channel_map.n_labels, np.nan)
@@ -161,7 +138,7 @@ def _first_found(
         if not np.isnan(scores[1:]).any():
             break
         found = LabelMean(evidence.channel_map)
-        for key, layer in measured.items():
+        for key, layer in stats.items():
             if (labels := _labels(evidence, key)) is not None:
                 _require_as_many(f"{key.side} of {key.module!r}", labels, layer)
                 chosen = np.broadcast_to(accepts(key, layer), labels.shape)
@@ -170,7 +147,7 @@ def _first_found(
     return scores
 
 
-def _require_as_many(where: str, labels: IntArray, measured: LayerStats | MapRanks) -> None:
+def _require_as_many(where: str, labels: IntArray, measured: LayerStats) -> None:
     if measured.channels != len(labels):
         raise UsageError(
             f"{where}: the channel map has {len(labels)} channels, the statistics {measured.channels}; both must come "

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from prunekit.statistics.taylor_terms import TaylorTerms
 
 Scores = npt.NDArray[np.float64]
-Need = Literal["weights", "stats", "patches", "ranks", "gradients", "curvature", "labels"]
+Need = Literal["weights", "stats", "patches", "gradients", "curvature", "labels"]
 """Evidence of a criterion: the weights; statistics of activations; Gram matrices of the patches that layers
-read; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, which the loss needs."""
+read; gradients of a loss; products of its Hessian; and labels, which the loss needs."""
 
 
 @dataclass(frozen=True, eq=False)

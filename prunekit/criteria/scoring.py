@@ -37,7 +37,7 @@ def score(
     """Return the importance of every label: those with the lowest scores are removed first.
 
     Args:
-        stats: channel statistics of that model, from `calibrate`; for "ranks" with its `ranks=True`.
+        stats: channel statistics of that model, from `calibrate`.
     """
     chosen = CRITERIA.get(criterion)
     _require_evidence(chosen, stats, gradients, patches)
@@ -61,11 +61,6 @@ def _require_evidence(
             patches is not None,
             "Gram matrices of the patches that layers read",
             "patches=collect_patches(model, batches)",
-        ),
-        "ranks": (
-            stats is not None and bool(stats.ranks),
-            "ranks of feature maps",
-            "stats=calibrate(model, batches, ranks=True)",
         ),
         "gradients": (gradients is not None, gradient, "gradients=collect_gradients(model, batches, loss)"),
         "curvature": (

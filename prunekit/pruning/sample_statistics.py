@@ -94,15 +94,14 @@ def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
 
 def needs_activations(criterion: str) -> bool:
     """Return whether a criterion looks at activations."""
-    return not {"stats", "ranks"}.isdisjoint(CRITERIA.get(criterion).needs)
+    return "stats" in CRITERIA.get(criterion).needs
 
 
 def activation_statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
     """Return the activation statistics that a criterion needs; None if it needs none."""
-    needs = CRITERIA.get(criterion).needs
     if not needs_activations(criterion):
         return None
-    return calibrate(model, in_batches(images), device=gather(images)[0].device, ranks="ranks" in needs)
+    return calibrate(model, in_batches(images), device=gather(images)[0].device)
 
 
 def _positions(inputs: Any) -> int:

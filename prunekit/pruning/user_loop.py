@@ -67,7 +67,7 @@ class StepCounter(HookOwner):
         return self.tried - int(self._skipped)
 
 
-FROM_SAMPLES = {"stats", "patches", "ranks"}
+FROM_SAMPLES = {"stats", "patches"}
 """Needs of a criterion that are collected from samples without labels."""
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.reading.array_files import openable
 from prunekit.reading.text_files import parse_json, require_file
-from prunekit.statistics.layer_stats import ARRAYS, LayerStats, MapRanks, StatsKey, combine
+from prunekit.statistics.layer_stats import ARRAYS, LayerStats, StatsKey, combine
 from prunekit.statistics.observers import Consumer
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
 from prunekit.utils.files import StrPath, atomic_file, write_columns
@@ -69,8 +69,6 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     layers: Mapping[StatsKey, LayerStats]
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the statistics came from (model, data, settings); saved and loaded with them."""
-    ranks: Mapping[StatsKey, MapRanks] = field(default_factory=dict)
-    """Ranks of feature maps; empty if they were not collected."""
     reads: Mapping[str, Consumer] = field(default_factory=dict)
     """The layers that read channels through a weight, by the path under which their statistics are."""
 
@@ -122,11 +120,8 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             if ours is not None and ours.channels != theirs.channels:
                 raise UsageError(f"{key}: {ours.channels} channels here, {theirs.channels} there: not the same model")
             merged[key] = theirs if ours is None else combine((ours, theirs))
-        ranks = dict(self.ranks)
-        for key, rank in other.ranks.items():
-            ranks[key] = ranks[key].merge(rank) if key in ranks else rank
         agreed = dict(self.provenance.items() & other.provenance.items())
-        return ChannelStats(merged, agreed, ranks, {**self.reads, **other.reads})
+        return ChannelStats(merged, agreed, {**self.reads, **other.reads})
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for every activation in order of execution; `channel_frame` has one for every channel."""
@@ -147,8 +142,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     def _headline(self) -> str:
         channels = sum(layer.channels for layer in self.values())
         dead, spoiled = sum(map(len, self.dead().values())), self.non_finite
-        more = [f"ranks of {plural(len(self.ranks), 'activation')}"] if self.ranks else []
-        more += [f"NaN or Inf in {plural(len(spoiled), 'activation')}"] if spoiled else []
+        more = [f"NaN or Inf in {plural(len(spoiled), 'activation')}"] if spoiled else []
         about = f"{plural(len(self), 'activation')}, {plural(channels, 'channel')}, {dead:,} of them dead"
         return ", ".join((about, *more))
 
@@ -186,8 +180,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     def save(self, path: StrPath) -> Path:
         """Write the statistics exactly, as safetensors with a checksum, and a CSV table beside them.
 
-        Arrays are named `module/side/call/array` and `ranks/module/side/call/total`; the metadata holds the order of
-        the keys and all that is not an array.
+        Arrays are named `module/side/call/array`; the metadata holds the order of the keys and all that is no array.
 
         Args:
             path: a `.safetensors` file, or a folder that gets `channel_stats.safetensors`.
@@ -196,12 +189,10 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
             The safetensors file; the CSV has the same name with `.csv`.
         """
         arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in self.items() for name in ARRAYS}
-        arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in self.ranks.items()}
         content = json.dumps(
             {
                 "keys": [list(key) for key in self],
                 "provenance": dict(self.provenance),
-                "ranks": [[*key, rank.count] for key, rank in self.ranks.items()],
                 "reads": [asdict(consumer) for consumer in self.reads.values()],
             }
         )
@@ -216,7 +207,7 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
 
     @classmethod
     def load(cls, path: StrPath) -> ChannelStats:
-        """Read what `save` wrote.
+        """Read what `save` wrote; ranks of feature maps, which older files may hold, are left out.
 
         Raises:
             ArtifactError: the file is missing, damaged, or not channel statistics.
@@ -247,10 +238,8 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         content = parse_json(header["content"], FORMAT, finite=False)
         keys = [StatsKey(*key) for key in content["keys"]]
         layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
-        counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
-        ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
         reads = {consumer.path: consumer for consumer in (Consumer(**each) for each in content["reads"])}
-        return cls(layers, dict(content["provenance"]), ranks, reads)
+        return cls(layers, dict(content["provenance"]), reads)
 
 
 def _over(values: npt.NDArray[np.float64], layer: LayerStats) -> float:

@@ -1,9 +1,8 @@
-"""Calibration: a model runs over batches, and collectors measure its activations in the same forward passes."""
+"""Calibration: a model runs over batches, and a collector measures its activations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,19 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.tracing.execution import channel_axis
-from prunekit.errors import NonFiniteError, UsageError, nearest
+from prunekit.errors import UsageError, nearest
 from prunekit.hooks.hook import called_leaves, never_called
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.modes.public_call import public_call
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, MapRanks, Side, StatsKey, combine_rows
-from prunekit.statistics.observers import Consumer, ConsumerHooks, PassHooks, watch
+from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats, Side, StatsKey, combine_rows
+from prunekit.statistics.observers import Consumer, ConsumerHooks, watch
 from prunekit.statistics.reductions import summarize
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task
 from prunekit.utils.context import device_of
 from prunekit.utils.globs import globs
-from prunekit.utils.inputs import blank_padding, rows_of
 from prunekit.utils.private_torch import without_torch_function
 from prunekit.utils.progress import reporting
 from prunekit.utils.tensors import gather
@@ -44,7 +42,6 @@ def calibrate(
     modules: Sequence[str] | None = None,
     inputs: bool = True,
     outputs: bool = True,
-    ranks: bool = False,
     task: Task | str | None = None,
     progress: bool | None = None,
 ) -> ChannelStats:
@@ -59,14 +56,12 @@ def calibrate(
         modules: as for `StatsCollector`.
         inputs: as for `StatsCollector`.
         outputs: as for `StatsCollector`.
-        ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
-        UsageError: `batches` is empty, and as for the collectors.
+        UsageError: `batches` is empty, and as for `StatsCollector`.
         DataError: a batch has a form that is not known; a `UsageError`.
-        NonFiniteError: as for `RankCollector`.
 
     Example:
         >>> import prunekit as pk, torch
@@ -82,33 +77,10 @@ def calibrate(
     """
     model = unwrapped(model, offloaded=True)
     place = device_of(model, device)
-    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs)
+    collector = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs)
     with reporting(progress, "calibrate"):
-        return Collectors(stats, RankCollector(model) if ranks else None).run(
-            model, ModelBatches(model, batches, task), place
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Collectors:
-    """Collectors that share the forward passes of a model; `ranks` is optional."""
-
-    stats: StatsCollector
-    ranks: RankCollector | None = None
-
-    @property
-    def _owners(self) -> list[PassHooks]:
-        return [owner for owner in (self.stats, self.ranks) if owner is not None]
-
-    def dealt(self, rank: int, of: int) -> None:
-        """Take the batches of `run` for every `of`-th of a data set, from number `rank`."""
-        for owner in self._owners:
-            owner.dealt(rank, of)
-
-    def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
-        """Run the model over batches, in eval mode without gradients, and return all statistics so far."""
-        watch(model, batches, *self._owners, device=device)
-        return replace(self.stats.stats(), ranks={} if self.ranks is None else self.ranks.ranks())
+        watch(model, ModelBatches(model, batches, task), collector, device=place)
+    return collector.stats()
 
 
 class StatsCollector(ConsumerHooks):
@@ -277,75 +249,3 @@ def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Mo
         if path not in found:
             raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")
     return {path: found[path] for path in modules}
-
-
-class RankCollector(ConsumerHooks):
-    """Measures the ranks of feature maps while a model runs, as a context manager of hooks.
-
-    It measures the inputs of layers that read channels through a weight, and the outputs of linear layers and of all
-    other modules without children. A feature map is a channel's height x width on one image, 1 x 1 of a flat input; for
-    a channel of tokens it is the matrix samples x tokens of one batch. Each takes a singular value decomposition, which
-    together take many times the forward pass: a few hundred images are enough.
-
-    Raises:
-        ModelError: on enter, when the model is compiled.
-        NonFiniteError: in a hook: a feature map holds NaN or Inf; names the activation.
-    """
-
-    _running: dict[StatsKey, MapRanks]
-
-    def __init__(self, model: nn.Module) -> None:
-        model = unwrapped(model, offloaded=True, compiled=False)
-        super().__init__(model)
-        self._sums: dict[StatsKey, MapRanks] = {}
-
-    def ranks(self) -> dict[StatsKey, MapRanks]:
-        """Return the ranks so far, by activation."""
-        self.require_passes()
-        return dict(self._sums)
-
-    def register_hooks(self) -> None:
-        """Register hooks on the outputs of modules, and intercept the consumers."""
-        super().register_hooks()
-        for path, module in called_leaves(self._model).items():
-            self.own_forward(module, partial(self._after, path))
-
-    def finish_pass(self) -> None:
-        """Add the ranks of the finished pass."""
-        for key, ranks in self._running.items():
-            known = self._sums.get(key)
-            self._sums[key] = ranks if known is None else known.merge(ranks)
-
-    def on_values(self, consumer: Consumer, side: Side, values: Tensor, axis: int) -> None:
-        """Measure the input of a layer, and the output of a linear one, as that alone carries queries and keys."""
-        if side == "input" or axis == values.dim() - 1:
-            self._measure(consumer.path, side, values, axis)
-
-    def _after(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
-        tensor = next(iter(gather(result)), None)
-        if self.inside and tensor is not None and path not in self.consumers:
-            self._measure(path, "output", tensor, channel_axis(module, tensor.ndim))
-
-    def _measure(self, path: str, side: Side, values: Tensor, axis: int) -> None:
-        key = StatsKey(path, side, self.ordinal(path, side))
-        if axis == values.dim() - 1:  # padding adds no rank
-            values = rows_of(values, self.counted) if values.dim() == 2 else blank_padding(values, self.counted)
-        maps = _maps(values, axis)
-        if maps is None:
-            return
-        if not maps.isfinite().all():
-            raise NonFiniteError(f"NaN or Inf in the {key}; check the images and the weights before it")
-        with torch.no_grad():
-            found = torch.linalg.matrix_rank(maps)  # (maps, channels)
-        self._running[key] = MapRanks(len(found), found.sum(0).cpu().double().numpy())
-
-
-def _maps(values: Tensor, axis: int) -> Tensor | None:
-    """Return feature maps (maps, channels, rows, columns) in float32 at least; None if there are none."""
-    if values.ndim < 2 or not values.is_floating_point() or values.numel() == 0:
-        return None
-    values = values[..., None, None] if values.ndim == 2 else values
-    channels = values.to(torch.promote_types(values.dtype, torch.float32)).movedim(axis, 0)
-    if channels.ndim == 3:  # (channels, samples, tokens)
-        return channels[None]
-    return channels.transpose(0, 1).flatten(3)

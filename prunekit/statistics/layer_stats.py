@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from prunekit.errors import UsageError
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -100,41 +98,6 @@ class LayerStats:
     @property
     def _divisor(self) -> IntArray:
         return np.maximum(self.count, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class ChannelSums:
-    """Sums per channel, of the same number of values each; subclasses may add other sums."""
-
-    count: int
-    total: FloatArray  # (channels,)
-
-    def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
-            getattr(self, field.name).setflags(write=False)
-
-    @property
-    def channels(self) -> int:
-        """Number of channels."""
-        return len(self.total)
-
-    @property
-    def mean(self) -> FloatArray:
-        """Mean of each channel, (channels,)."""
-        return self.total / max(self.count, 1)
-
-    def merge(self, other: Self) -> Self:
-        """Return the sums of both together."""
-        names = [field.name for field in fields(self)[1:]]
-        ours, theirs = ([getattr(each, name) for name in names] for each in (self, other))
-        shapes, others = ([array.shape for array in arrays] for arrays in (ours, theirs))
-        if shapes != others:
-            raise UsageError(f"statistics: sums of shapes {shapes} here, {others} there: not the same model")
-        return type(self)(self.count + other.count, *(one + two for one, two in zip(ours, theirs, strict=True)))
-
-
-class MapRanks(ChannelSums):
-    """Ranks of the feature maps of an activation, summed for each channel over `count` maps."""
 
 
 ARRAYS = tuple(field.name for field in fields(LayerStats))

@@ -84,5 +84,5 @@ class Scored:
 def scored(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Scored:
     """Traces a model and collects statistics and gradients."""
     chart = trace(model, (batches[0][0][:1],))
-    stats = calibrate(model, batches, ranks=True)
+    stats = calibrate(model, batches)
     return Scored(model, chart, stats, collect_gradients(model, batches, F.cross_entropy, second_order=True))

@@ -62,18 +62,6 @@ def test_wanda_is_sun_et_al_2024(net: Scored) -> None:
     check(net, "wanda", value)
 
 
-def test_hrank_is_lin_et_al_2020(net: Scored) -> None:
-    for name, path in (("conv1.weight", "relu1"), ("conv2.weight", "relu2")):
-        maps: list[Tensor] = []
-        handle = net.model.get_submodule(path).register_forward_hook(lambda m, a, out, maps=maps: maps.append(out))
-        with torch.no_grad():
-            for images, _ in data():
-                net.model(images)
-        handle.remove()
-        expected = np.linalg.matrix_rank(torch.cat(maps).numpy()).mean(0)
-        np.testing.assert_allclose(net.along("hrank", name), expected)
-
-
 def hessian(net: Scored, images: Tensor, labels: Tensor) -> tuple[dict[str, slice], Tensor, Tensor, Tensor]:
     """Where each parameter lies in the vector of all, that vector, and gradient and Hessian of the loss."""
     shapes = {name: p.shape for name, p in net.model.named_parameters()}
@@ -136,11 +124,9 @@ def test_dead_and_constant_channels_are_scored() -> None:
         model.norm1.weight[[1, 4]] = 0
         model.norm1.bias[1], model.norm1.bias[4] = -1, 2
     net = scored(model, data())
-    for name in ("wanda", "hrank"):
-        along = net.along(name, "conv1.weight")
-        assert along[1] == pytest.approx(0, abs=1e-9 * along.max()), name
-        assert np.isfinite(along).all()
-    assert net.along("hrank", "conv1.weight")[4] == 1
+    along = net.along("wanda", "conv1.weight")
+    assert along[1] == pytest.approx(0, abs=1e-9 * along.max())
+    assert np.isfinite(along).all()
 
 
 def test_what_other_channels_make_up_for_does_not_count_for_wanda() -> None:
@@ -173,7 +159,7 @@ def test_attention_heads_and_mlp_widths() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(7, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = calibrate(model, tokens, ranks=True)
+    stats = calibrate(model, tokens)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     labels, positions = chart.deciding(joint)  # whole heads, and positions in all of them
@@ -200,7 +186,7 @@ def test_what_attention_hides_is_measured() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(4, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = calibrate(model, tokens, ranks=True)
+    stats = calibrate(model, tokens)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     heads, positions = chart.deciding(joint)
@@ -214,23 +200,17 @@ def test_what_attention_hides_is_measured() -> None:
     widths = chart.labels["block.linear1.weight"][0]
     assert widths is not None
     np.testing.assert_allclose(apoz[widths], 1 - stats["block.linear2", "input", 0].zero_fraction)
-    maps = stats.ranks["block.self_attn.out_proj", "input", 0]
-    rank = score("hrank", model, chart, stats=stats)
-    np.testing.assert_allclose(rank[heads], maps.mean.reshape(3, 4).mean(1).repeat(4))
-    assert np.isfinite(rank).sum() == np.isfinite(found).sum()
 
 
 def test_each_says_what_it_needs(net: Scored) -> None:
-    plain = dataclasses.replace(net.stats, ranks={})
     first = dataclasses.replace(net.gradients, curvature=None, diagonal=None)
     cases = {
         "wanda": r"'wanda' needs channel statistics: pass stats=",
-        "hrank": r"'hrank' needs ranks of feature maps: pass stats=calibrate\(.*ranks=True\)",
         "taylor2": r"'taylor2' needs second derivatives beside gradients .*labeled.*second_order=True\)",
         "obd": r"'obd' needs second derivatives",
     }
     for name, message in cases.items():
-        stats = None if name == "wanda" else plain
+        stats = None if name == "wanda" else net.stats
         with pytest.raises(UsageError, match=message):
             score(name, net.model, net.chart, stats=stats, gradients=first)
     layers = net.stats.layers

@@ -292,7 +292,7 @@ def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     x = torch.randn(2, 3, 32, 32)
-    chart, stats = trace(model, (x,)), calibrate(model, [x], ranks=True)
+    chart, stats = trace(model, (x,)), calibrate(model, [x])
     smooth = name != "mobilenet"  # whose hard sigmoid has no second derivative
     labeled = [(x, torch.tensor([0, 1]))]
     gradients = collect_gradients(model, labeled, functional.cross_entropy, second_order=smooth)

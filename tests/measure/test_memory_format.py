@@ -100,7 +100,7 @@ def test_models_without_kernels_are_not_tried() -> None:
     assert in_fastest_format(model, IMAGES) is IMAGES
 
 
-@pytest.mark.parametrize("criterion", [None, "l2", "hrank"])
+@pytest.mark.parametrize("criterion", [None, "l2", "wanda"])
 @pytest.mark.parametrize("make", [lambda: Net(viewed), lambda: Net(as_stored), ViewFirst])
 def test_models_are_pruned_by_samples(make: Callable[[], nn.Module], criterion: str | None) -> None:
     torch.manual_seed(0)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch import nn
 
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
@@ -141,11 +145,33 @@ def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
             ChannelStats.load(tmp_path)
 
 
+def test_ranks_in_an_older_file_are_left_out_and_their_damage_is_noticed(tmp_path: Path) -> None:
+    stats = calibrate(net(), [images(2)])
+    file = stats.save(tmp_path)
+    whole = file.read_bytes()
+    with safe_open(file, framework="numpy") as opened:
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        header = json.loads(opened.metadata()["prunekit.channel_stats"])
+    arrays["ranks/1/output/0/total"] = np.array([12.0, 5, 9, 0])
+    header["content"] = json.dumps({**json.loads(header["content"]), "ranks": [["1", "output", 0, 2]]})
+    digest = hashlib.sha256(header["content"].encode())
+    for name in sorted(arrays):
+        digest.update(name.encode() + b"\0" + arrays[name].tobytes())
+    older = {"prunekit.channel_stats": json.dumps({**header, "sha256": digest.hexdigest()})}
+    save_file(arrays, file, metadata=older)
+    loaded = ChannelStats.load(file)
+    assert_same(loaded, stats)
+    assert loaded.reads == stats.reads
+    loaded.save(tmp_path)
+    assert file.read_bytes() == whole
+    save_file({**arrays, "ranks/1/output/0/total": np.array([12.0, 5, 9, 1])}, file, metadata=older)
+    with pytest.raises(ArtifactError, match=r"the checksum does not fit the content\); calibrate again"):
+        ChannelStats.load(file)
+
+
 def test_missing_or_other_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"channel_stats\.safetensors: .* there is no such file"):
         ChannelStats.load(tmp_path / "nowhere")
-    from safetensors.numpy import save_file
-
     save_file({"x": np.zeros(2)}, tmp_path / "weights.safetensors")
     with pytest.raises(ArtifactError, match=r"expected 'prunekit\.channel_stats' in its metadata"):
         ChannelStats.load(tmp_path / "weights.safetensors")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.layer_hooks import LayerHooks, TensorKey, attention_weights, channels_of, weight_of
 from prunekit.inspection.capture.recorder import SHARE, mib
-from prunekit.statistics.layer_stats import ChannelSums, FloatArray
+from prunekit.statistics.layer_stats import FloatArray
 from prunekit.utils.private_torch import without_torch_function
 
 CONSTANT = 1e-5
@@ -168,15 +168,27 @@ class CorrelationCollector(LayerHooks):
 
 
 @dataclass(frozen=True, eq=False)
-class ChannelProducts(ChannelSums):
-    """Sums of channels, and of their products with each other, (channels, channels)."""
+class ChannelProducts:
+    """Sums of channels over `count` positions, and of their products with each other."""
 
-    products: FloatArray
+    count: int
+    total: FloatArray  # (channels,)
+    products: FloatArray  # (channels, channels)
+
+    @property
+    def mean(self) -> FloatArray:
+        """Mean of each channel, (channels,)."""
+        return self.total / max(self.count, 1)
 
     @property
     def covariance(self) -> FloatArray:
         """Population covariance (divided by `count`), (channels, channels)."""
         return self.products / max(self.count, 1) - self.mean[:, None] * self.mean[None, :]
+
+    def merge(self, other: ChannelProducts) -> ChannelProducts:
+        """Return the sums of both together, of the same channels."""
+        count, total = self.count + other.count, self.total + other.total
+        return ChannelProducts(count, total, self.products + other.products)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,9 @@ from prunekit.pruning.sample_statistics import needs_activations, patch_statisti
 from prunekit.pruning.schedule_planner import StepInputs, StepStatistics
 from prunekit.settings.job import JobSettings
 from prunekit.statistics.channel_stats import ChannelStats
-from prunekit.statistics.channel_stats_collector import Collectors, RankCollector, StatsCollector
+from prunekit.statistics.channel_stats_collector import StatsCollector
 from prunekit.statistics.gram_matrices import PatchStats, shortfalls
+from prunekit.statistics.observers import watch
 from prunekit.statistics.taylor_terms import TaylorTerms, collect_gradients
 from prunekit.tasks.task import pair
 from prunekit.training.parallel import share_buffers, share_corrupt
@@ -66,9 +67,7 @@ def calibrate_model(prepared: JobSubject, model: nn.Module, *, log: Log) -> Cali
         "model": digest(prepared.structure),
         "weights": weights_digest(model),
         "data": prepared.splits.fingerprint,
-        "calibration": digest(
-            [asdict(job.calibration), job.data.batch, job.seed, prepared.device.type, _wants_ranks(job)]
-        ),
+        "calibration": digest([asdict(job.calibration), job.data.batch, job.seed, prepared.device.type]),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
     cached = _cached(path, facts, log)
@@ -101,31 +100,22 @@ def _collected(prepared: JobSubject, model: nn.Module, log: Log) -> ChannelStats
     job = prepared.job
     images = prepared.calibration_batches()
     log(f"calibration: {images.images} training {prepared.splits.task.samples}")
-    collectors = collectors_for(job, model.to(prepared.device))
     with threads(job.threads):
-        found = merged_statistics(collectors, model, images, prepared.device)
+        found = merged_statistics(model.to(prepared.device), images, prepared.device)
     model.cpu()
     return found
 
 
-def merged_statistics(collectors: Collectors, model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
+def merged_statistics(model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
     """Return what all processes collect, each from its share of the batches, merged; empty outside the main one."""
-    collectors.dealt(rank(), size())
-    mine = images.dealt(rank(), size())
-    seen = collectors.run(model, mine, device) if len(mine) else None
+    collector, mine = StatsCollector(model), images.dealt(rank(), size())
+    collector.dealt(rank(), size())
+    if len(mine):
+        watch(model, mine, collector, device=device)
+    seen = collector.stats() if len(mine) else None
     share_corrupt(images)
     parts = (part for part in gather_on_main(seen) if part is not None)
     return reduce(ChannelStats.merge, parts) if is_main() else ChannelStats({})
-
-
-def _wants_ranks(job: JobSettings) -> bool:
-    return "ranks" in CRITERIA.get(job.prune.criterion).needs
-
-
-def collectors_for(job: JobSettings, model: nn.Module) -> Collectors:
-    """Return the collectors that the job's calibration and criterion need."""
-    ranks = RankCollector(model) if _wants_ranks(job) else None
-    return Collectors(StatsCollector(model), ranks)
 
 
 def loss_gradients(prepared: JobSubject, model: nn.Module, *, log: Log) -> TaylorTerms | None:
@@ -218,7 +208,7 @@ class JobStatistics(StepStatistics):
         share_buffers(model)  # BatchNorm statistics differ between two steps
         with seeded(job.seed):
             if needs_activations(job.prune.criterion):
-                stats = merged_statistics(collectors_for(job, model), model, images, self._prepared.device)
+                stats = merged_statistics(model, images, self._prepared.device)
                 stats.require_finite()
             wanted = "gradients" in CRITERIA.get(job.prune.criterion).needs
             return stats, merged_gradients(self._prepared, model, images) if wanted else None
