@@ -5,6 +5,7 @@ Samples, statistics and orders of removal are collected once; each point is then
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_f
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.repair_stage import PrunedCopies
 from prunekit.jobs.stages.repair_stage import held_out as held_out_of
-from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
+from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.measure.score_drop import SURE, Drop, Evaluate, HeldOut
 from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import PlanKeywords, prune_settings, shows_keywords
@@ -53,7 +54,6 @@ POINTS = 8
 """Points of a frontier, if it is not said."""
 WIDEST, NARROWEST = 0.9, 0.2
 """Shares of the first and the last point, where plans can be as narrow."""
-AT = ("macs", "params", "speedup", "drop")
 Result: TypeAlias = "Pruned | Path"
 """The model of a point: the result of `prune`, or the folder of a job's model."""
 
@@ -121,17 +121,15 @@ class Frontier(Displayed):
         Raises:
             UsageError: it is not one of these figures, or no point meets it.
         """
-        if len(wanted) != 1 or not wanted.keys() <= set(AT):
+        if len(wanted) != 1 or not wanted.keys() <= {"macs", "params", "speedup", "drop"}:
             got = ", ".join(f"{name}={value}" for name, value in wanted.items())
-            raise UsageError(f"at: expected one of {', '.join(AT)}, such as at(speedup=2), got {got or 'none'}")
-        return self.point(**wanted).result
-
-    def point(self, **wanted: float) -> FrontierPoint:
-        """Return the point itself, see `at`."""
+            raise UsageError(
+                f"at: expected one of macs, params, speedup, drop, such as at(speedup=2), got {got or 'none'}"
+            )
         ((name, value),) = wanted.items()
-        share_asked = name != "speedup"
-        if not isinstance(value, (int, float)) or not value > 0 or (share_asked and value >= 1):
-            expected = "a share above 0 and below 1, such as 0.5" if share_asked else "a number above 0, such as 2"
+        most = math.inf if name == "speedup" else 1
+        if not isinstance(value, (int, float)) or not 0 < value < most:
+            expected = "a number above 0, such as 2" if most > 1 else "a share above 0 and below 1, such as 0.5"
             raise UsageError(f"at: {name}: expected {expected}, got {value!r}")
         found: FrontierPoint | None = None
         if name == "drop":
@@ -140,22 +138,19 @@ class Frontier(Displayed):
                     break
                 found = point
         elif name == "speedup":
-            timed = (point for point in self.points if point.speedup is not None)
-            found = next((point for point in timed if point.speedup is not None and point.speedup[0] >= value), None)
+            found = next((point for point in self.points if point.speedup and point.speedup[0] >= value), None)
         else:
             found = next((point for point in self.points if getattr(point, name) <= value), None)
         if found is None:
             raise UsageError(f"at: no point meets {name}={value:g}: {self._reach(name)}; measure further points")
-        return found
+        return found.result
 
     def _reach(self, name: str) -> str:
         if name == "drop":
             first = self.points[0].drop
             return f"the first one, with MACs {share(self.points[0].macs)} left, may lose {first.in_words(first.most)}"
         figures = [row[name] for row in self.rows() if row[name] is not None]
-        if not figures:
-            return "nothing was timed"
-        return f"they reach from {min(figures):.3g} to {max(figures):.3g}"
+        return f"they reach from {min(figures):.3g} to {max(figures):.3g}" if figures else "nothing was timed"
 
     @property
     def knee(self) -> FrontierPoint | None:
@@ -209,13 +204,11 @@ class Frontier(Displayed):
     def summary(self) -> dict[str, Any]:
         """Return plain data of all, as `frontier.json` has it."""
         first = self.points[0].drop
-        about = {"label": first.about.label, "unit": first.about.unit, "lower_is_better": first.about.lower_is_better}
-        samples = max(point.drop.samples for point in self.points)
         return {
             "name": self.name,
-            "score": about,
+            "score": {name: getattr(first.about, name) for name in ("label", "unit", "lower_is_better")},
             "dense": first.dense,
-            "samples": samples,
+            "samples": first.samples,
             "points": self.rows(),
             "knee": None if self.knee is None else self.points.index(self.knee),
             "advice": self.advice,
@@ -233,9 +226,8 @@ class Frontier(Displayed):
     def _parts(self) -> Iterator[str | Table]:
         yield f"Frontier: {self._headline()}"
         about, knee = self.points[0].drop.about, self.knee
-        headings = ("MACs left", "parameters", about.label, "lower by", "95 %", "speedup", "")
-        if about.lower_is_better:
-            headings = (*headings[:3], "higher by", *headings[4:])
+        lost = "higher by" if about.lower_is_better else "lower by"
+        headings = ("MACs left", "parameters", about.label, lost, "95 %", "speedup", "")
         yield Table(headings, [_cells(point, point is knee) for point in self.points])
         yield "\n".join((self.advice, *self.missed))
 
@@ -251,9 +243,8 @@ def _cells(point: FrontierPoint, knee: bool) -> tuple[str, ...]:
     if point.speedup is not None:
         median, low, high = point.speedup
         speedup = factor(median) if point.stable else f"unstable [{low:.2f}, {high:.2f}]"
-    score = in_unit(drop.score, drop.about.unit)
-    mark = "knee" if knee else ""
-    return (share(point.macs), share(point.params), score, drop.in_words(drop.drop), ends, speedup, mark)
+    score, mark = in_unit(drop.score, drop.about.unit), "knee" if knee else ""
+    return share(point.macs), share(point.params), score, drop.in_words(drop.drop), ends, speedup, mark
 
 
 @public_call
@@ -405,16 +396,14 @@ def _timed(
 ) -> Frontier:
     """Return the frontier with the speedup of every point in the first setting, all timed in turn."""
     names = [f"point {number}" for number in range(1, len(small) + 1)]
-    report: LatencyReport = measure_latency(
+    report = measure_latency(
         {"dense": dense, **dict(zip(names, small, strict=True))},
         inputs_like(search.examples[0]),
         settings,
         devices(search.settings.target.device, settings),
         log=log,
     )
-    rows: dict[str, Mapping[str, Any]] = {}
-    for each in report.speedup:
-        rows.setdefault(each["model"], each)
+    rows = {row["model"]: row for row in reversed(report.speedup)}  # of the first setting
     points = [
         replace(point, speedup=(row["median"], row["low"], row["high"]), stable=bool(row["stable"]))
         if (row := rows.get(name)) is not None
@@ -493,7 +482,7 @@ def _keep(path: Path, known: dict[float, FrontierPoint], point: FrontierPoint) -
 def _kept_points(path: Path, models: HeldOut, folder: Path) -> dict[float, FrontierPoint]:
     """Return the points that an interrupted run made."""
     rows = read_json(path) if path.is_file() else []
-    known = {}
+    known = dict[float, FrontierPoint]()
     try:
         for row in rows:
             left = float(row["share"])

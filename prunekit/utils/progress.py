@@ -94,10 +94,14 @@ class Lines:
     def write_all(self) -> None:
         """Write lines until the call has ended."""
         while not self.ended.wait(QUIET_S):
-            counted = self.counted
-            text = self.stage if counted is None else counted()
-            sys.stderr.write(f"{self.title} [{perf_counter() - self.start:.0f} s]: {text}\n")
-            sys.stderr.flush()
+            self.write()
+
+    def write(self) -> None:
+        """Write a line."""
+        counted = self.counted
+        text = self.stage if counted is None else counted()
+        sys.stderr.write(f"{self.title} [{perf_counter() - self.start:.0f} s]: {text}\n")
+        sys.stderr.flush()
 
 
 _RUNNING: ContextVar[_ProgressReport | None] = ContextVar("prunekit report", default=None)
