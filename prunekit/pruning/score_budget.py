@@ -150,22 +150,22 @@ class ScoreSearch(Generic[Made]):
     _tried: list[Tried[Made]] = field(default_factory=list, init=False)
 
     def run(self) -> tuple[Planned, Made, Drop]:
-        """Return the plan, what was made by it, and its drop on the half that confirmed it.
-
-        Raises:
-            PlanError: no model was confirmed, the samples are too few for any, or another budget allows none.
-            UsageError: the limit is 1 or more although the score is a share.
-        """
+        """Return the plan, what was made by it, and its drop on the half that confirmed it; PlanError if none is."""
         require_limit(self.limit, self.held_out.about, sum(self.held_out.dense.samples))
         low, high = share_range(self.search)
         if low >= high:
             raise PlanError(f"max_drop: plans leave no less than {self._left(low)}, and {self._left(high)} is the most")
         if self._others and not self._holds(self._try(high)):
             raise self._contradiction(self._tried[-1])
-        low = low * (1 + 1e-6)
+        low, narrow = low * (1 + 1e-6), PlanError("max_drop: no plan is narrower")
         while len(self._tried) < ATTEMPTS and high - low >= CLOSE * high:
             share = (low + high) / 2
-            low, high = (low, share) if self._holds(self._try(share)) else (share, high)
+            try:
+                low, high = (low, share) if self._holds(self._try(share)) else (share, high)
+            except PlanError as error:  # the trial of a plan locked more than is known
+                low, narrow = share, error
+        if not self._tried:
+            raise narrow
         held = sorted((one for one in self._tried if self._holds(one)), key=lambda one: -one.share)
         found = self._confirmed(held)
         most = max((one.share for one in held), default=high)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import prunekit as pk
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.score_drop import Drop
-from prunekit.pruning import latency_budget_search
+from prunekit.pruning import latency_budget_search, score_budget
 from prunekit.pruning.score_budget import confirmed
 from prunekit.tasks.task import Score
 
@@ -120,6 +120,24 @@ def test_doubtful_times_are_measured_again_where_asked(model: nn.Sequential, mon
         with pytest.raises(PlanError, match="seen"):
             pk.prune(model, torch.randn(2, 8), speedup=1.5, remeasure=remeasure, progress=False)
     assert seen == [False, True]
+
+
+def test_plans_that_cannot_be_made_end_no_search(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial may lock more than the trace, so that what seemed possible is not."""
+    made = score_budget.at_share
+
+    def at_share(search: Any, inputs: Any, share: float) -> Any:
+        if share < least:
+            raise PlanError("locked by the trial")
+        return made(search, inputs, share)
+
+    monkeypatch.setattr(score_budget, "at_share", at_share)
+    least = 0.4
+    found = prune(model, max_drop=0.2)
+    assert 0.3 < found.plan.channel_map.macs_left(found.plan.keep) < 0.6
+    least = 1.0
+    with pytest.raises(PlanError, match="locked by the trial"):
+        prune(model, max_drop=0.2)
 
 
 def test_a_drop_that_the_samples_cannot_tell_is_said_with_the_number_that_would(model: nn.Sequential) -> None:
