@@ -15,14 +15,13 @@ images of `--zoo cifar`, trained with pixels / 255 and ImageNet's mean and devia
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import collected, keep, show
+from common import collected, keep, shares, show
 from oneshot_cifar10 import BATCH, CPU, drawn, normalized
 from torch import nn
 
@@ -49,17 +48,6 @@ def measured(
         top1 = evaluate(model, pairs, "image_classification", CPU).values["top1"]
     layers = masks.sparsity().layers
     return {"reached": sum(weight * layers[path] for path, weight in weights.items()), "top1": top1}
-
-
-def shares(text: str) -> list[float]:
-    """Numbers between 0 and 1 with commas between them."""
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = [math.nan]
-    if not all(0 < value < 1 for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers between 0 and 1, got {text}")
-    return values
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

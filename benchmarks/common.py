@@ -132,12 +132,22 @@ def ratio(times_ms: Sequence[float], baseline_ms: Sequence[float]) -> dict[str, 
 
 def reductions(text: str) -> list[float]:
     """Numbers with commas between them, each above 1."""
+    return _numbers(text, 1, math.inf, "numbers above 1")
+
+
+def shares(text: str, example: str = "") -> list[float]:
+    """Numbers with commas between them, each above 0 and below 1; an example is for the message."""
+    return _numbers(text, 0, 1, f"numbers between 0 and 1{example and f', such as {example}'}")
+
+
+def _numbers(text: str, above: float, below: float, expected: str) -> list[float]:
+    """Numbers with commas between them, within bounds that are none of them."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = [math.nan]
-    if not all(1 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers above 1, got {text}")
+    if not all(above < value < below for value in values):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
     return values
 
 

@@ -1,4 +1,4 @@
-"""What `max_drop` delivers and what `prunekit.frontier` costs, for ResNets on CIFAR-10 with trained weights.
+"""Drops that `max_drop` delivers, and the cost of `prunekit.frontier`, for ResNets on CIFAR-10 with trained weights.
 
 Every seed draws its calibration images from the training images, whose labels nobody sees, and splits the test images
 at random: on the held-out half models are judged, the test half nobody but the final measurement sees. Images are read
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import collected, keep, rows_before, show
+from common import collected, keep, rows_before, shares, show
 from torch import Tensor, nn
 
 import prunekit as pk
@@ -59,7 +59,7 @@ from prunekit.recipe.loading import load
 RECIPE = Path(__file__).parent.parent / "recipes" / "resnet56-cifar10.yaml"
 TASK = "image_classification"
 LEAST, CLOSE = 0.1, 0.02
-"""Where the bisection by hand begins, and the MACs that it does not tell apart."""
+"""First share of the bisection by hand, and the MACs that it does not tell apart."""
 KEYS = ("what", "model", "way", "asked", "seed")
 VERDICT = re.compile(r"max_drop: .*: (holds|too much)")
 KEEP = f"write benchmarks/results/frontier.json, where other rows ({', '.join(KEYS)}) stay"
@@ -179,7 +179,7 @@ WAYS: dict[str, Callable[[Drawn, float], tuple[Pruned, dict[str, Any]]]] = {"max
 
 
 def delivered(way: str, drawn: Drawn, asked: float) -> dict[str, Any]:
-    """What one way delivers, and what that loses on the test half."""
+    """The model that one way delivers, and what it loses on the test half."""
     clock = Clock()
     try:
         found, told = WAYS[way](drawn, asked)
@@ -263,30 +263,20 @@ def median_of(found: Sequence[dict[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def shares(text: str) -> list[float]:
-    """Numbers with commas between them, each above 0 and below 1."""
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = [0.0]
-    if not all(0 < value < 1 for value in values):
-        raise argparse.ArgumentTypeError(f"expected shares above 0 and below 1, such as 0.01,0.02, got {text}")
-    return values
-
-
 def main() -> None:
     """Runs one of the two, and prints a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    few = partial(shares, example="0.01,0.02")
     parser.add_argument("--what", choices=("drop", "cost"), required=True)
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="a state dict of the dense model")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
     parser.add_argument("--model", choices=sorted(DEPTHS, key=lambda name: DEPTHS[name]), default="resnet56")
-    parser.add_argument("--drops", type=shares, default="0.005,0.01,0.02", metavar="A,B", help="of top-1, 0.01 a point")
+    parser.add_argument("--drops", type=few, default="0.005,0.01,0.02", metavar="A,B", help="of top-1, 0.01 a point")
     parser.add_argument("--draws", type=int, default=1, metavar="N", help="of the images; for the cost, rounds")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="of the first draw")
     parser.add_argument("--images", type=int, default=1024, metavar="N", help="to calibrate on")
     parser.add_argument("--points", type=int, default=10, metavar="N", help="of the frontier")
-    parser.add_argument("--calls", type=shares, default="0.8,0.6,0.4,0.3", metavar="A,B", help="MACs left by each")
+    parser.add_argument("--calls", type=few, default="0.8,0.6,0.4,0.3", metavar="A,B", help="MACs left by each")
     parser.add_argument("--by-hand", action="store_true", help="bisect the MACs by separate calls as well")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import as_items, as_markdown, show
+from common import as_items, as_markdown, shares, show
 from language_methods import Case, methods
 from language_models import SHIPPED, SUBJECTS, Source, Subject, parameters
 from torch import nn
@@ -127,17 +127,6 @@ def merged(path: Path, found: list[dict[str, Any]], setting: dict[str, Any]) -> 
             columns = ("method", "share", "left", *judges, *COST)
             text += f"\n## {model}\n\n{as_markdown(of_model, columns)}\n{as_items(settings[model])}"
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-
-
-def shares(text: str) -> list[float]:
-    """Read numbers between 0 and 1."""
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = [0.0]
-    if not all(0 < value < 1 for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers between 0 and 1, got {text}")
-    return values
 
 
 def checked(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Source:

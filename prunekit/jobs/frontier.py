@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
@@ -37,7 +38,7 @@ from prunekit.pruning.latency_budget_search import with_profile
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.prune import Calibration, Request, pruned_by
 from prunekit.pruning.pruned import Pruned
-from prunekit.pruning.score_budget import WITHOUT_EFFECT, at_share, axis_of, judged, share_range, with_axis
+from prunekit.pruning.score_budget import WITHOUT_EFFECT, at_share, axis_of, confirmed, judged, share_range, with_axis
 from prunekit.reading.text_files import read_json
 from prunekit.settings.calibration import IMAGES, RepairSettings
 from prunekit.settings.deployment import LatencySettings
@@ -133,10 +134,8 @@ class Frontier(Displayed):
             raise UsageError(f"at: {name}: expected {expected}, got {value!r}")
         found: FrontierPoint | None = None
         if name == "drop":
-            for point in self.points:
-                if point.drop.most > value:
-                    break
-                found = point
+            count = confirmed([point.drop for point in self.points], value)
+            found = self.points[count - 1] if count else None
         elif name == "speedup":
             found = next((point for point in self.points if point.speedup and point.speedup[0] >= value), None)
         else:
@@ -173,18 +172,18 @@ class Frontier(Displayed):
     @property
     def advice(self) -> str:
         """Up to two sentences on where to stop, with how sure that is."""
-        said, free = [], [point for point in self.points if point.drop.interval is not None]
-        free = [point for point in free if all(one.drop.bound(1 - SURE) <= 0 for one in free[: free.index(point) + 1])]
+        said, knee = [], self.knee
+        free = [*takewhile(lambda point: point.drop.interval and point.drop.bound(1 - SURE) <= 0, self.points)]
         if free:
             told, samples = free[-1], free[-1].drop.samples
             what = f"{samples:,} samples" if samples else "the samples"
             said.append(f"Down to MACs {share(told.macs)} left, no loss can be told by {what}.")
-        knee, number = self.knee, 0 if self.knee is None else self.points.index(self.knee) + 1
-        if knee is not None and number < len(self.points):
-            more = knee.drop.in_words(self.points[number].drop.drop - knee.drop.drop)
+        if knee is not None:
+            after = self.points[self.points.index(knee) + 1]  # the last one is no knee
+            more = knee.drop.in_words(after.drop.drop - knee.drop.drop)
             said.append(
                 f"Below {share(knee.macs)}, where it is {knee.drop.in_words(knee.drop.drop)}, the loss grows faster: "
-                f"{more} more down to {share(self.points[number].macs)}."
+                f"{more} more down to {share(after.macs)}."
             )
         return " ".join(said) or "The score falls evenly: no point stands out."
 
