@@ -88,16 +88,47 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class GroupProblem:
-    """The choice of zeros in one group of a layer, and the fit of what is kept."""
+class ZerosProblem:
+    """The choice of zeros in a group of a layer, or in several with an axis for them first, and the fit of the rest."""
 
-    fit: FitProblem  # the layer's inputs, and what is wanted at the end of its chain
-    inputs: Tensor  # (N, d) of the fit, with a constant last if there is a bias
-    gram: Tensor  # (d, d) of the rows to fit on, float64
-    present: Tensor  # (o, d) weights; the constant's are 0, as the present bias is part of the chain
-    usable: Tensor  # bool (o,), whether the norm's factor determines an output's weights; the fit is about these
+    fit: FitProblem | GroupedProblem  # the layer's inputs, and what is wanted at the end of its chain
+    inputs: Tensor  # (..., N, d) of the fit, with a constant last if there is a bias
+    gram: Tensor  # (..., d, d) of the rows to fit on, float64
+    present: Tensor  # (..., o, d) weights; the constant's are 0, as the present bias is part of the chain
     fitted: bool  # whether weights are fitted to what is wanted; else to what they compute now
     settings: RepairSettings  # of the fit
+
+    @property
+    def columns(self) -> int:
+        """Number of columns without the constant."""
+        return self.gram.shape[-1] - self.fit.biased
+
+    def sizes(self, *, by_input: bool) -> Tensor:
+        """Return the size of each weight, (outputs, columns), perhaps times the norm of its input (Sun et al. 2023)."""
+        sizes = self.present[..., : self.columns].abs()
+        if by_input:
+            sizes = sizes * self.gram.diagonal(dim1=-2, dim2=-1)[..., None, : self.columns].sqrt()
+        return sizes.flatten(0, -2)
+
+    def _optimum(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the Gram matrix with a ridge, its factor, and the weights (..., o, d) that fit best, all kept."""
+        gram, factor = ridged(self.gram, self.settings.ridge, biased=self.fit.biased)
+        if not self.fitted:
+            return gram, factor, self.present
+        right = self.present @ gram + self._missing(self.fit.wanted)
+        return gram, factor, torch.cholesky_solve(right.mT, factor).mT
+
+    def _missing(self, target: Tensor) -> Tensor:
+        """Return the mean products (..., o, d) of the inputs and what the present weights miss of a target."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class GroupProblem(ZerosProblem):
+    """The choice of zeros in one group of a layer, and the fit of what is kept."""
+
+    fit: FitProblem
+    usable: Tensor  # bool (o,), whether the norm's factor determines an output's weights; the fit is about these
 
     @classmethod
     def of(
@@ -108,12 +139,7 @@ class GroupProblem:
         rows = inputs[: fit.fitted]
         if fit.biased:
             present = torch.cat([present, present.new_zeros(len(present), 1)], 1)
-        return cls(fit, inputs, mean_products(rows, rows), present, usable, fitted and bool(usable.any()), settings)
-
-    @property
-    def columns(self) -> int:
-        """Number of columns without the constant."""
-        return len(self.gram) - self.fit.biased
+        return cls(fit, inputs, mean_products(rows, rows), present, fitted and bool(usable.any()), settings, usable)
 
     @property
     def importance(self) -> Tensor:
@@ -143,11 +169,6 @@ class GroupProblem:
         """Return the mask (o, i * taps) by the order of SparseGPT."""
         gram, _, weight = self._optimum()
         return column_by_column(gram, weight, self.importance, pattern, shape, share)[0]
-
-    def sizes(self, *, by_input: bool) -> Tensor:
-        """Return the size of each weight, (o, i * taps), if asked for times the norm of its input (Sun et al. 2023)."""
-        sizes = self.present[:, : self.columns].abs()
-        return sizes * self.gram.diagonal()[: self.columns].sqrt() if by_input else sizes
 
     def zeroed(self, mask: Tensor) -> tuple[Tensor, float]:
         """Return the present weights (o, d) with zeros, and their error on held-out rows."""
@@ -182,20 +203,12 @@ class GroupProblem:
             found, error, momentum = again, error_now, following
         return found, error
 
-    def _optimum(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the Gram matrix with a ridge, its factor, and the weights (o, d) that fit best if all are kept."""
-        gram, factor = ridged(self.gram, self.settings.ridge, biased=self.fit.biased)
-        if not self.fitted:
-            return gram, factor, self.present
-        right = self.present @ gram + self._missing(self.fit.wanted[: self.fit.fitted])
-        return gram, factor, torch.cholesky_solve(right.T, factor).T
-
     def _missing(self, target: Tensor) -> Tensor:
         """Return the mean products (o, d) of the inputs and what the present weights miss of a target (N, usable)."""
         missing = torch.zeros_like(self.present)
         if self.fitted:
             rows = slice(self.fit.fitted)
-            gap = (target - self.fit.now[rows]) / self.fit.scale
+            gap = (target[rows] - self.fit.now[rows]) / self.fit.scale
             missing[self.usable] = mean_products(self.inputs[rows], gap.to(self.inputs.dtype)).T
         return missing
 
@@ -215,15 +228,10 @@ class GroupProblem:
 
 
 @dataclass(frozen=True, eq=False)
-class SmallGroups:
-    """The choice of zeros in some groups of a layer, and the fit of what is kept; all float64."""
+class SmallGroups(ZerosProblem):
+    """The choice of zeros in some groups of a layer, (g, ...), and the fit of what is kept; all float64."""
 
-    fit: GroupedProblem  # of the groups
-    inputs: Tensor  # (g, N, d) with a constant last if there is a bias
-    gram: Tensor  # (g, d, d) of the rows to fit on
-    present: Tensor  # (g, o, d) weights; the constants' are 0
-    fitted: bool  # whether weights are fitted to what is wanted; else to what they compute now
-    settings: RepairSettings  # of the fit
+    fit: GroupedProblem
 
     @classmethod
     def of(cls, fit: GroupedProblem, present: Tensor, settings: RepairSettings, *, fitted: bool) -> SmallGroups:
@@ -235,21 +243,9 @@ class SmallGroups:
             present = torch.cat([present, present.new_zeros(*present.shape[:2], 1)], 2)
         return cls(fit, inputs, gram, present, fitted, settings)
 
-    @property
-    def columns(self) -> int:
-        """Number of columns without the constant."""
-        return self.gram.shape[-1] - self.fit.biased
-
-    def sizes(self, *, by_input: bool) -> Tensor:
-        """Return the size of each weight, (g * o, columns), if asked for times the norm of its input."""
-        sizes = self.present[..., : self.columns].abs()
-        if by_input:
-            sizes = sizes * self.gram.diagonal(dim1=1, dim2=2)[:, None, : self.columns].sqrt()
-        return sizes.flatten(0, 1)
-
     def removal_costs(self, pattern: Pattern, shape: Shape) -> Tensor:
         """Return what the removal of each unit costs, (g * o, units); for a pattern within single outputs."""
-        factor, weight = self._optimum()
+        _, factor, weight = self._optimum()
         inverse = torch.cholesky_inverse(factor).repeat_interleave(weight.shape[1], 0)
         units = shape[1] // pattern.inputs * (1 if pattern.whole_kernels else shape[2])
         sizes = len(inverse), shape[1], shape[2]
@@ -257,7 +253,7 @@ class SmallGroups:
 
     def losses(self) -> Tensor:
         """Return what the removal of each weight alone costs, (g * o, columns)."""
-        factor, weight = self._optimum()
+        _, factor, weight = self._optimum()
         inverse = torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2)[:, None]
         losses = (weight.square() / inverse)[..., : self.columns].flatten(0, 1)
         return losses * self._importance()[:, None].square()
@@ -272,26 +268,26 @@ class SmallGroups:
         found = torch.where(keep, self.present, 0.0)
         before = error = self._error(found)
         if compensated:
-            found, error = self._solved(keep, found)
+            found, error = self._solved(keep)
         change = (found - self.present).flatten(0, 1)
         bias = change[:, -1] if self.fit.biased else change.new_zeros(len(change))
         spread = self.fit.wanted.var(1).mean(1)
         return change[:, : self.columns], bias, (float(before.sum()), float(error.sum()), float(spread.sum()))
 
-    def _solved(self, keep: Tensor, zeroed: Tensor) -> tuple[Tensor, Tensor]:
+    def _solved(self, keep: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best weights of each group, (g, o, d), and their errors, (g,)."""
-        wanted = self.fit.wanted
-        trials = []
+        wanted, trials = self.fit.wanted, []
+        missing = self._missing(wanted)
         for multiple in RIDGES if self.fitted else RIDGES[:1]:
             gram, _ = ridged(self.gram, self.settings.ridge * multiple, biased=self.fit.biased)
-            trials.append((grouped_masked_least_squares(gram, self._right(gram, wanted), keep), gram))
+            trials.append((grouped_masked_least_squares(gram, self.present @ gram + missing, keep), gram))
         errors = torch.stack([self._error(weight) for weight, _ in trials])
         best, every = errors.argmin(0), torch.arange(len(keep), device=keep.device)
         found = torch.stack([weight for weight, _ in trials])[best, every]
         gram, error = torch.stack([gram for _, gram in trials])[best, every], errors.amin(0)
         for _ in range(self.settings.rectified_steps if self.fitted and self.fit.rectified else 0):
             target = torch.where(wanted < 0, self._end(found).clamp(max=0), wanted)
-            again = grouped_masked_least_squares(gram, self._right(gram, target), keep)
+            again = grouped_masked_least_squares(gram, self.present @ gram + self._missing(target), keep)
             error_now = self._error(again)
             wins = error_now < error
             if not bool(wins.any()):
@@ -304,22 +300,13 @@ class SmallGroups:
         found = self.fit.scale.abs().flatten()
         return found.clamp(min=UNSEEN * float(found.max()) or 1.0)
 
-    def _optimum(self) -> tuple[Tensor, Tensor]:
-        """Return the factor of the Gram matrix with a ridge, and the weights (g, o, d) that fit best, all kept."""
-        gram, factor = ridged(self.gram, self.settings.ridge, biased=self.fit.biased)
+    def _missing(self, target: Tensor) -> Tensor:
+        """Return the mean products (g, o, d) of the inputs and what the present weights miss of a target (g, N, o)."""
         if not self.fitted:
-            return factor, self.present
-        right = self._right(gram, self.fit.wanted).transpose(1, 2)
-        return factor, torch.cholesky_solve(right, factor).transpose(1, 2)
-
-    def _right(self, gram: Tensor, target: Tensor) -> Tensor:
-        right = self.present @ gram
-        if not self.fitted:
-            return right
+            return torch.zeros_like(self.present)
         rows, scale = slice(self.fit.fitted), self.fit.scale[:, None]
-        inverse = torch.where(scale == 0, 0.0, 1 / scale)
-        missing = ((target - self.fit.now) * inverse)[:, rows]
-        return right + missing.transpose(1, 2) @ self.inputs[:, rows] / self.fit.fitted
+        missing = ((target - self.fit.now) * torch.where(scale == 0, 0.0, 1 / scale))[:, rows]
+        return missing.transpose(1, 2) @ self.inputs[:, rows] / self.fit.fitted
 
     def _end(self, weight: Tensor) -> Tensor:
         return self.fit.now + self.fit.scale[:, None] * (self.inputs @ (weight - self.present).transpose(1, 2))
