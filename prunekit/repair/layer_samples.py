@@ -219,7 +219,6 @@ class LayerPass(ResumableRun):
         super().__init__(model, norms)
         self.taken: tuple[SampledCalls, ...] = ()
         self._norm_paths = tuple(norms)
-        self._batch: Batch | None = None
         self._samples: list[_CallSample] = []
 
     def survey(self, batch: Batch) -> LayerGraph:
@@ -232,9 +231,9 @@ class LayerPass(ResumableRun):
         self, requests: Sequence[SampleRequest], batch: Batch, kept: PassState | None, keep_at: int, stop_at: int
     ) -> PassState | None:
         """Sample layers in one pass over a batch, see `ResumableRun.run`."""
-        by_layer = [_call_samples(request) for request in requests]
+        by_layer = [_call_samples(request, batch) for request in requests]
         self._samples = [sample for samples in by_layer for sample in samples]
-        self._batch, self.taken = batch, ()
+        self.taken = ()
         try:
             found = self.run(batch.inputs, kept, keep_at, stop_at)
             self.taken = tuple(map(_sampled_calls, by_layer))
@@ -245,53 +244,43 @@ class LayerPass(ResumableRun):
     def before(self, call: FunctionCall) -> None:
         """Sample the layer's input, and the other summand before it may be written to."""
         for sample in self._samples:
-            self._before(call, sample)
-
-    def _before(self, call: FunctionCall, sample: _CallSample) -> None:
-        request, layer = sample.request, sample.layer
-        if request.source is not None and call.number == request.source.layer.call:
-            operands = self.operands(call)
-            if operands is not None and operands.weight == request.source.layer.weight:
-                self._sample_source(sample, request.source, operands.inputs)
-        if call.number == layer.call:
-            operands = self.operands(call)
-            if operands is not None and operands.weight == layer.weight:
-                self._sample_inputs(sample, self.real(operands.inputs))
-        if call.number == layer.ready and sample.other is not None and sample.rows is not None:
-            other = self.real(sample.other)
-            if sample.places is not None:  # in the layout of the layer's output; 0 where none of the output is left
-                landed = other.new_zeros(sample.shape.numel())
-                landed[sample.places.flatten()] = other.flatten()
-                other = landed.view(sample.shape)
-            self._sample_output("others", other, sample)
+            request, layer = sample.request, sample.layer
+            if request.source is not None and call.number == request.source.layer.call:
+                operands = self.operands(call)
+                if operands is not None and operands.weight == request.source.layer.weight:
+                    self._sample_source(sample, request.source, operands.inputs)
+            if call.number == layer.call:
+                operands = self.operands(call)
+                if operands is not None and operands.weight == layer.weight:
+                    self._sample_inputs(sample, self.real(operands.inputs))
+            if call.number == layer.ready and sample.other is not None and sample.rows is not None:
+                other = self.real(sample.other)
+                if sample.places is not None:  # in the layout of the layer's output; 0 where none of the output is left
+                    landed = other.new_zeros(sample.shape.numel())
+                    landed[sample.places.flatten()] = other.flatten()
+                    other = landed.view(sample.shape)
+                self._sample_output("others", other, sample)
 
     def _sample_inputs(self, sample: _CallSample, inputs: Tensor) -> None:
         request, reading = sample.request, sample.layer.geometry
         spatial = reading.spatial(inputs)
         sample.total = reading.rows_of(inputs)
-        assert self._batch is not None
-        count = max(1, round(request.rows * self._batch.share * sample.share))
-        among = reading.counted(reading.positions_of(inputs), self._batch.counted)
-        sample.rows = rows = sample_rows(sample.total, count, self._seed(sample), among).to(inputs.device)
+        count = max(1, round(request.rows * sample.batch.share * sample.share))
+        among = reading.counted(reading.positions_of(inputs), sample.batch.counted)
+        sample.rows = rows = sample_rows(sample.total, count, sample.seed, among).to(inputs.device)
         if request.channels is not None:
             sample.taken["inputs"] = reading.patches(reading.channels(inputs, request.channels), rows, spatial)
         if request.centers:
             sample.taken["centers"] = reading.centers(inputs, rows, spatial)
 
-    def _seed(self, sample: _CallSample) -> int:
-        """Return the seed of a call, by its number and its batch, so that both models sample the same positions."""
-        assert self._batch is not None
-        return sample.request.layer.call + 100_003 * self._batch.number + 1_000_003 * sample.number
-
     def _sample_source(self, sample: _CallSample, source: SourceRequest, inputs: Tensor) -> None:
         """Sample the layer before in windows of the layer's output, whose shape is known before the layer is called."""
-        assert self._batch is not None
-        first, counted = source.layer.geometry, self._batch.counted
-        among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
-        windows = SampleWindows.drawn(first, sample.layer.geometry, inputs, source.each, self._seed(sample), among)
+        first = source.layer.geometry
+        among = None if first.kernel else first.counted(first.positions_of(inputs), sample.batch.counted)
+        windows = SampleWindows.drawn(first, sample.layer.geometry, inputs, source.each, sample.seed, among)
         sample.windows, sample.window = windows.rows(), windows.size
         if source.channels is not None:
-            values = source.layer.geometry.channels(self.real(inputs), source.channels)
+            values = first.channels(self.real(inputs), source.channels)
             sample.taken |= {"before": windows.inputs(values), "there": windows.there()}
 
     def _sample_output(self, name: str, values: Tensor, sample: _CallSample) -> None:
@@ -303,22 +292,20 @@ class LayerPass(ResumableRun):
 
     def after(self, call: FunctionCall, result: Any) -> None:
         """Sample the layer's output, and hold the other summand."""
-        if isinstance(result, Tensor):
-            for sample in self._samples:
-                self._after(call, result, sample)
-
-    def _after(self, call: FunctionCall, result: Tensor, sample: _CallSample) -> None:
-        request, layer = sample.request, sample.layer
-        if call.number == layer.other:
-            sample.other = result
-        if call.number == layer.call and sample.rows is not None:
-            if request.outputs:
-                self._sample_output("outputs", result, sample)
-            if layer.moves:
-                sample.shape = result.shape
-                sample.places = torch.arange(result.numel(), device=result.device).view(result.shape)
-        if call.number in layer.moves and sample.places is not None:
-            sample.places = call.function(with_strides_of(sample.places, call.args[0]), *call.args[1:], **call.named)
+        for sample in self._samples if isinstance(result, Tensor) else ():
+            request, layer = sample.request, sample.layer
+            if call.number == layer.other:
+                sample.other = result
+            if call.number == layer.call and sample.rows is not None:
+                if request.outputs:
+                    self._sample_output("outputs", result, sample)
+                if layer.moves:
+                    sample.shape = result.shape
+                    sample.places = torch.arange(result.numel(), device=result.device).view(result.shape)
+            if call.number in layer.moves and sample.places is not None:
+                sample.places = call.function(
+                    with_strides_of(sample.places, call.args[0]), *call.args[1:], **call.named
+                )
 
 
 @dataclass(eq=False)
@@ -326,6 +313,7 @@ class _CallSample:
     """The sample of one call of a layer, as far as a pass has come."""
 
     request: SampleRequest  # for samples of the layer
+    batch: Batch  # that the pass runs on
     layer: LayerCall  # the call
     number: int  # among the calls of its weight
     share: float  # of the rows of all these calls
@@ -338,13 +326,19 @@ class _CallSample:
     places: Tensor | None = None  # for each value of the result so far, its index in the layer's output
     shape: torch.Size = field(default_factory=torch.Size)  # of the layer's output
 
+    @property
+    def seed(self) -> int:
+        """Seed by the numbers of the call and of its batch, so that both models sample the same positions."""
+        return self.request.layer.call + 100_003 * self.batch.number + 1_000_003 * self.number
 
-def _call_samples(request: SampleRequest) -> list[_CallSample]:
+
+def _call_samples(request: SampleRequest, batch: Batch) -> list[_CallSample]:
     """Return empty samples of the calls of a layer."""
     calls = request.calls or (request.layer,)
     total = sum(call.rows for call in calls) or 1
     shares = [call.rows / total if len(calls) > 1 else 1.0 for call in calls]
-    return [_CallSample(request, call, i, share) for i, (call, share) in enumerate(zip(calls, shares, strict=True))]
+    pairs = enumerate(zip(calls, shares, strict=True))
+    return [_CallSample(request, batch, call, i, share) for i, (call, share) in pairs]
 
 
 def _sampled_calls(samples: Sequence[_CallSample]) -> SampledCalls:
