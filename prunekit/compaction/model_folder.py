@@ -72,12 +72,10 @@ class ModelWithPlan(Protocol):
     @property
     def model(self) -> nn.Module:
         """The compact model."""
-        ...
 
     @property
     def plan(self) -> Plan:
         """The plan that it was made by."""
-        ...
 
 
 @public_call

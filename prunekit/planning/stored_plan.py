@@ -211,7 +211,9 @@ def _read_map(text: _PlanText, arrays: _Arrays) -> ChannelMap:
         branches=_read_branches(text, arrays),
         state=KeptState(
             {
-                (path, name, index): tuple(_optional(arrays, f"state/{i}/{j}") for j in range(axes))
+                (path, name, index): tuple(
+                    arrays.labels(key) if arrays.has(key) else None for key in (f"state/{i}/{j}" for j in range(axes))
+                )
                 for i, (path, name, index, axes) in enumerate(text.state)
             },
             frozenset(text.remade),
@@ -230,10 +232,6 @@ def _axis(arrays: _Arrays, name: str, axis: int, size: int) -> Labels | None:
     if labels.size != size:
         raise ValueError(f"{cut_short(ascii(key))}: expected {size} labels, as the axis is long, got {labels.size}")
     return labels
-
-
-def _optional(arrays: _Arrays, name: str) -> Labels | None:
-    return arrays.labels(name) if arrays.has(name) else None
 
 
 def _read_axes(key: str, inputs: tuple[int, ...], outputs: tuple[int, ...], arrays: _Arrays) -> tuple[Axes, Axes]:

@@ -328,11 +328,6 @@ def why_not_read(dense: LayerSample | None, running: LayerSample | None) -> str:
     return "" if 0 < dense.fitted < sum(map(sum, dense.totals)) else "not read on these images"
 
 
-def bias_names(layer: LayerCall) -> tuple[str | None, ...]:
-    """Return the names of the tensors that a layer's constant may be in: its own bias, or that of its norm."""
-    return layer.bias, None if layer.norm is None else f"{layer.norm}.bias"
-
-
 def _variance(wanted: Tensor) -> float:
     """Return the variance of (N, o) outputs, or their mean square if they are constant."""
     spread = float(wanted.var(0).mean()) or float(wanted.square().mean())

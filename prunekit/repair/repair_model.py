@@ -21,7 +21,7 @@ from prunekit.errors import NonFiniteError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.repair.held_out_images import Inputs, batches_of, difference, require_images
-from prunekit.repair.layer_fit import LayerFitter, bias_names
+from prunekit.repair.layer_fit import LayerFitter
 from prunekit.repair.layer_samples import LayerPass, LayerSample, SampleGatherer, SampleRequest, SourceRequest
 from prunekit.repair.least_squares import NEGLIGIBLE
 from prunekit.repair.memory_budget import (
@@ -364,6 +364,7 @@ def _reason(calls: Sequence[LayerCall], plan: Plan) -> str:
         return f"its weight is used {first.calls} times in a forward pass, {how}"
     if first.weight in plan.element_masks:
         return "single weights of it are pruned"
-    if first.weight in plan.lost and plan.constants.get(first.weight, "") not in bias_names(first):
+    own = first.bias, None if first.norm is None else f"{first.norm}.bias"  # what a constant may be in
+    if first.weight in plan.lost and plan.constants.get(first.weight, "") not in own:
         return "its block is gone"
     return ""

@@ -499,14 +499,9 @@ def picked_from(node: ast.expr) -> ast.expr | None:
     """Return the `x` in `x[:, index]`, `x.index_select(1, index)` or `torch.index_select(x, 1, index)`."""
     match node:
         case ast.Subscript(of, ast.Tuple(items)):
-            return of if sum(not _is_all(item) for item in items) == 1 else None
+            return of if sum(ast.unparse(item) not in (":", "...") for item in items) == 1 else None
         case ast.Subscript(of):
             return of
         case ast.Call(ast.Attribute(of, "index_select"), args):
             return (args[0] if args else None) if is_of_torch(node) else of
     return None
-
-
-def _is_all(item: ast.expr) -> bool:
-    """Return whether an item of a subscript takes whole axes: `:` or `...`."""
-    return ast.unparse(item) in (":", "...")
