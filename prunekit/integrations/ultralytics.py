@@ -44,6 +44,7 @@ from prunekit.integrations.yolo.suppression_time import without_suppression  # n
 from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
 from prunekit.pruning.prune import prune  # noqa: E402
 from prunekit.settings.pruning import Target  # noqa: E402
+from prunekit.tasks.task import Task  # noqa: E402
 from prunekit.utils.context import device_of  # noqa: E402
 
 keep_structure()
@@ -89,7 +90,8 @@ def prune_yolo(
         arguments: of `prunekit.prune`: at least one budget, such as `macs`, and `criterion`, `scope`, `ignore`,
             `target`, `repair` and the others. Budgets of time are of a forward pass up to the decoded predictions,
             measured without the suppression of overlapping boxes that follows, unless `suppression` is set. Blocks do
-            not go as a whole (`depth`): modules of other classes would stand in their place.
+            not go as a whole (`depth`): modules of other classes would stand in their place. A function `evaluate`
+            gets an object of ultralytics: `evaluate=lambda yolo: yolo.val(data="coco8.yaml").box.map, max_drop=0.01`.
 
     Returns:
         An object of a subclass of the given one's class. `print` shows what is left, and the error of the output before
@@ -123,6 +125,9 @@ def prune_yolo(
         arguments["latency_ms"], arguments["speedup"], notes = without_suppression(
             given, samples, arguments.get("latency_ms"), arguments.get("speedup"), arguments.get("target") or Target()
         )
+    judge = arguments.get("evaluate")
+    if judge is not None and not isinstance(judge, (str, Task)) and callable(judge):  # on a copy, as `val` fuses
+        arguments["evaluate"] = lambda network: judge(PrunedYOLO.around(given, deepcopy(network)))
     generator = torch.Generator().manual_seed(seed)
     example = torch.rand(2, channels_of(dense), *size, generator=generator).to(device_of(dense))
     source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models

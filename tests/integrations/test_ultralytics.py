@@ -351,6 +351,28 @@ def test_trainers_refuse_what_they_would_not_keep(small: Any, data: Path, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_drop_is_judged_by_a_function_of_an_object_of_ultralytics(dense: Any, data: Path) -> None:
+    images = [np.random.default_rng(seed).integers(256, size=(64, 64, 3), dtype=np.uint8) for seed in range(2)]
+    wanted = [found.boxes.conf for found in dense.predict(images, conf=1e-9, imgsz=64, verbose=False)]
+    judged = list[tuple[int, float]]()
+
+    def score(yolo: Any) -> float:
+        assert isinstance(yolo, YOLO)
+        yolo.val(data=str(data), imgsz=64, plots=False, verbose=False, workers=0)  # which fuses what it is given
+        found = [one.boxes.conf for one in yolo.predict(images, conf=1e-9, imgsz=64, verbose=False)]
+        off = sum(float((a[:8].sum() - b[:8].sum()).abs()) for a, b in zip(wanted, found, strict=True))
+        judged.append((sum(one.numel() for one in yolo.model.parameters()), -off))
+        return -off
+
+    small = prune_yolo(dense, data, max_drop=1e-3, evaluate=score, imgsz=64)
+    assert small.pruned.score.drop <= 1e-3 < max(-off for _, off in judged)  # of models without weights, or narrower
+    assert len({size for size, _ in judged}) > 2
+    assert small.pruned.score.score in [score for _, score in judged]
+    assert any(isinstance(module, nn.BatchNorm2d) for module in small.model.modules())
+    assert any(isinstance(module, nn.BatchNorm2d) for module in dense.model.modules())
+
+
+@pytest.mark.slow
 def test_a_model_that_was_pruned_by_hand_is_kept_too(tmp_path: Path) -> None:
     yolo = small_yolo(tmp_path)
     yolo.model = pk.prune(yolo.model, torch.rand(2, 3, 64, 64), macs=0.5, plain_classes=True, outputs=predictions).model
