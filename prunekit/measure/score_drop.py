@@ -61,6 +61,7 @@ class Drop:
     samples: int  # 0 if unknown
     spread: float  # range of the scores of single samples: 1 of a share, 0 if unknown
     about: Score  # name, unit and direction of the score
+    dtype: str = ""  # int8 if it is a file in int8 that was scored, else empty
 
     def bound(self, sure: float) -> float:
         """Return the drop that the true one is below with a probability."""
@@ -94,15 +95,21 @@ class Drop:
             return f"{100 * drop:.2f} points" if abs(drop) >= 5e-5 or not drop else f"{100 * drop:.1g} points"
         return f"{digits(drop)} {self.about.unit}".rstrip()
 
-    def __str__(self) -> str:
+    @property
+    def with_interval(self) -> str:
+        """The drop in words, with the ends of its interval."""
         ends = ""
         if self.interval is not None:
             ends = f" [{', '.join(self.in_words(end).split()[0] for end in self.interval)}]"
+        drop, *unit = self.in_words(self.drop).split()
+        return " ".join((drop + ends, *unit))
+
+    def __str__(self) -> str:
         way = "higher" if self.about.lower_is_better else "lower"
         on = f" on {plural(self.samples, 'held-out sample')}" if self.samples else ""
         before, after = (in_unit(value, self.about.unit) for value in (self.dense, self.score))
-        drop, *unit = self.in_words(self.drop).split()
-        return f"{self.about.label} {before} -> {after}: {' '.join((drop + ends, *unit))} {way}{on}"
+        what = self.dtype and f" in {self.dtype}"
+        return f"{self.about.label} {before} -> {after}{what}: {self.with_interval} {way}{on}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +121,7 @@ class HeldOutScores:
     samples: tuple[int, ...]  # of each part; nothing if unknown
     spread: float  # range of the scores of single samples: 1 of a share, 0 if unknown
     of: Callable[[Sequence[int]], float]  # parts -> the score on them
+    dtype: str = ""  # as of `Drop`
 
 
 class HeldOut:
@@ -234,7 +242,8 @@ class HeldOut:
         spread = max(scores.spread, self.dense.spread)
         if error is not None and count:
             error = math.hypot(error, RULE_OF_THREE * spread / count)
-        return Drop(whole, before, self._lower(whole, before), error, len(chosen), count, spread, self.about)
+        drop, about = self._lower(whole, before), self.about
+        return Drop(whole, before, drop, error, len(chosen), count, spread, about, scores.dtype)
 
     @property
     def halves(self) -> tuple[Sequence[int], Sequence[int]]:

@@ -33,7 +33,7 @@ from prunekit.utils.progress import reporting, stage
 from prunekit.utils.tensors import map_tensors
 
 if TYPE_CHECKING:
-    from prunekit.measure.score_drop import Evaluate
+    from prunekit.measure.score_drop import Evaluate, HeldOutScores
     from prunekit.pruning.collected_statistics import Collected
     from prunekit.repair.repair_report import RepairReport
     from prunekit.statistics.channel_stats import ChannelStats
@@ -226,9 +226,9 @@ def prune(
             result = pruned_by(request, planned, fitting)
         else:
 
-            def make(planned: Planned) -> tuple[Pruned, nn.Module]:
+            def make(planned: Planned) -> tuple[Pruned, HeldOutScores]:
                 found = pruned_by(request, planned, fitting)
-                return found, found.model
+                return found, models.score(found.model)
 
             planned, result, drop = ScoreSearch(request.search, request.inputs, models, limit, make).run()
             result = replace(result, plan=planned.plan, score=drop)

@@ -145,7 +145,7 @@ class ScoreSearch(Generic[Made]):
     inputs: CriterionInputs
     held_out: HeldOut
     limit: float
-    make: Callable[[Planned], tuple[Made, nn.Module]]  # repairs and compacts; the model is judged
+    make: Callable[[Planned], tuple[Made, HeldOutScores]]  # repairs, compacts and scores what is delivered
     log: Log = stage
     _tried: list[Tried[Made]] = field(default_factory=list, init=False)
 
@@ -190,8 +190,7 @@ class ScoreSearch(Generic[Made]):
         for known in self._tried:
             if np.array_equal(known.planned.plan.keep, planned.plan.keep):
                 return known
-        made, model = self.make(planned)
-        scores = self.held_out.score(model)
+        made, scores = self.make(planned)
         first = self.held_out.drop(scores, self.held_out.halves[0])
         found = Tried(share, planned, made if first.most <= self.limit else None, scores, first)
         self._tried.append(found)

@@ -102,6 +102,11 @@ class JobSettings(Checked):
         return self.control and self.data.labels
 
     @property
+    def quantized(self) -> QuantizeSettings | None:
+        """The settings of exports in int8; None without any."""
+        return QuantizeSettings() if self.quantize == "int8" else self.quantize
+
+    @property
     def known_data(self) -> DataSettings:
         """The settings of the data, with the tokenizer of the model's folder if they name none."""
         textual = self.data.source in ("text", "huggingface") and self.data.tokenizer is None

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
 from prunekit.backends.backend import FORMATS
+from prunekit.backends.files.exported_model import ExportedModel
+from prunekit.backends.int8.quantizer import QuantizationError
 from prunekit.backends.standalone import DENSE
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.deployment_transform import channels_last, channels_last_problem
-from prunekit.errors import UsageError
+from prunekit.errors import PlanError, UsageError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import Attempts, RunFolder
-from prunekit.jobs.stages.export_model import Exported, ExportRequest, export_float
+from prunekit.jobs.stages.export_model import CPU, READ, Exported, ExportRequest, export_float, one_copy
 from prunekit.jobs.stages.quantize_export import quantize_export
+from prunekit.measure.accuracy import evaluate
 from prunekit.measure.latency.timing_job import TOLERANCES
+from prunekit.measure.score_drop import Drop, HeldOut, HeldOutScores
 from prunekit.measure.verification import compare_outputs
+from prunekit.models.interface import interface_of
 from prunekit.planning.plan import Plan
-from prunekit.settings.deployment import QuantizeSettings
-from prunekit.utils.inputs import inputs_as_example, sample_count
+from prunekit.settings.job import JobSettings
+from prunekit.tasks.task import pair
+from prunekit.utils.inputs import call, inputs_as_example, sample_count
 from prunekit.utils.tensors import FORMATS as MEMORY_FORMATS
+from prunekit.utils.tensors import gather
 
 IMAGES = 32
 """Validation images that compact and deployed model are compared on, in float64."""
@@ -80,11 +89,7 @@ def deploy(prepared: JobSubject, run: RunFolder, dense: nn.Module, plan: Plan) -
     if not wanted.wanted:
         return None
     compact = prepared.load_model(run.path / "model", dense)
-    validation = prepared.splits.validation
-    held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
-    example = inputs_as_example(compact, held_out)
-    folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else FoldedModel(compact, {}, {}, 0.0)
-    model = channels_last(folded.model, example) if wanted.channels_last else folded.model
+    folded, model, example = _transformed(prepared, compact)
     prepared.save_model(model, run.path / DEPLOYED, plan)
     again = prepared.load_model(run.path / DEPLOYED, dense)
     compare_outputs(model, again, example)
@@ -94,7 +99,7 @@ def deploy(prepared: JobSubject, run: RunFolder, dense: nn.Module, plan: Plan) -
         norms_kept=folded.kept,
         max_relative_difference=folded.max_relative_difference,
         after_rounding=compare_outputs(compact, again, example, tolerance=TOLERANCES["float32"]),
-        inputs=sample_count(held_out),
+        inputs=sample_count(example),
         channels_last=wanted.channels_last,
     )
     run.log(
@@ -105,8 +110,17 @@ def deploy(prepared: JobSubject, run: RunFolder, dense: nn.Module, plan: Plan) -
     return found
 
 
+def _transformed(prepared: JobSubject, compact: nn.Module) -> tuple[FoldedModel, nn.Module, tuple[Any, ...]]:
+    """Return a compact model with norms folded, a copy as it is deployed, and the validation samples of the checks."""
+    wanted, validation = prepared.job.deploy, prepared.splits.validation
+    held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
+    example = inputs_as_example(compact, held_out)
+    folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else FoldedModel(compact, {}, {}, 0.0)
+    return folded, channels_last(folded.model, example) if wanted.channels_last else folded.model, example
+
+
 def require_formats(prepared: JobSubject) -> None:
-    """Raise if a format of the job's exports cannot be written here, before hours of work."""
+    """Raise if a format of the job's exports cannot be written or judged here, before hours of work."""
     unusable = {name: FORMATS.get(name).unusable() for name in prepared.job.export}
     problems = [f"export {name!r} {reason}" for name, reason in unusable.items() if reason]
     if prepared.job.quantize is not None:
@@ -114,28 +128,97 @@ def require_formats(prepared: JobSubject) -> None:
         problems += [reason for kind in quantizing if (reason := kind.unquantizable())]
     if problems:
         raise UsageError("; ".join(problems))
+    if prepared.job.prune.budget.max_drop is not None:
+        require_int8_scores(prepared, "max_drop")
+
+
+def int8_format(job: JobSettings) -> str | None:
+    """Return the format whose int8 files a job's models are judged as: its first that has any; None without int8."""
+    able = (name for name in job.export if FORMATS.get(name).quantizer)
+    return None if job.quantized is None else next(able, None)
+
+
+def require_int8_scores(prepared: JobSubject, judge: str) -> None:
+    """Raise if a job's models are judged as int8 files, and these cannot be made here or the task not score them."""
+    name, model, splits = int8_format(prepared.job), one_copy(prepared.model), prepared.splits
+    if name is None:
+        return
+    if problem := FORMATS.get(name).unquantizable():
+        raise UsageError(f"{problem}; or set quantize to null, and {judge} is of models in float")
+    inputs, targets = next(iter(batches(splits.validation, READ, shuffle_seed=None)))
+    example = inputs_as_example(model, inputs)
+    try:  # a module in place of the file, which returns what the file will
+        interface = interface_of(model, example)
+        file = ExportedModel(Path(NAME), name, interface, lambda given: gather(call(model, given)))
+        evaluate(file, [(inputs, targets)], replace(splits.task, unpack=pair), CPU)
+    except Exception as error:  # the code of models and tasks may raise anything
+        reraise_shortage(error)
+        raise UsageError(
+            f"quantize: {judge} is of files in int8 then, and task {splits.task.name!r} cannot score what a file of "
+            f"{type(prepared.model).__name__} returns: {reason_of(error)}; set quantize to null, and {judge} is of "
+            "models in float"
+        ) from error
+
+
+class Int8Copies:
+    """Files in int8, exported of candidate models as the job exports its final one, and scored on held-out samples.
+
+    Layers return to float as there: all validation samples choose them, by `quantize.max_drop`, also the half that
+    confirms a search. What is lost is from the dense model in float.
+    """
+
+    def __init__(self, prepared: JobSubject, held_out: HeldOut, name: str) -> None:
+        self._prepared, self._held_out, self._format = prepared, held_out, name
+
+    def score(self, model: nn.Module) -> HeldOutScores:
+        """Return the scores of a compact model's file; raise a `PlanError` if none can be made within the limit."""
+        shipped = _transformed(self._prepared, model)[1]
+        with TemporaryDirectory(prefix="prunekit-int8-", ignore_cleanup_errors=True) as folder:
+            target, request = _exporting(self._prepared, shipped, self._format, Path(folder))
+            request, kind = replace(request, timed=(), scored=False), FORMATS.get(self._format)
+            found = export_float(target, request, log=lambda line: None)
+            try:
+                file = quantize_export(target, found, request, log=lambda line: None)
+            except QuantizationError as error:
+                raise PlanError(str(error)) from error
+            run = kind.open_trusted(file.path, threads=request.threads)
+            scores = self._held_out.score(ExportedModel(file.path, file.format, file.interface, run))
+            return replace(scores, dtype="int8")
+
+    def drop(self, model: nn.Module) -> tuple[Drop | None, str]:
+        """Return what a compact model's file loses to the dense model in float; None, and why, if there is none."""
+        try:
+            return self._held_out.drop(self.score(model)), ""
+        except PlanError as error:
+            return None, str(error)
+
+
+def _exporting(prepared: JobSubject, model: nn.Module, name: str, folder: Path) -> tuple[Subject, ExportRequest]:
+    """Return what a job exports to a format, and how, as a file or folder in a folder."""
+    job, splits, kind = prepared.job, prepared.splits, FORMATS.get(name)
+    path = folder / (f"{NAME}{kind.suffix}" if kind.suffix else name)
+    quantize, timed, threads = (
+        job.quantized if kind.quantizer else None,
+        tuple(job.latency.batches),
+        job.latency.threads[0],
+    )
+    target = Subject(model, job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
+    return target, ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)
 
 
 def export_models(
     prepared: JobSubject, run: RunFolder, folder: str, model: nn.Module, *, attempt: Attempts, dense: nn.Module
 ) -> list[dict[str, Any]]:
     """Export a job's finished model to every format of the recipe, and return a row of figures for each file."""
-    job, splits = prepared.job, prepared.splits
-    target = Subject(model, job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
-    rows, facts, timed = [], {DENSE: dense}, tuple(job.latency.batches)
-    wanted = QuantizeSettings() if job.quantize == "int8" else job.quantize
-    for name in job.export:
-        kind = FORMATS.get(name)
-        path = run.path / EXPORTS / (f"{NAME}{kind.suffix}" if kind.suffix else name)
-        quantize = wanted if isinstance(wanted, QuantizeSettings) and kind.quantizer else None
-        threads = job.latency.threads[0]
-        request = ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)
+    rows, facts = [], {DENSE: dense}
+    for name in prepared.job.export:
+        target, request = _exporting(prepared, model, name, run.path / EXPORTS)
         exporting = partial(export_float, target, request, folder=run.path / folder, facts=facts, log=run.log)
         found: Exported | None = attempt(f"export to {name}", exporting)
         if found is None:
             continue
         files: list[Exported | None] = [found]
-        if quantize is not None:
+        if request.quantize is not None:
             quantizing = partial(quantize_export, target, found, request, dense=dense, log=run.log)
             files.append(attempt(f"int8 of the export to {name}", quantizing))
         rows += [file.figures() | {"path": str(file.path.relative_to(run.path))} for file in files if file is not None]

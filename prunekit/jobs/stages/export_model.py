@@ -20,7 +20,6 @@ from prunekit.backends.standalone import BUILD
 from prunekit.compaction.zero_patterns import exported_zeros_notes, zero_patterns
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import Batches, batches
-from prunekit.data.splits import Splits
 from prunekit.errors import ModelError, UsageError, nearest, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import copied, named_tensors, with_tensors
 from prunekit.hooks.wrappers import unwrapped
@@ -177,6 +176,7 @@ class ExportRequest:
     timed: tuple[int, ...] = (1, 16)  # batch sizes to time beside eager; empty: none
     threads: int = 1  # of the CPU, for timing
     quantize: QuantizeSettings | None = None  # how the file is quantized after it was checked; None: not
+    scored: bool = True  # whether files are scored on the test data
 
 
 def require_exportable(request: ExportRequest, name: str) -> Path:
@@ -240,7 +240,7 @@ def export_float(
         notes += exported_zeros_notes(zero_patterns(model), kind.format)
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
-        scores = score_export(ExportedModel(written, kind.format, interface, run), target.splits, log)
+        scores = score_export(ExportedModel(written, kind.format, interface, run), target, request, log)
         latency = tuple(time_export(partial(call, model), run, samples, request))
         bytes_written = size_of(aside)
         del run
@@ -267,9 +267,10 @@ def size_of(folder: Path) -> int:
     return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
 
 
-def score_export(model: ExportedModel, splits: Splits | None, log: Log) -> Scores | None:
-    """Return the scores of a file on the test data; None without data."""
-    if splits is None or splits.unmeasured:
+def score_export(model: ExportedModel, target: Subject, request: ExportRequest, log: Log) -> Scores | None:
+    """Return the scores of a file on the test data; None without data, or if the request asks for none."""
+    splits = target.splits
+    if splits is None or splits.unmeasured or not request.scored:
         return None
     found = evaluate(model, batches(splits.test, READ, shuffle_seed=None), splits.task, CPU)
     reached = in_unit(next(iter(found.values.values())), splits.task.main.unit)

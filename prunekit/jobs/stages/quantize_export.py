@@ -106,7 +106,7 @@ def quantize_export(
         model = exports.one_copy(target.model)
         samples, real = exports.real_samples(target)
         module = ExportedModel(aside / path.name, kind.format, exported.interface, run)
-        scores = exports.score_export(module, target.splits, log)
+        scores = exports.score_export(module, target, request, log)
         latency = tuple(exports.time_export(partial(call, model), run, samples, request))
         others = {"float": kind.open_trusted(exported.path, threads=request.threads)}
         if dense is not None and request.timed:

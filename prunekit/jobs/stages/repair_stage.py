@@ -11,12 +11,14 @@ from torch import nn
 from prunekit.compaction.compact_model import compact
 from prunekit.data.loader import batches
 from prunekit.distributed.process_group import is_main
+from prunekit.errors import PlanError
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.job_subject import JobSubject, share_model
 from prunekit.jobs.run.resume import cache_repair, cached_repair
 from prunekit.jobs.run.run_folder import RunFolder
+from prunekit.jobs.stages.deployment_stage import Int8Copies, int8_format
 from prunekit.masks.masked_model import masked
-from prunekit.measure.score_drop import HeldOut
+from prunekit.measure.score_drop import HeldOut, HeldOutScores
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
@@ -80,13 +82,26 @@ def within_max_drop(
 ) -> Planned:
     """Return the plan of the narrowest model, repaired as the job says, that `max_drop` allows on validation samples.
 
-    Before any fine-tuning, which never delivers less than what it began with.
+    Where the job exports in int8, its file is judged. Before any fine-tuning, which never delivers less than what it
+    began with.
     """
-    splits, dense = prepared.splits, search.model
+    splits, dense, form = prepared.splits, search.model, int8_format(prepared.job)
     log(f"max_drop: judged on {len(splits.validation)} validation {splits.task.samples}, before any fine-tuning")
-    made = PrunedCopies(prepared, dense, training=training)
-    models, make = held_out(prepared, dense), lambda planned: (None, made.of(planned.plan))
-    return ScoreSearch(search, inputs, models, limit, make, log).run()[0]
+    made, models = PrunedCopies(prepared, dense, training=training), held_out(prepared, dense)
+    score, unpruned = models.score, ""
+    if form is not None:
+        files = Int8Copies(prepared, models, form)
+        drop, problem = files.drop(dense)
+        score, unpruned = files.score, f"without pruning: {drop or problem}"
+        log(f"max_drop: judged as files of {form} in int8; {unpruned}")
+
+    def make(planned: Planned) -> tuple[None, HeldOutScores]:
+        return None, score(made.of(planned.plan))
+
+    try:
+        return ScoreSearch(search, inputs, models, limit, make, log).run()[0]
+    except PlanError as error:
+        raise PlanError("; ".join(filter(None, (str(error), unpruned)))) from error
 
 
 def held_out(prepared: JobSubject, dense: nn.Module) -> HeldOut:
