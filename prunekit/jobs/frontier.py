@@ -27,6 +27,7 @@ from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.resume import IDENTITY, find_run, identity_of, run_recipe
 from prunekit.jobs.run.run_folder import AnalysisRun, Finish, environment, run_folder, write_report
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
+from prunekit.jobs.stages.deployment_stage import Int8Copies, int8_format, require_int8_scores
 from prunekit.jobs.stages.repair_stage import PrunedCopies
 from prunekit.jobs.stages.repair_stage import held_out as held_out_of
 from prunekit.measure.latency.comparison import devices, measure_latency
@@ -71,14 +72,25 @@ class FrontierPoint:
     # of the dense model's time, on the target: median, and ends of the 95 % interval; None if it was not timed
     speedup: tuple[float, float, float] | None = None
     stable: bool = True  # whether the figure of the time supports a claim
+    int8: Drop | None = None  # of its file in int8, from the dense model in float; None if there is none
+    without_int8: str = ""  # why there is none, where it was asked for
 
     def row(self) -> dict[str, Any]:
-        """Return plain data: shares that are left, the score, how much lower it is with its interval, the speedup."""
-        low, high = self.drop.interval or (None, None)
+        """Return plain data: shares that are left, the score, how much lower it is with its interval, the speedup.
+
+        Figures of the file in int8 begin with `int8_`.
+        """
         times = dict(zip(("speedup", "speedup_low", "speedup_high"), self.speedup or (None,) * 3, strict=True))
         sizes = {"share": self.share, "macs": self.macs, "params": self.params}
-        scores = {"score": self.drop.score, "drop": self.drop.drop, "low": low, "high": high, "most": self.drop.most}
-        return {**sizes, **scores, **times, "stable": self.stable}
+        scores = {**_figures(self.drop), "most": self.drop.most}
+        return {**sizes, **scores, **times, "stable": self.stable, **_figures(self.int8, "int8_")}
+
+
+def _figures(drop: Drop | None, prefix: str = "") -> dict[str, float | None]:
+    """Return a score, how much lower it is, and the ends of the interval, as plain data."""
+    low, high = (None if drop is None else drop.interval) or (None, None)
+    found = (None, None) if drop is None else (drop.score, drop.drop)
+    return dict(zip((f"{prefix}{name}" for name in ("score", "drop", "low", "high")), (*found, low, high), strict=True))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,6 +101,7 @@ class Frontier(Displayed):
         name: of the dense model.
         points: the models, the widest first.
         missed: sentences on points that could not be made.
+        int8: what the dense model loses as a file in int8, if a job exports that; points have it too.
 
     Example:
         >>> import prunekit as pk, torch
@@ -107,6 +120,7 @@ class Frontier(Displayed):
     name: str
     points: tuple[FrontierPoint, ...]
     missed: tuple[str, ...] = ()
+    int8: Drop | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each point, see `FrontierPoint.row`."""
@@ -116,8 +130,8 @@ class Frontier(Displayed):
         """Return the result of the point that a figure asks for: `macs`, `params`, `speedup` or `drop`.
 
         For a share of MACs or parameters and for a speedup it is the widest point that meets it; for a drop the
-        narrowest that loses at most that, at 95 %, as do all that are wider. Of `prunekit.frontier` it is what `prune`
-        returns, with the compact model; of a job the model's folder, for `prunekit.load`.
+        narrowest that loses at most that in float, at 95 %, as do all that are wider. Of `prunekit.frontier` it is what
+        `prune` returns, with the compact model; of a job the model's folder, for `prunekit.load`.
 
         Raises:
             UsageError: it is not one of these figures, or no point meets it.
@@ -171,7 +185,7 @@ class Frontier(Displayed):
 
     @property
     def advice(self) -> str:
-        """Up to two sentences on where to stop, with how sure that is."""
+        """Up to three sentences on where to stop, with how sure that is, and what int8 costs there."""
         said, knee = [], self.knee
         free = [*takewhile(lambda point: point.drop.interval and point.drop.bound(1 - SURE) <= 0, self.points)]
         if free:
@@ -184,6 +198,12 @@ class Frontier(Displayed):
             said.append(
                 f"Below {share(knee.macs)}, where it is {knee.drop.in_words(knee.drop.drop)}, the loss grows faster: "
                 f"{more} more down to {share(after.macs)}."
+            )
+        best = knee or (free[-1] if free else None)
+        if best is not None and best.int8 is not None:
+            way = "higher" if best.int8.about.lower_is_better else "lower"
+            said.append(
+                f"In int8 the score at {share(best.macs)} is {best.int8.with_interval} {way} than the dense model's."
             )
         return " ".join(said) or "The score falls evenly: no point stands out."
 
@@ -207,6 +227,7 @@ class Frontier(Displayed):
             "name": self.name,
             "score": {name: getattr(first.about, name) for name in ("label", "unit", "lower_is_better")},
             "dense": first.dense,
+            "dense_int8": None if self.int8 is None else _figures(self.int8, "int8_"),
             "samples": first.samples,
             "points": self.rows(),
             "knee": None if self.knee is None else self.points.index(self.knee),
@@ -226,8 +247,11 @@ class Frontier(Displayed):
         yield f"Frontier: {self._headline()}"
         about, knee = self.points[0].drop.about, self.knee
         lost = "higher by" if about.lower_is_better else "lower by"
-        headings = ("MACs left", "parameters", about.label, lost, "95 %", "speedup", "")
-        yield Table(headings, [_cells(point, point is knee) for point in self.points])
+        int8 = (f"in int8 {lost}",) if any(point.int8 or point.without_int8 for point in self.points) else ()
+        headings = ("MACs left", "parameters", about.label, lost, "95 %", *int8, "speedup", "")
+        yield Table(headings, [_cells(point, point is knee, bool(int8)) for point in self.points])
+        if self.int8 is not None:
+            yield f"Without pruning: {self.int8}"
         yield "\n".join((self.advice, *self.missed))
 
     def _repr_html_(self) -> str:
@@ -236,14 +260,15 @@ class Frontier(Displayed):
         return super()._repr_html_() + (self.picture() if are_drawn() else "")
 
 
-def _cells(point: FrontierPoint, knee: bool) -> tuple[str, ...]:
+def _cells(point: FrontierPoint, knee: bool, with_int8: bool) -> tuple[str, ...]:
     drop, speedup = point.drop, "–"
     ends = "–" if drop.interval is None else " to ".join(drop.in_words(end).split()[0] for end in drop.interval)
     if point.speedup is not None:
         median, low, high = point.speedup
         speedup = factor(median) if point.stable else f"unstable [{low:.2f}, {high:.2f}]"
     score, mark = in_unit(drop.score, drop.about.unit), "knee" if knee else ""
-    return share(point.macs), share(point.params), score, drop.in_words(drop.drop), ends, speedup, mark
+    int8 = ("–" if point.int8 is None else point.int8.with_interval,) if with_int8 else ()
+    return share(point.macs), share(point.params), score, drop.in_words(drop.drop), ends, *int8, speedup, mark
 
 
 @public_call
@@ -357,6 +382,7 @@ def _measured(
     log: Log,
     known: Mapping[float, FrontierPoint] | None = None,
     keep: Callable[[FrontierPoint], None] = lambda point: None,
+    files: Int8Copies | None = None,
 ) -> tuple[tuple[FrontierPoint, ...], tuple[str, ...]]:
     """Return the points, and why others could not be made."""
     found, missed = list[FrontierPoint](), list[str]()
@@ -373,13 +399,18 @@ def _measured(
             totals = plan.totals()
             left_of = {name: kept / (dense or 1) for name, (dense, kept) in totals.items()}
             drop = models.drop(models.score(model))
-            point = FrontierPoint(left, left_of["MACs"], left_of["parameters"], drop, result)
+            sizes = left_of["MACs"], left_of["parameters"]
+            int8, problem = (None, "") if files is None else files.drop(model)
+            point = FrontierPoint(left, *sizes, drop, result, int8=int8, without_int8=problem)
             keep(point)
         if found and (point.macs, point.params) == (found[-1].macs, found[-1].params):
             log(f"point {number} of {len(shares)}: the same widths as the point before, which are rounded")
             continue
-        log(f"point {number} of {len(shares)}: MACs {share(point.macs)} left: {point.drop}")
+        said = "; ".join(map(str, filter(None, (point.drop, point.int8))))
+        log(f"point {number} of {len(shares)}: MACs {share(point.macs)} left: {said}")
         found.append(point)
+        if point.without_int8:
+            missed.append(f"{share(left)} in int8: {point.without_int8}")
     if not found:
         raise PlanError(f"frontier: no point can be made: {missed[0]}")
     return tuple(found), tuple(missed)
@@ -424,6 +455,7 @@ def analyze(
 ) -> AnalysisRun[Frontier]:
     """Make the frontier of a job's dense model, on its validation samples; the job's budgets only mark the picture.
 
+    Where the job exports in int8, every model is judged twice: in float, and as the file that the job would deliver.
     Every point's model lies in `points/<number>` of the run's folder, with its plan. A run that is resumed goes on with
     the points that are missing.
     """
@@ -431,7 +463,8 @@ def analyze(
     asked = job.prune.budget
     budget = BudgetSettings(speedup=WITHOUT_EFFECT["speedup"]) if asked.measured else BudgetSettings()
     job = replace(job, prune=replace(job.prune, budget=budget, pattern=None, schedule=None, compact_early=False))
-    text, prepared = run_recipe(job, own), prepare(job, own)
+    text, prepared, form = run_recipe(job, own), prepare(job, own), int8_format(job)
+    require_int8_scores(prepared, "the frontier")
     identity = {**identity_of(prepared, training=False), "command": "frontier", "points": points}
     again = None if resume is None else find_run(resume, job.output / job.name / "frontier", identity, log)
     start = time.perf_counter()
@@ -441,6 +474,10 @@ def analyze(
         search = PlanSearch.trace(dense, prepared.example_inputs, with_axis(job.prune), log=run.log)
         search = with_profile(search, job.deploy)
         models, made = held_out_of(prepared, dense), PrunedCopies(prepared, dense, training=False)
+        files = None if form is None else Int8Copies(prepared, models, form)
+        alone, problem = (None, "") if files is None else files.drop(dense)
+        if alone or problem:
+            run.log(f"int8: files of {form}; without pruning: {alone or problem}")
         inputs = criterion_inputs(prepared, dense, search.channel_map, log=run.log)
 
         def make(left: float) -> tuple[Path, nn.Module, Plan]:
@@ -451,9 +488,10 @@ def analyze(
 
         shares, kept = _shares(search, points), run.resume / "points.json"
         known = _kept_points(kept, models, run.path)
-        found = Frontier(
-            job.name, *_measured(search, models, make, shares, run.log, known, partial(_keep, kept, known))
-        )
+        keep = partial(_keep, kept, known)
+        sizes, missed = _measured(search, models, make, shares, run.log, known, keep, files)
+        unpruned = (f"dense model in int8: {problem}",) if problem else ()
+        found = Frontier(job.name, sizes, (*unpruned, *missed), alone)
         small = [prepared.load_model(point.result, dense) for point in found.points if isinstance(point.result, Path)]
         found = _timed(found, dense, small, search, job.latency, run.log)
         metrics = {
@@ -471,10 +509,14 @@ def analyze(
 def _keep(path: Path, known: dict[float, FrontierPoint], point: FrontierPoint) -> None:
     """Write the points that are there, which a resumed run reads."""
     known[point.share] = point
-    rows = [
-        {"share": one.share, "macs": one.macs, "params": one.params} | {name: getattr(one.drop, name) for name in DROP}
-        for one in known.values()
-    ]
+    rows = []
+    for one in known.values():
+        drops = {
+            name: None if drop is None else {figure: getattr(drop, figure) for figure in DROP}
+            for name, drop in (("float", one.drop), ("int8", one.int8))
+        }
+        sizes = {"share": one.share, "macs": one.macs, "params": one.params}
+        rows.append({**sizes, **drops, "without_int8": one.without_int8})
     write_json(path, rows)
 
 
@@ -485,12 +527,14 @@ def _kept_points(path: Path, models: HeldOut, folder: Path) -> dict[float, Front
     try:
         for row in rows:
             left = float(row["share"])
-            drop = Drop(**{name: row[name] for name in DROP}, about=models.about)
-            known[left] = FrontierPoint(left, row["macs"], row["params"], drop, folder / "points" / f"{left:.6g}")
+            drop = Drop(**row["float"], about=models.about)
+            int8 = None if row["int8"] is None else Drop(**row["int8"], about=models.about)
+            point = FrontierPoint(left, row["macs"], row["params"], drop, folder / "points" / f"{left:.6g}")
+            known[left] = replace(point, int8=int8, without_int8=row["without_int8"])
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{path}: expected the points of a frontier; the file is damaged") from error
     return known
 
 
-DROP = ("score", "dense", "drop", "error", "parts", "samples", "spread")
+DROP = ("score", "dense", "drop", "error", "parts", "samples", "spread", "dtype")
 """Figures of a drop in the file of a run that can be resumed."""

@@ -266,27 +266,41 @@ def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
 def frontier(found: Mapping[str, Any]) -> Markup:
     """Return the score of a frontier's points against the MACs that are left, and against the speedup if it is known.
 
-    Bars are 95 % intervals of the score, and of a speedup. The dense model is a diamond, the knee a ring; lines are
-    the budgets that were asked for.
+    A second line is of the files in int8, at the speedup in float, from the dense model's on. Bars are 95 % intervals
+    of the score, and of a speedup. The dense model is a diamond, the knee a ring; dashed and dotted lines are the
+    budgets that were asked for.
     """
-    points, about, dense = found["points"], found["score"], found["dense"]
+    points, about, dense, alone = found["points"], found["score"], found["dense"], found.get("dense_int8")
     sign = 1 if about["lower_is_better"] else -1
     unit = 100 if about["unit"] == "%" else dense if about["lower_is_better"] else 1
     asked = found.get("asked") or {}
     panels = [("macs", "multiply-accumulates left, %", 100.0)]
     if any(point["speedup"] for point in points):
-        panels.append(("speedup", "speedup, times the dense model", 1.0))
+        panels.append(
+            (
+                "speedup",
+                f"speedup{' in float' * any(one.get('int8_score') for one in points)}, times the dense model",
+                1.0,
+            )
+        )
+    lines = ("", COLORS["pruned"], "pruned, repaired"), ("int8_", SPARE_COLORS[0], "as files in int8")
     with canvas(2, 1, 3.4, "frontier", used=len(panels)) as (figure, each):
         for axes, (key, label, scale) in zip(each, panels, strict=False):
             rows = [point for point in points if point[key]]
-            at, reached = [scale * row[key] for row in rows], [row["score"] for row in rows]
-            if all(row["low"] is not None for row in rows):
-                ends = [[unit * (row["drop"] - row["low"]), unit * (row["high"] - row["drop"])] for row in rows]
-                axes.errorbar(at, reached, list(zip(*ends, strict=True))[::sign], color=PALE, fmt="none", zorder=2)
+            for prefix, color, name in lines:
+                shown = [{"macs": 1.0, "speedup": 1.0, **alone}, *rows] if prefix and alone else rows
+                shown = [row for row in shown if row.get(f"{prefix}score") is not None]
+                at, reached = [scale * row[key] for row in shown], [row[f"{prefix}score"] for row in shown]
+                lost = [[row[f"{prefix}{end}"] for end in ("low", "drop", "high")] for row in shown]
+                if shown and all(low is not None for low, _, _ in lost):
+                    ends = [[unit * (drop - low), unit * (high - drop)] for low, drop, high in lost]
+                    axes.errorbar(at, reached, list(zip(*ends, strict=True))[::sign], color=PALE, fmt="none", zorder=2)
+                if shown:
+                    axes.plot(at, reached, "o-", color=color, markersize=4.5, zorder=3, label=name)
             if key == "speedup":
                 across = [[row[key] - row["speedup_low"], row["speedup_high"] - row[key]] for row in rows]
+                at, reached = [row[key] for row in rows], [row["score"] for row in rows]
                 axes.errorbar(at, reached, xerr=list(zip(*across, strict=True)), color=PALE, fmt="none", zorder=2)
-            axes.plot(at, reached, "o-", color=COLORS["pruned"], markersize=4.5, zorder=3, label="pruned, repaired")
             axes.plot(scale, dense, "D", color=COLORS["dense"], markersize=6, zorder=3, label="dense")
             if found.get("knee") is not None and points[found["knee"]] in rows:
                 knee = points[found["knee"]]
