@@ -27,6 +27,8 @@ class Effort:
     rounds: int = 15  # least number of rounds in each process
     rounds_ms: float = 2000.0  # least time of these rounds together
     most_rounds: int = 999  # most rounds in each process
+    # whether doubtful times of a profile are taken a second time, and refuse a budget if they still predict nothing
+    heeds_doubts: bool = True
     load_s: float = 0.3  # shortest time over which the load of the machine is watched
     figures: bool = True  # whether figures are drawn, which takes longer than all else on a page
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ HELD_OUT = 5
 """One network in so many is held out of a first fit, to test its predictions."""
 FEWEST = 10
 """Networks, at least, that a table is fitted to."""
+REMEDY = "prunekit.prune(..., remeasure=True) or `prunekit profile RECIPE --again`"
 
 
 OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
@@ -115,6 +116,18 @@ class Profile(Displayed):
     def error(self) -> float:
         """Median of the absolute relative errors on networks that were held out."""
         return float(np.median([abs(check.error) for check in self.checks]))
+
+    @property
+    def doubts(self) -> list[str]:
+        """The first doubt about each network whose times support no claim."""
+        return [sample.times.doubts[0] for sample in self.samples if sample.times.doubts]
+
+    @property
+    def noise(self) -> str:
+        """How many networks have doubtful times, in words."""
+        were = "was" if len(self.doubts) == 1 else "were"
+        of = f"of {len(self.samples)} networks {len(self.doubts)} {were}"
+        return f"{of} timed on a machine too noisy to trust that figure"
 
     def summary(self) -> dict[str, Any]:
         """Return the errors of the table and the times of the dense model's layers as plain data."""
@@ -298,7 +311,8 @@ def profile(
         more_examples: further ones, for branches of the model that the first does not take.
         networks: how many to measure, at least 10; None: 40.
         cache: a folder; None: the user's own.
-        again: whether networks are measured again whose cached times are from a machine that was too noisy.
+        again: whether networks are measured anew whose cached times are from a machine that was too noisy. What is
+            doubtful is measured a second time in any case, once all networks were.
         measure: whether networks that are not in the cache are measured; if not, the others are used alone.
         limit_s: seconds after which no more networks are measured, once there are ten; None: no limit.
         transform: applied to every network, the dense one too, before it is timed.
@@ -345,11 +359,13 @@ def profile(
     if measure:
         log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
         limit = math.inf if limit_s is None else limit_s
-        times = time_networks(
-            dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, limit_s=limit / FEWEST, log=log
-        )
+
+        def timing(asked: Iterable[Network]) -> Iterator[LayerTimes]:
+            rest: dict[str, Any] = {"repeats": rounds, "cache": kept_in, "again": again, "log": log}
+            return time_networks(dense, asked, inputs, setting, limit_s=limit / FEWEST, **rest)
+
         with reporting(progress, "profile"):
-            timed = _within(limit, tracked(times, "profile", total=len(keeps), unit="network"))
+            timed = _settled_within(limit, tracked(made, "profile", total=len(keeps), unit="network"), timing, log)
             samples = tuple(TimedNetwork(keep, found) for keep, found in zip(keeps, timed, strict=False))
         if len(samples) < len(keeps):
             notes.append(
@@ -367,18 +383,11 @@ def profile(
             raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
         notes += [f"{there}, measured before"]
     table = fit_latency_table(channel_map, samples, asdict(setting))
-    doubtful = sum(bool(sample.times.doubts) for sample in samples)
-    if doubtful:
-        were = "was" if doubtful == 1 else "were"
-        cure = (
-            "when it is quiet, prunekit.prune(..., remeasure=True) or `prunekit profile RECIPE --again` measures such "
-            "networks again"
-        )
-        notes.append(
-            f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure; {cure}"
-        )
     predictions = _predicted(channel_map, samples, table.setting)
-    return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
+    found = Profile(channel_map, table, predictions, samples, tuple(notes), 0.0)
+    if found.doubts:
+        notes.append(f"{found.noise}; when it is quiet, {REMEDY} measures such networks again")
+    return replace(found, notes=tuple(notes), seconds=time.perf_counter() - start)
 
 
 def layer_setting(target: Target) -> tuple[Setting, list[str]]:
@@ -391,13 +400,32 @@ def layer_setting(target: Target) -> tuple[Setting, list[str]]:
     return replace(wanted, runtime="eager"), [note]
 
 
-def _within(limit_s: float, times: Iterable[LayerTimes]) -> Iterator[LayerTimes]:
-    """Yield the times of networks until the limit, and of `FEWEST` in any case."""
-    over = time.perf_counter() + limit_s
-    for number, found in enumerate(times, 1):
-        yield found
-        if number >= FEWEST and time.perf_counter() >= over:
-            return
+def _settled_within(
+    limit_s: float, networks: Iterable[Network], timing: Callable[[Iterable[Network]], Iterable[LayerTimes]], log: Log
+) -> list[LayerTimes]:
+    """Return the times of networks, until the limit and of `FEWEST` in any case, with doubtful ones timed twice."""
+    over, found, number = time.perf_counter() + limit_s, dict[int, LayerTimes](), 0
+
+    def asked() -> Iterator[Network]:
+        nonlocal number
+        given = list[Network]()
+        for network in networks:
+            number = len(given)
+            given.append(network)
+            yield network
+        doubtful = [index for index, times in found.items() if times.doubts and not times.averaged]
+        if doubtful and current_effort().heeds_doubts:
+            left = "" if limit_s == math.inf else f", in at most {over - time.perf_counter():.0f} s"
+            many, why = f"{len(doubtful)} of {len(found)} networks", found[doubtful[0]].doubts[0]
+            log(f"profile: {many} are timed a second time{left}, as their times are doubtful: {why}")
+            for number in tracked(doubtful, "profile, second pass", unit="network"):
+                yield replace(given[number], before=found[number])
+
+    for times in timing(asked()):
+        found[number] = times
+        if len(found) >= FEWEST and time.perf_counter() >= over:
+            break
+    return list(found.values())
 
 
 def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:

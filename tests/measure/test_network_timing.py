@@ -110,6 +110,17 @@ def test_what_there_are_doubts_about_is_measured_again_where_that_is_asked_for(s
     assert [found.whole_ms for found in profile((4, 5), tmp_path)] == [3.0, 1.0]  # which the new figure is kept for
 
 
+def test_of_two_doubtful_measurements_the_shares_of_the_dense_network_are_averaged() -> None:
+    first = LayerTimes(2.0, 10.0, {"0": 1.0}, 0.5, ("noise",))
+    loaded = LayerTimes(6.0, 20.0, {"0": 2.0, "1": 4.0}, 0.0, ("more noise",))  # a slower machine, for both networks
+    both = first.settled(loaded)
+    assert (both.whole_ms / both.dense_ms, both.dense_ms) == pytest.approx(((0.2 + 0.3) / 2, 15.0))
+    assert both.modules_ms == pytest.approx({"0": 1.5, "1": 1.5})
+    assert (both.rest_ms, both.doubts, both.averaged) == (0.375, ("more noise",), True)
+    quiet = LayerTimes(6.0, 20.0, {"0": 2.0}, 0.0)
+    assert first.settled(quiet) is quiet
+
+
 def test_code_of_the_user_that_changed_makes_another_network() -> None:
     def before() -> nn.Module:
         class Own(nn.Linear):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,10 @@ from torchvision.models import VisionTransformer
 
 from prunekit.channels.trace import trace
 from prunekit.errors import RunError
-from prunekit.measure.latency_profile.network_timing import LayerTimes
+from prunekit.measure.latency_profile import network_timing
+from prunekit.measure.latency_profile.network_timing import LayerTimes, PreparedNetwork, read_times
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
+from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.planning.budgets.cost_model import Span
 from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
 from prunekit.pruning import profiling
@@ -125,3 +129,64 @@ def test_networks_are_measured_until_the_limit_and_ten_in_any_case(
             "target.limit_s, or an idle machine, makes predictions better"
         ]
     )
+
+
+class BusyMachine:
+    """In the place of the process that measures: doubts the first times of some networks, and the second of others.
+
+    The first measurement of a network takes 8 ms, the second 4, beside 10 of the dense one.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, once: str, twice: str = "") -> None:
+        self.doubtful = dict.fromkeys(once.split(), 1) | dict.fromkeys(twice.split(), math.inf)
+        self.asked: list[str] = []
+        monkeypatch.setattr(network_timing, "WorkerProcess", lambda timer, folder: nullcontext(self))
+
+    def profile(self, cache: Path, lines: list[str], **more: Any) -> Profile:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(6)))
+        with effort_of(Effort()):
+            return profile(model, torch.randn(1, 128), networks=10, cache=cache, log=lines.append, **more)
+
+    def ask(self, network: PreparedNetwork) -> LayerTimes:
+        name = network.name.split()[2]  # profile: network 3 of 10, ...
+        self.asked.append(name)
+        times = self.asked.count(name)
+        doubts = ("a neighbor",) if times <= self.doubtful.get(name, 0) else ()
+        return LayerTimes(8.0 / times, 10.0, {f"{index}.0": 1.0 / times for index in range(6)}, 0.0, doubts)
+
+
+@pytest.mark.slow
+def test_doubtful_networks_are_timed_a_second_time_in_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine, lines = BusyMachine(monkeypatch, once="3 5", twice="4"), list[str]()
+    found = machine.profile(tmp_path, lines)
+    assert machine.asked == [str(number) for number in [*range(1, 11), 3, 4, 5]]
+    assert lines[11] == "profile: 3 of 10 networks are timed a second time, as their times are doubtful: a neighbor"
+    assert len(lines) == 15
+    # What is sure is taken alone, and of what is not the mean.
+    assert [sample.times.whole_ms for sample in found.samples] == pytest.approx([8, 8, 4, 6, 4, *[8] * 5])
+    assert found.doubts == ["a neighbor"]
+    assert found.notes[-1].startswith("of 10 networks 1 was timed on a machine too noisy to trust that figure; when")
+    cached = machine.profile(tmp_path, lines)
+    assert len(machine.asked) == 13  # a third time only where that is asked for
+    assert [one.times for one in cached.samples] == [one.times for one in found.samples]
+    machine.doubtful.clear()
+    again = machine.profile(tmp_path, lines, again=True)
+    assert machine.asked[13:] == ["4"]
+    assert again.doubts == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_second_pass_goes_on_in_the_next_profile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a clock on which each network takes a second: the limit allows one of the second pass."""
+    machine, lines = BusyMachine(monkeypatch, once="3 5 7"), list[str]()
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: float(len(machine.asked))))
+    found = machine.profile(tmp_path, lines, limit_s=11.0)
+    assert machine.asked[10:] == ["3"]
+    assert "a second time, in at most 1 s, as" in lines[11]
+    assert len(found.doubts) == 2
+    machine.profile(tmp_path, lines, limit_s=11.0)
+    assert machine.asked[11:] == ["5", "7"]
+    assert not any(times.doubts for times in map(read_times, tmp_path.iterdir()) if times is not None)

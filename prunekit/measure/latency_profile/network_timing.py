@@ -69,6 +69,25 @@ class LayerTimes:
     modules_ms: Mapping[str, float]
     rest_ms: float  # of operators of no module, such as changes of layout; 0 in eager
     doubts: tuple[str, ...] = ()  # why the ratio of `whole_ms` and `dense_ms` supports no claim; empty if it does
+    averaged: bool = False  # whether they are the mean of two measurements, both doubtful
+
+    def settled(self, again: LayerTimes) -> LayerTimes:
+        """Return the times of a second measurement after this doubtful one; of two doubtful ones the mean.
+
+        Doubts are sentences, which do not tell the steadier of two. The mean is of shares of the dense network's time,
+        by which the table is scaled, and which load disturbs less than milliseconds, as both networks ran in turn.
+        """
+        if not again.doubts:
+            return again
+        dense_ms = (self.dense_ms + again.dense_ms) / 2
+
+        def mean(one: float, other: float) -> float:
+            return dense_ms * (one / self.dense_ms + other / again.dense_ms) / 2
+
+        paths = dict.fromkeys([*self.modules_ms, *again.modules_ms])
+        modules = {path: mean(self.modules_ms.get(path, 0.0), again.modules_ms.get(path, 0.0)) for path in paths}
+        whole_ms, rest_ms = mean(self.whole_ms, again.whole_ms), mean(self.rest_ms, again.rest_ms)
+        return LayerTimes(whole_ms, dense_ms, modules, rest_ms, again.doubts, averaged=True)
 
 
 def read_times(file: Path) -> LayerTimes | None:
@@ -203,6 +222,7 @@ class Network:
     name: str
     outline: nn.Module  # a module with the same structure, which may be on the meta device
     build: Callable[[], nn.Module]  # returns the network itself
+    before: LayerTimes | None = None  # the doubtful times of a first pass, after which it is measured once more
 
 
 def has_layer_clock(runtime: str) -> bool:
@@ -227,8 +247,8 @@ def time_networks(
     All are copied, put into eval mode, checked against their outputs in eager float32, and run in one process of their
     own on a random input, at least `repeats` times (5), and more often if that takes less than 1.5 seconds together.
     The rounds of one network may take `limit_s`; a few are run in any case. A network is taken when those before it are
-    done, and built only if its times are not in the cache, or doubtful and wanted `again`. Times are cached at once, so
-    that a profile that was interrupted can continue.
+    done, and built only if its times are not in the cache, or doubtful and wanted `again`, or settled after a first
+    pass. Times are cached at once, so that a profile that was interrupted can continue.
     """
     if not has_layer_clock(setting.runtime):
         able = ", ".join(name for name, facts in RUNTIMES.facts().items() if facts.get("times_layers"))
@@ -237,9 +257,10 @@ def time_networks(
     times = TimesCache(cache, log)
     with _ProfileProcess(dense, taken, setting, repeats, limit_s, log) as process:
         for network, key in with_keys(dense, networks, taken, setting, repeats):
-            found, origin = times.read(key), "measured before"
-            if found is None or (again and found.doubts):
+            found, first, origin = times.read(key), network.before, "measured before"
+            if found is None or (found.doubts and (again if first is None else not found.averaged)):
                 found, origin = process.measure(network.name, network.build()), "measured"
+                found = found if first is None else first.settled(found)
                 times.write(key, found)
             log(f"{network.name}: {found.whole_ms:.3f} ms, dense {found.dense_ms:.3f} ms, {origin}")
             yield found
