@@ -107,7 +107,7 @@ def _predicted(search: PlanSearch, deploy: DeploySettings) -> PlanSearch:
     if target is not None and target.least_share > 1 - DOUBT:
         # nothing raises because a budget is out of reach: the log says what is predicted
         fastest = f"the fastest plan is predicted to take {target.least_share:.2f} of the time asked for"
-        search.log(f"latency: budget {target.in_words}: {fastest}; a run measures whether it can be had")
+        search.log(f"latency: {target.called}: {fastest}; a run measures whether it can be had")
     return search
 
 

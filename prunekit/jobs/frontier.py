@@ -39,12 +39,12 @@ from prunekit.pruning.latency_budget_search import with_profile
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.prune import Calibration, Request, pruned_by
 from prunekit.pruning.pruned import Pruned
-from prunekit.pruning.score_budget import WITHOUT_EFFECT, at_share, axis_of, confirmed, judged, share_range, with_axis
+from prunekit.pruning.score_budget import at_share, axis_of, confirmed, judged, share_range, with_axis
 from prunekit.reading.text_files import read_json
 from prunekit.settings.calibration import IMAGES, RepairSettings
 from prunekit.settings.deployment import LatencySettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import BudgetSettings
+from prunekit.settings.pruning import WITHOUT_EFFECT, BudgetSettings
 from prunekit.tasks.task import Task
 from prunekit.utils.context import threads
 from prunekit.utils.display import Displayed, Table, factor, in_unit, share
@@ -327,8 +327,11 @@ def frontier(
         raise UsageError("max_drop: expected none, as a frontier shows all drops; frontier(...).at(drop=0.01) has it")
     with reporting(progress, "frontier"):
         calibration, task, models = judged(model, calibration, images, held_out, evaluate, task)
+        open_settings = with_axis(asked)
+        if open_budget and "macs" not in removed and axis_of(asked) != "macs":
+            open_settings = replace(open_settings, budget=open_settings.budget.changed(macs=None))
         request = Request(
-            model, example, calibration, with_axis(asked), images, None, None, seed, more_examples, task, outputs
+            model, example, calibration, open_settings, images, None, None, seed, more_examples, task, outputs
         )
         fitting = repair or RepairSettings()
         request.prepare(fitting)

@@ -287,7 +287,8 @@ class Plan(Displayed):
         facts = facts_from(name, found)
         said = [word for word, holds in (("predicted", facts.measured), ("binds", binds)) if holds]
         dense, asked, left = (facts.shown(found[key]) for key in ("dense", "asked", "left"))
-        by_score = binds and self.provenance.get("max_drop")
+        lost = self.provenance.get("max_drop")
+        by_score = lost and lost.get("narrows", self.provenance.get("binding")) == name
         return resource(name), dense, "by max_drop" if by_score else asked, left, ", ".join(said)
 
     def save(self, folder: StrPath) -> None:

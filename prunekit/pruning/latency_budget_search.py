@@ -103,7 +103,7 @@ class TimedPlanSearch(PlanSearch):
         limit_s = FINAL_SHARE * self.latency.settings.target.limit_s
         final = _time_beside_dense(self.latency, model, dense_ms, current_effort().last_processes, limit_s, self.log)
         found = LatencyResult(self.latency, planned.attempts, first is not None and time_binds(planned.plan), final)
-        of = f": {share(found.excess)} of the time asked for" if final.stable else ""
+        of = f": {share(found.excess)} of the time asked for" if final.stable and self.latency.given else ""
         self.log(f"latency: measured last: {final}{of}")
         return found
 

@@ -23,7 +23,7 @@ from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.solver import feasible_plan
 from prunekit.pruning.profiling import Profile
-from prunekit.settings.pruning import PruneSettings, facts_of
+from prunekit.settings.pruning import WITHOUT_EFFECT, PruneSettings, facts_of
 from prunekit.utils.display import factor, interval, share, shares_left
 from prunekit.utils.files import json_values
 
@@ -141,14 +141,24 @@ class LatencyTarget:
         return {name: value for name, value in self.settings.budget.given.items() if facts_of(name).measured}
 
     @property
+    def given(self) -> dict[str, float]:
+        """The budgets of time that a user gave; none where a score or the points of a frontier decide."""
+        return {name: value for name, value in self.asked.items() if WITHOUT_EFFECT.get(name) != value}
+
+    @property
     def asked_figures(self) -> dict[str, dict[str, float]]:
         """The budgets of time in the form of a plan's provenance."""
         return {name: {"asked": value} for name, value in self.asked.items()}
 
     @property
     def in_words(self) -> str:
-        """The budgets of time with their units."""
-        return " and ".join(facts_of(name).asked(value) for name, value in self.asked.items())
+        """The given budgets of time with their units."""
+        return " and ".join(facts_of(name).asked(value) for name, value in self.given.items())
+
+    @property
+    def called(self) -> str:
+        """What sentences on the time begin with: the given budgets, or "time" without any."""
+        return f"budget {self.in_words}" if self.given else "time"
 
     @cached_property
     def dense(self) -> nn.Module:
@@ -185,7 +195,7 @@ class LatencyTarget:
         """Return the error for budgets that the fastest plan, with this timing, does not meet."""
         obstacles = conflicting_limits(self.channel_map, self.settings.in_blocks, self.table)
         return PlanError(
-            f"budget {self.in_words}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
+            f"{self.called}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
             f"{factor(timing.speedup)} the dense model's speed (measured), and no other is predicted to be "
             f"faster{obstacles}; raise the budget, or relax ignore, ratios, min_channels, min_blocks, round_to and "
             "target.block"
@@ -203,8 +213,8 @@ class LatencyResult:
 
     @property
     def excess(self) -> float:
-        """The final time over the time asked for."""
-        return self.final.excess(self.target.asked)
+        """The final time over the time asked for; 1 where none was."""
+        return self.final.excess(self.target.given) if self.target.given else 1.0
 
     @property
     def within(self) -> bool:
@@ -214,18 +224,18 @@ class LatencyResult:
     @property
     def shortfalls(self) -> list[str]:
         """Shortfalls and doubts, in sentences."""
-        asked, final = self.target.in_words, self.final
+        asked, final = self.target.called, self.final
         found = f"{final.ms:.4g} ms, {factor(final.speedup)} the dense model's speed"
         texts = []
         if not final.stable:
-            texts.append(f"budget {asked}: the figure is unstable: {'; '.join(final.doubts)}")
+            texts.append(f"{asked}: the figure is unstable: {'; '.join(final.doubts)}")
         elif self.excess > 1:
-            texts.append(f"budget {asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
+            texts.append(f"{asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
         elif not self.within:
-            texts.append(f"budget {asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
+            texts.append(f"{asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
         if self.attempts and self.attempts[-1].ended:
-            texts.append(f"budget {asked}: {self.attempts[-1].ended}")
-        texts += [f"budget {asked}: {note}" for note in final.notes]
+            texts.append(f"{asked}: {self.attempts[-1].ended}")
+        texts += [f"{asked}: {note}" for note in final.notes]
         return texts
 
     def in_place(self, report: LatencyReport, model: str) -> LatencyReport:
@@ -237,8 +247,10 @@ class LatencyResult:
         target = self.target.settings.target
         asked = target.as_latency
         (setting,) = choose_settings(asked, devices(target.device, asked))[0]
+        same = {"model": model} | {key: value for key, value in asdict(setting).items() if key != "memory_format"}
+        there = [row for row in report.speedup if same.items() <= row.items()]
         # A report has the memory format of the models, not of the settings.
-        same = {key: value for key, value in asdict(setting).items() if key != "memory_format"}
+        there = [row for row in there if row["memory_format"] == setting.memory_format] or there
         final, notes = self.final, list(report.notes)
         figures = {
             "median": final.speedup, "low": final.speedup_low, "high": final.speedup_high, "stable": final.stable,
@@ -246,7 +258,7 @@ class LatencyResult:
         }  # fmt: skip
 
         def placed(row: Mapping[str, Any]) -> dict[str, Any]:
-            if row["model"] != model or any(row[key] != value for key, value in same.items()):
+            if row not in there:
                 return dict(row)
             notes.append(
                 f"speedup of {model} ({setting_text(row)}): the figure of the budget of time, the median over as many "
@@ -260,7 +272,7 @@ class LatencyResult:
     def summary(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return {
-            "asked": self.target.asked,
+            "asked": self.target.given,
             "deployed": str(self.target.transform),
             "target": json_values(asdict(self.target.settings.target)),
             "final": asdict(self.final),

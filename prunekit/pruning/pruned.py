@@ -111,7 +111,9 @@ class Pruned(Displayed):
         if self.score is not None:
             said.insert(0, f"score: {self.plan.provenance['max_drop']['said']}")
         if self.delivered is not None:
-            said.append(f"time: {self.delivered.target.in_words} asked for, {self.delivered.final} measured")
+            target, final = self.delivered.target, self.delivered.final
+            asked = f"{target.in_words} asked for" if target.given else "as far as max_drop allows"
+            said.append(f"time: {asked}, {final} measured")
         if self.repair is not None:
             errors = f"{share(self.repair.before, 2)} -> {share(self.repair.after, 2)}"
             said.append(f"repair: error of the output on held-out samples {errors} of its variance")

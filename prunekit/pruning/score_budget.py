@@ -27,7 +27,7 @@ from prunekit.planning.feasibility import least_possible
 from prunekit.pruning.collected_statistics import Collected
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.sample_statistics import joined_samples
-from prunekit.settings.pruning import PruneSettings, Target, facts_of
+from prunekit.settings.pruning import WITHOUT_EFFECT, PruneSettings, Target, facts_of
 from prunekit.tasks.task import Score, Task
 from prunekit.utils.display import share as in_percent
 from prunekit.utils.inputs import sample_count, select_samples
@@ -41,10 +41,8 @@ CLOSE = 0.02
 """Shares that differ by less are not told apart."""
 HELD_OUT = 4096
 """Samples of the calibration data, at most, that are kept apart where no others are given."""
-WIDEST = 0.98
+WIDEST = WITHOUT_EFFECT["macs"]
 """The largest share that is tried."""
-WITHOUT_EFFECT = {"macs": WIDEST, "speedup": 1 / WIDEST}
-"""Budgets by which models are narrowed, where they are not asked for."""
 Made = TypeVar("Made")
 
 
@@ -216,7 +214,8 @@ class ScoreSearch(Generic[Made]):
     def _noted(self, one: Tried[Made], drop: Drop) -> tuple[Planned, Made, Drop]:
         figures = {name: getattr(drop, name) for name in ("drop", "most", "score", "dense", "samples")}
         said = f"{drop}; at most {drop.in_words(self.limit)} may be lost"
-        provenance = {**one.planned.plan.provenance, "max_drop": {"asked": self.limit, **figures, "said": said}}
+        note = {"asked": self.limit, **figures, "said": said, "narrows": axis_of(self.search.settings)}
+        provenance = {**one.planned.plan.provenance, "max_drop": note}
         plan = replace(one.planned.plan, provenance=provenance)
         return replace(one.planned, plan=plan), cast("Made", one.made), drop
 

@@ -193,7 +193,11 @@ def model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def speedup(metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the row of the main speedup, the first on the CPU if there is one; None if nothing was timed."""
+    """Return the main speedup: that delivered for a budget of time, or the first row on the CPU, or of all; or None."""
+    if found := metrics.get("delivered"):
+        final = found["final"]
+        figures = {"median": final["speedup"], "low": final["speedup_low"], "high": final["speedup_high"]}
+        return {**found["target"], **figures, "stable": final["stable"]}
     rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
     return next((row for row in rows if row.get("device") == "cpu"), rows[0]) if rows else None
 
@@ -261,7 +265,7 @@ def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
         of = "" if facts.share else f", of {dense}"
         binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
         what = "predicted" if facts.measured else "left"
-        found_by = "as far as max_drop allows" if lost and plan.get("binding") == name else ""
+        found_by = "as far as max_drop allows" if lost and lost.get("narrows", plan.get("binding")) == name else ""
         yield f"{facts.asked(found['left'])} {what}, {found_by or f'{facts.limit} {asked} asked for'}{of}{binds}"
 
 
@@ -281,11 +285,13 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
             facts_from(name, budgets.get(name, {})).asked(value) for name, value in found["asked"].items()
         )
         where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
+        given = f"{asked} asked for, " if asked else ""
         both = f"; both models with {found['deployed']}" if found.get("deployed") else ""
         speedup = f"{numbers.factor(final['speedup'])} {numbers.interval(final['speedup_low'], final['speedup_high'])}"
-        of = f": {numbers.share(found['excess'])} of the time asked for" if not unstable_mark(final) else ", unstable"
+        share = f": {numbers.share(found['excess'])} of the time asked for" if asked else ""
+        of = ", unstable" if unstable_mark(final) else share
         yield (
-            f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered{of} ({where}; measured last, "
+            f"{given}{speedup} and {numbers.digits(final['ms'])} ms delivered{of} ({where}; measured last, "
             f"after {len(found['attempts'])} attempts{both})"
         )
 

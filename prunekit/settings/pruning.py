@@ -254,6 +254,8 @@ class BudgetSettings:
             raise UsageError("; ".join(problems))
 
 
+WITHOUT_EFFECT = {"macs": 0.98, "speedup": 1 / 0.98}
+"""Budgets by which a score or a frontier narrows models, where they are not asked for: no text shows them."""
 OWN_BUDGETS = tuple(one.name for one in fields(BudgetSettings) if one.name not in ("max_drop", "others"))
 """Budgets of what is left that are fields of `BudgetSettings`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.score_drop import Drop
 from prunekit.pruning import latency_budget_search, score_budget
 from prunekit.pruning.score_budget import confirmed
+from prunekit.report.headline import budgeted, on_time
 from prunekit.tasks.task import Score
 
 
@@ -106,6 +108,34 @@ def test_with_a_target_the_fastest_is_looked_for(model: nn.Sequential, monkeypat
     assert found.delivered.final.speedup > 1.1
     assert found.plan.provenance["binding"] == "speedup"
     assert not [note for note in found.notes if "slower than asked for" in note or "faster than asked for" in note]
+    # Nothing shows the speedup that a search begins with where none was asked for.
+    summary = found.delivered.summary()
+    metrics = {"delivered": summary, "plan": found.plan.provenance}
+    texts = [str(found), *on_time(metrics), *budgeted(found.plan.provenance)]
+    texts += replace(found.delivered, final=replace(found.delivered.final, stable=False, doubts=("noise",))).shortfalls
+    assert (summary["asked"], summary["excess"], summary["within"]) == ({}, 1.0, True)
+    assert "time: as far as max_drop allows, " in texts[0]
+    assert texts[-1] == "time: the figure is unstable: noise"
+    assert not [text for text in texts if "1.02" in text or "× asked for" in text]
+
+
+def test_a_budget_beside_the_score_that_binds_is_said_as_it_was_asked_for(model: nn.Sequential) -> None:
+    plan = prune(model, max_drop=0.2, params=0.5).plan
+    for binding in ("macs", "params"):  # whichever is the one that is used up
+        provenance = {**plan.provenance, "binding": binding}
+        (table,) = replace(plan, provenance=provenance).budgets()
+        assert [row[2] for row in table.rows] == ["by max_drop", "50.0 %"]
+        assert "as far as max_drop allows" in list(budgeted(provenance))[1]
+
+
+def test_the_points_of_a_frontier_of_times_have_no_budget_but_their_own(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time_by_macs(monkeypatch)
+    given: dict[str, Any] = {"calibration": blobs(256, 2)[0], "held_out": blobs(600, 3)[0], "timed": False}
+    (point,) = pk.frontier(model, points=[0.5], target=pk.Target(block=4), progress=False, **given).points
+    assert [*point.result.plan.provenance["budgets"]] == ["speedup"]
+    assert "98.0 %" not in str(point.result)
 
 
 def test_doubtful_times_are_measured_again_where_asked(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:

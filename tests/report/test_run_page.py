@@ -12,19 +12,24 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from mutants import changed_json, unclean
 from synthetic_run import metrics, write_run
+from torch import nn
 
 from prunekit.errors import ArtifactError
+from prunekit.measure.latency.comparison import LatencyReport
+from prunekit.pruning.latency_target import LatencyResult, LatencyTarget, Timing
 from prunekit.report import rendering
 from prunekit.report.figures.charts import curves, rates
 from prunekit.report.headline import blocks, clamped, compared, masked, searched, sentence, tiles
 from prunekit.report.pages.run_page import again, lines, missing, write_report
 from prunekit.report.rendering import how
 from prunekit.report.run_data import read_run
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 SECTIONS = (
@@ -512,6 +517,35 @@ def test_rates_that_were_tried_are_shown_with_the_start_and_the_one_taken(tmp_pa
         "pruned: lr 0.0003 was taken of 3 tried, the lowest, because none helped (held-out loss 0.500; start 0.400)",
         "control: lr 0.0055 was taken, the middle of its range: 5 % of the steps are too few to try others",
     ]
+
+
+@pytest.mark.parametrize("batch", [16, 4])
+def test_a_page_shows_one_speedup_for_a_model_and_the_target_of_its_budget(tmp_path: Path, batch: int) -> None:
+    """Batch 16 is in the table of latencies as well, where another process measured 2.21 times."""
+    channel_map: Any = None
+    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=Target(batch=batch))
+    timing = Timing(19.0, 18.8, 19.2, 2.05, 2.02, 2.08, True, (), processes=5)
+    result = LatencyResult(
+        LatencyTarget(nn.Identity(), channel_map, channel_map, wanted, channel_map), (), True, timing
+    )
+    folder, found = write_run(tmp_path / "run", only=()), metrics()
+    rows = [
+        {"model": "pruned", "memory_format": form, "stable": True, "doubts": [], **row}
+        for row in found["speedup"]
+        for form in ("contiguous", "channels_last")
+    ]
+    report = result.in_place(LatencyReport((), tuple(rows), (), ()), "pruned")
+    shown = [(row["median"], row["memory_format"]) for row in report.speedup if row["batch"] == 16]
+    assert shown == [(2.05 if batch == 16 else 2.21, "contiguous"), (2.21, "channels_last")]
+    found |= {"speedup": [row for row in report.speedup if row["memory_format"] == "contiguous"]}
+    found["delivered"] = result.summary()
+    (folder / "metrics.json").write_text(json.dumps(found))
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert f"2.05× faster on this CPU (eager, batch {batch})" in page
+    (tile,) = [tile for tile in tiles(found) if tile.label == "Speedup"]
+    assert (tile.value, tile.detail) == ("2.05×", f"cpu, batch {batch}, 95 %: [2.02, 2.08]")
+    assert "speedup 2.00× asked for, 2.05× [2.02, 2.08]" in page
+    assert ("2.21×" in page) == (batch != 16)
 
 
 def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:
