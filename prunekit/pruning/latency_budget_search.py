@@ -36,7 +36,7 @@ from prunekit.pruning.latency_target import (
     next_share,
 )
 from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
-from prunekit.pruning.profiling import profile
+from prunekit.pruning.profiling import REMEDY, Profile, profile
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import plural, share
@@ -49,6 +49,8 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 
 
 AS_IT_IS = DeploySettings()
+BLIND = 0.25
+"""A median error on networks that were held out, beyond which a table of doubtful times tells no plans apart."""
 DOUBT = 0.05
 """How wrong a latency table may be: a budget that is predicted to be met by less than this is measured first."""
 
@@ -115,7 +117,8 @@ def with_profile(
 
     The dense model and every compact one are deployed as `deploy` says before they are timed. Without `measure` the
     profile is of networks in the cache alone; of too few it is a `NotMeasuredError`. Before anything is measured, a
-    budget that is not one of time and cannot be met is a `PlanError`. `again` measures doubtful networks anew.
+    budget that is not one of time and cannot be met is a `PlanError`. `again` measures doubtful networks anew. A
+    profile of mostly doubtful times that predicts badly is a `RunError`: plans would be searched for by chance.
     """
     if not search.settings.budget.measured:
         return search
@@ -141,9 +144,21 @@ def with_profile(
         progress=False,
     )
     search.log("; ".join((f"profile: {found.accuracy}", *found.notes)))
+    if current_effort().heeds_doubts and found.error > BLIND and 2 * len(found.doubts) > len(found.samples):
+        raise _untold(found)
     target = LatencyTarget(model, search.channel_map, inputs, settings, found, transform)
     parts = {one.name: getattr(search, one.name) for one in fields(search) if one.name != "latency"}
     return TimedPlanSearch(**parts, latency=target)
+
+
+def _untold(found: Profile) -> RunError:
+    """Return the error for a profile that is too noisy to tell plans apart."""
+    return RunError(
+        f"times cannot be predicted here, and no plan was searched for: {found.noise}, and those held out are "
+        f"predicted with a median error of {share(found.error)}, at most {share(BLIND)} tells plans apart. The first "
+        f"doubt: {found.doubts[0]}. What helps: an idle machine, fewer threads (target.threads) or a larger "
+        f"target.limit_s; then {REMEDY}"
+    )
 
 
 class LatencySearch:
@@ -268,6 +283,8 @@ def time_pair(
             if perf_counter() >= over:
                 doubt = f"measured in {plural(found.processes, 'process', 'es')}: {_limit(settings)}"
                 return replace(found, stable=False, doubts=(*found.doubts, doubt))
+            if tried + 1 < effort.tries:
+                log(f"latency: both models are timed again, with twice the rounds: {found.doubts[0]}")
     return found
 
 

@@ -149,9 +149,16 @@ def test_no_process_begins_after_the_limit_but_the_first(
 
 
 def test_a_second_try_that_has_no_time_replaces_no_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, none = BusyMachine(20.0, monkeypatch), nn.Identity()
+    machine, none, said = BusyMachine(20.0, monkeypatch), nn.Identity(), list[str]()
     with effort_of(Effort()):
         settings = PruneSettings(BudgetSettings(speedup=2.0))
-        found = latency_budget_search.time_pair(none, none, inputs_of((1,)), settings, 1, 7, limit_s=170)
+        found = latency_budget_search.time_pair(
+            none, none, inputs_of((1,)), settings, 1, 7, limit_s=170, log=said.append
+        )
+    assert len(said) == machine.processes + 1
+    assert said[7:9] == [
+        "latency: both models are timed again, with twice the rounds: the 95 % interval is 40 % of the median wide",
+        "latency: timing both models in process 1 of 3 to 7, at most 30 s more",
+    ]
     assert (machine.processes, found.processes) == (9, 7)
     assert not found.stable

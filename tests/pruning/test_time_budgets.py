@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,14 +24,17 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.deployment_transform import transform_of
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import PlanError, RunError, UsageError
+from prunekit.measure.latency_profile.network_timing import LayerTimes
+from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
+from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
 from prunekit.pruning import latency_budget_search, profiling
 from prunekit.pruning.latency_budget_search import TimedPlanSearch, with_profile
 from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.pruning.plan_search import PlanSearch
-from prunekit.pruning.profiling import Profile, profile
+from prunekit.pruning.profiling import NetworkPrediction, Profile, profile
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
 from prunekit.utils.tensors import lies_channels_last
@@ -258,6 +262,33 @@ def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: 
     assert all(kept % 12 == 0 or kept == dense for kept, dense in widths)
     assert any(kept < dense for kept, dense in widths)
     assert plan.provenance["prune"]["round_to"] == 6
+
+
+@pytest.mark.parametrize(
+    ("off", "doubtful", "refused"), [(1.6, 3, True), (1.6, 2, False), (1.2, 4, False), (0.7, 4, True)]
+)
+def test_a_table_of_doubtful_times_that_predicts_nothing_is_refused(
+    off: float, doubtful: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, channel_map, table = net()
+    doubts = [("a neighbor; to settle it: an idle machine",) if index < doubtful else () for index in range(4)]
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    samples = tuple(TimedNetwork(keep, LayerTimes(8.0, 10.0, {}, 0.0, why)) for why in doubts)
+    checks = tuple(NetworkPrediction(times * 8.0, 8.0, 0.5, held_out) for times, held_out in ((1, False), (off, True)))
+    profiled = Profile(channel_map, table, checks, samples, (), 0.0)
+    monkeypatch.setattr(latency_budget_search, "profile", lambda *_, **__: profiled)
+    search = PlanSearch(model, (EXAMPLE,), PruneSettings(BudgetSettings(speedup=1.5)), channel_map)
+    assert with_profile(search).latency is not None  # by the effort of tests, which time too little to heed doubts
+    with effort_of(Effort()), nullcontext() if not refused else pytest.raises(RunError) as error:
+        assert with_profile(search).latency is not None
+    if error is None:
+        return
+    said = str(error.value)
+    assert f"of 4 networks {doubtful} were timed on a machine too noisy" in said
+    assert f"a median error of {100 * abs(off - 1):.1f} %, at most 25.0 %" in said
+    assert "The first doubt: a neighbor" in said
+    for cure in ("an idle machine", "target.threads", "target.limit_s", "remeasure=True", "`prunekit profile RECIPE"):
+        assert cure in said
 
 
 def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
