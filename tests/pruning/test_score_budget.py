@@ -134,6 +134,7 @@ def test_the_points_of_a_frontier_of_times_have_no_budget_but_their_own(
     time_by_macs(monkeypatch)
     given: dict[str, Any] = {"calibration": blobs(256, 2)[0], "held_out": blobs(600, 3)[0], "timed": False}
     (point,) = pk.frontier(model, points=[0.5], target=pk.Target(block=4), progress=False, **given).points
+    assert isinstance(point.result, pk.Pruned)
     assert [*point.result.plan.provenance["budgets"]] == ["speedup"]
     assert "98.0 %" not in str(point.result)
 
