@@ -14,7 +14,7 @@ from prunekit.jobs.stages.calibration_stage import criterion_inputs
 from prunekit.jobs.stages.deployment_stage import require_deployable
 from prunekit.jobs.stages.job_schedule import require_schedule, schedule_rows
 from prunekit.jobs.stages.measurement_stage import layer_rows
-from prunekit.jobs.stages.training_stage import require_adapters
+from prunekit.jobs.stages.training_stage import require_trainable
 from prunekit.measure.latency.comparison import devices
 from prunekit.measure.measurement_effort import current_effort
 from prunekit.pruning.latency_budget_search import DOUBT, with_profile
@@ -56,7 +56,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     devices("auto", job.latency)
     prepared = prepare(job, own)
     require_deployable(prepared)
-    require_adapters(prepared)
+    require_trainable(prepared)
     line = require_schedule(prepared, training=True)
     search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
     if measure or not timely:

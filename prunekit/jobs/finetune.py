@@ -60,7 +60,7 @@ from prunekit.jobs.stages.training_stage import (
     checkpoints_of,
     find_thresholds,
     measure_masks,
-    require_adapters,
+    require_trainable,
     told,
 )
 from prunekit.masks.masked_model import sparsity
@@ -453,7 +453,7 @@ def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
         (late, Stage("sparsify", work.sparsify, ("model", "plan"), ("model",))),
         (not scheduled, Stage("repair", work.repair, ("model", "plan"), ("model", "plan"))),
         (scheduled, Stage("schedule", work.begin_schedule, ("model", "planned", "plan"), ("model",), counted=False)),
-        (training, Stage("fine-tune", work.finetune, ("model", "plan"), ("model",), require=require_adapters)),
+        (training, Stage("fine-tune", work.finetune, ("model", "plan"), ("model",), require=require_trainable)),
         (True, Stage("final plan", work.final_plan, ("planned", "plan"), ("planned", "plan"), counted=False)),
         (True, Stage("compact", work.compact, ("model", "dense", "plan"), ("compacted",))),
         (training, Stage("control", work.control, ("dense",), ("control",), counted=job.controlled)),

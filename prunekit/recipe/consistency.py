@@ -14,7 +14,7 @@ from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.settings.inputs import BOXED, TEXTUAL, DataSettings, ModelSettings
 from prunekit.settings.job import unlabeled_contradictions
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, facts_without_code, other_budgets, prune_contradictions
-from prunekit.settings.train import OWN_RATES, RANDOM_RATES, REWOUND_RATES, TrainSettings, adapter_contradictions
+from prunekit.settings.train import OWN_RATES, RANDOM_RATES, REWOUND_RATES, TrainSettings, finetune_contradictions
 from prunekit.settings.weight_pattern import pattern_problems
 from prunekit.utils.availability import UNKNOWN_DEVICE
 
@@ -305,6 +305,6 @@ def _quantize(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 CHECKS = (
-    _names, _task, unlabeled_contradictions, _budget, _activations, _head, _baseline, _training, adapter_contradictions,
-    _sharding, _data, _images, _deploy, _schedule, _quantize,
+    _names, _task, unlabeled_contradictions, _budget, _activations, _head, _baseline, _training,
+    finetune_contradictions, _sharding, _data, _images, _deploy, _schedule, _quantize,
 )  # fmt: skip

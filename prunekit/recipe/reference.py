@@ -111,6 +111,7 @@ EXAMPLES: dict[str, Any] = {
     "DistillSettings.temperature": 2.0,
     "DistillSettings.labels": 0.5,
     "DistillSettings.blend": False,
+    "TrainSettings.fake_quantize": "int8",
     "TrainSettings.label_smoothing": 0.1,
     "TrainSettings.mixup": 0.2,
     "TrainSettings.cutmix": 1.0,

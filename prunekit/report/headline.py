@@ -358,6 +358,14 @@ def _loss(value: float) -> str:
     return numbers.digits(value) if math.isfinite(value) else "not finite"
 
 
+def fake_quantized(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in how many layers each training run saw int8, a line each."""
+    for run, found in (metrics.get("trainings") or {}).items():
+        if seen := found.get("fake_quantize"):
+            what = f"{seen['dtype']} in weights and inputs of {numbers.plural(seen['layers'], 'layer')}"
+            yield f"{numbers.training_name(run)}: saw {what}, also where epochs were compared"
+
+
 def unbeaten(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each training run in which no epoch was better than its start."""
     name, label = scores(metrics)[0]

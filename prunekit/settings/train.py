@@ -253,6 +253,10 @@ class TrainSettings(Checked):
     """Average of weights, evaluated and kept in their place."""
     adapter: Literal["lora"] | AdapterSettings | None = None
     """Trains adapters alone, beside the layers of the compact model (only in `finetune`; needs peft)."""
+    fake_quantize: Literal["int8"] | None = None
+    """Quantization-aware training: convolutions and Linear layers see weights and inputs as int8 would hold them, in
+    training and where epochs are compared (only in `finetune`; needs torchao). The result is in float; `quantize`
+    writes int8."""
 
     @property
     def adapters(self) -> AdapterSettings | None:
@@ -300,8 +304,11 @@ class WatchSettings(Checked):
     """Epochs between histograms or images; scalars are written in each."""
 
 
-def adapter_contradictions(job: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the keys of a `JobSettings`, as plain values, that do not go with adapters, with what was expected."""
+def finetune_contradictions(job: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys of a `JobSettings`, as plain values, that do not go with adapters or int8, with what was expected.
+
+    Both are for the pruned model alone.
+    """
     sections = {
         name: found if isinstance(found := job.get(name), Mapping) else {}
         for name in ("baseline", "sparsify", "finetune", "prune")
@@ -310,9 +317,15 @@ def adapter_contradictions(job: Mapping[str, object]) -> Iterator[tuple[tuple[st
         if sections[name].get("adapter") is not None:
             text = "expected null, because all weights of the dense model are trained, got an adapter"
             yield (name, "adapter"), f"{text}; set finetune.adapter"
+        if (dtype := sections[name].get("fake_quantize")) is not None:
+            text = f"expected null, because the dense model is trained in float, got {dtype!r}"
+            yield (name, "fake_quantize"), f"{text}; set finetune.fake_quantize"
     finetune, prune, because = sections["finetune"], sections["prune"], "because finetune.adapter is given"
     if finetune.get("adapter") is None:
         return
+    if finetune.get("fake_quantize") is not None:
+        text = f"expected null, {because}: int8 holds the sum of a weight and its adapter, which is made after training"
+        yield ("finetune", "fake_quantize"), text
     if finetune.get("regularize") is not None:
         yield ("finetune", "regularize"), f"expected null, {because}: the weights that it shrinks are not trained"
     if finetune.get("sharding") == "full":

@@ -125,9 +125,10 @@ def fit(
 
     In a process group (`prunekit.distributed`) all processes call this alike and train the model together. Each has its
     share of every batch, so that together they compute what one process would, up to the order of floating-point sums;
-    dropout, which is random in each process, and BatchNorm, which normalizes by the share, are the exceptions. Only the
-    main process prints and writes. Under `sharding: full` a sharded copy is trained, which callbacks see as
-    `TrainingRun.model`; the model itself waits on the CPU, and keeps its old weights if training fails.
+    the exceptions are dropout, which is random in each process, and BatchNorm and fake quantization, which take their
+    ranges from the share. Only the main process prints and writes. Under `sharding: full` a sharded copy is trained,
+    which callbacks see as `TrainingRun.model`; the model itself waits on the CPU, and keeps its old weights if training
+    fails.
 
     On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
     the modules' train/eval modes are restored; the model stays on `device`.

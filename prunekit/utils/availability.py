@@ -25,6 +25,8 @@ REPORT = 'pip install "prunekit[report]"'
 """The command that installs what draws figures and writes TensorBoard's events."""
 ADAPTERS = 'pip install "prunekit[hf-train]"'
 """The command that installs what trains adapters."""
+QAT = 'pip install "prunekit[qat]"'
+"""The command that installs what training for int8 rounds with."""
 INT8 = {
     "avx_vnni": "VNNI",
     "avx512_vnni": "VNNI",

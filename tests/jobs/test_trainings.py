@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from prunekit.errors import UsageError
+from prunekit.hooks.hook import count_hooks
 from prunekit.jobs.finetune import finetune, prune_job
 from prunekit.jobs.run.command_subject import Own
 from prunekit.jobs.stages.calibration_stage import calibrate
@@ -152,6 +153,22 @@ def test_a_learning_rate_is_found_and_the_run_says_which(
         assert f"of {len(tried) - 1} tried" in line
         assert line in write_report(found.folder).read_text()
         assert f"Training of {line}" in " ".join(str(found).split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [False, True])
+def test_a_job_trains_for_int8_and_says_so(file: Path, tmp_path: Path, early: bool) -> None:
+    settings = job(tmp_path, finetune=TrainSettings(epochs=1, lr=0.05, fake_quantize="int8"), control=False)
+    log: list[str] = []
+    pruning = replace(settings.prune, compact_early=early)
+    result = finetune(replace(settings, prune=pruning), log=log.append, own=Own(f"{file}:Net"))
+    assert result.metrics["parity"]["max_relative_difference"] < 1e-9
+    assert result.metrics["trainings"]["pruned"]["fake_quantize"] == {"dtype": "int8", "layers": 4}
+    said = "pruned: saw int8 in weights and inputs of 4 layers, also where epochs were compared"
+    assert said in log
+    assert f"{said}." in write_report(result.folder).read_text()
+    assert "Training of pruned: saw int8" in str(result)
+    assert count_hooks(result.model()) == 0
 
 
 def removed_size(folder: Path, name: str) -> float:

@@ -15,7 +15,7 @@ from prunekit.errors import ArtifactError, DataError, ModelError, ResumeError, U
 from prunekit.known_names import FORMATS, RUNTIMES, is_export_name
 from prunekit.models.names import missing_file, require_bare_name, zoo_of
 from prunekit.reading.text_files import read_json
-from prunekit.utils.availability import ADAPTERS, REPORT, missing_packages, unusable
+from prunekit.utils.availability import ADAPTERS, QAT, REPORT, missing_packages, unusable
 from prunekit.utils.user_code import is_reference, require_object
 
 if TYPE_CHECKING:
@@ -43,8 +43,10 @@ def require_job(job: JobSettings, *, model: str | None, data: str | None, optimi
 
 def require_packages(job: JobSettings, *, dry: bool, training: bool) -> None:
     """Raise if a runtime, format or adapter of a run needs what this machine lacks; a dry run exports nothing."""
-    if training and job.finetune.adapter is not None and (missing := missing_packages(["peft"], ADAPTERS)):
-        raise UsageError(f"finetune.adapter {missing}")
+    for key, package, install in (("adapter", "peft", ADAPTERS), ("fake_quantize", "torchao", QAT)):
+        wanted = training and getattr(job.finetune, key) is not None
+        if wanted and (missing := missing_packages([package], install)):
+            raise UsageError(f"finetune.{key} {missing}")
     target = [job.prune.target.runtime] if job.prune.budget.measured and not dry else []
     require_usable("runtime", RUNTIMES, dict.fromkeys([*target, *job.latency.runtimes]))
     require_usable("export", FORMATS, () if dry else job.export)

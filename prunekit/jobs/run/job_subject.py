@@ -44,7 +44,7 @@ from prunekit.planning.plan import Plan
 from prunekit.pruning.sample_statistics import joined_samples
 from prunekit.settings.inputs import BOXED, TEXTUAL, ModelSettings
 from prunekit.settings.job import JobSettings, unlabeled_contradictions
-from prunekit.settings.train import RANDOM_RATES, DistillSettings, TrainSettings, adapter_contradictions
+from prunekit.settings.train import RANDOM_RATES, DistillSettings, TrainSettings, finetune_contradictions
 from prunekit.tasks.task import Task, get_task
 from prunekit.training.callbacks.distillation import feature_paths
 from prunekit.training.callbacks.pruning_schedule import steps_per_epoch
@@ -176,7 +176,7 @@ def _prepared(job: JobSettings, own: Own) -> JobSubject:
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
         chosen_paths(model, job.activations)
-    if problems := [f"{'.'.join(path)}: {text}" for path, text in adapter_contradictions(asdict(job))]:
+    if problems := [f"{'.'.join(path)}: {text}" for path, text in finetune_contradictions(asdict(job))]:
         raise UsageError("; ".join(problems))
     for name, settings in training_sections(job).items():
         _check_training(name, settings, model, splits.task)

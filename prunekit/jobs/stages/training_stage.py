@@ -28,7 +28,7 @@ from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
-from prunekit.report.headline import searched, taught, unbeaten
+from prunekit.report.headline import fake_quantized, searched, taught, unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import described_task
@@ -44,6 +44,7 @@ from prunekit.training.callbacks.callback import (
     columns,
 )
 from prunekit.training.callbacks.distillation import Distillation
+from prunekit.training.callbacks.fake_quantization import FakeQuantization, require_quantizable
 from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
@@ -178,8 +179,11 @@ class Trainings:
             return model.cpu()
         self._note(name, history)
         self._chosen[name] = history.chosen()
+        for part in asked:
+            if isinstance(part, FakeQuantization):
+                self._chosen[name]["fake_quantize"] = {"dtype": settings.fake_quantize, "layers": part.layers}
         said = {"trainings": {name: self._chosen[name]}, "task": described_task(self._prepared.splits.task)}
-        for line in (*searched(said), *unbeaten(said)):
+        for line in (*searched(said), *fake_quantized(said), *unbeaten(said)):
             self._log(line)
         self._rates += [{"run": name, **asdict(row)} for row in history.rates]
         if self._rates:
@@ -212,10 +216,12 @@ class Trainings:
         write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
 
 
-def require_adapters(prepared: JobSubject) -> None:
-    """Raise if the fine-tuning of a job wants adapters, and its model has no layers for them, or peft is missing."""
+def require_trainable(prepared: JobSubject) -> None:
+    """Raise if a job's fine-tuning wants adapters or int8, and its model has no layers for it, or a package lacks."""
     if (adapter := prepared.job.finetune.adapters) is not None:
         require_adaptable(prepared.model, adapter)
+    if prepared.job.finetune.fake_quantize is not None:
+        require_quantizable(prepared.model)
 
 
 PROOF_IMAGES = 64

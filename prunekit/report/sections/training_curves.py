@@ -13,7 +13,13 @@ from prunekit.report.figures.charts import flow_figures, rates, schedule
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
 
-CURVES = {"searched": "Training of", "unbeaten": "Training of", "taught": "Teacher's time:", "early": "Compact early:"}
+CURVES = {
+    "searched": "Training of",
+    "fake_quantized": "Training of",
+    "unbeaten": "Training of",
+    "taught": "Teacher's time:",
+    "early": "Compact early:",
+}
 
 
 @register_section("curves", about="losses and gradients of the training", order=40, lines=CURVES)
@@ -28,6 +34,7 @@ def training(run: Run) -> dict[str, Any] | None:
         "curves": figures.figure_or_none(draw, run.history),
         "rates": rates(run.metrics.get("trainings") or {}),
         "searched": list(headline.searched(run.metrics)),
+        "fake_quantized": list(headline.fake_quantized(run.metrics)),
         "unbeaten": list(headline.unbeaten(run.metrics)),
         "gradients": flow_figures(run.gradients),
         "skipped": _skipped(run.history),

@@ -1,4 +1,4 @@
-"""Callbacks of a training by its settings: distillation, regularizer, average of weights."""
+"""Callbacks of a training by its settings: distillation, regularizer, average of weights, fake quantization."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from prunekit.tasks.task import Loss, Task, training_loss
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback, CurrentPlan
 from prunekit.training.callbacks.distillation import Distillation, suited, takes_shares
+from prunekit.training.callbacks.fake_quantization import FakeQuantization
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
 
 STATISTICS_IMAGES = 2048
@@ -60,12 +61,18 @@ def build_callbacks(settings: TrainSettings, inputs: CallbackInputs) -> list[Cal
         if settings.norms == "running" and average.statistics is None:
             average = replace(average, statistics="averaged")  # which are the same all the time
         callbacks.append(Average(average, images, inputs.masks))
+    if settings.fake_quantize is not None:
+        callbacks.append(FakeQuantization())
     return callbacks
 
 
 def require_callbacks(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
     """Raise UsageError if a callback that the settings ask for is not among the callbacks."""
-    for name, kind in (("distill", Distillation), ("regularize", SparsityRegularizer), ("average", Average)):
+    kinds = {
+        "distill": Distillation, "regularize": SparsityRegularizer, "average": Average,
+        "fake_quantize": FakeQuantization,
+    }  # fmt: skip
+    for name, kind in kinds.items():
         if getattr(settings, name) not in (None, "auto") and not any(
             isinstance(callback, kind) for callback in callbacks
         ):
