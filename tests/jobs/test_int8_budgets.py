@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,16 +236,16 @@ def test_a_point_without_a_file_says_why_also_when_resumed(monkeypatch: pytest.M
         "score",
         lambda self, model: no_file() if model[1].out_features < 30 else score(self, model),
     )
-    monkeypatch.setattr(frontiers, "_timed", lambda *_: no_time())
+    monkeypatch.setattr(frontiers, "measure_latency", no_time)
     with pytest.raises(KeyboardInterrupt):
         analyze(job("name=none"), points=[0.8, 0.5], log=lambda line: None, own=OWN)
-    monkeypatch.setattr(frontiers, "_timed", lambda found, *_: found)
+    monkeypatch.setattr(frontiers, "measure_latency", lambda *_, **__: SimpleNamespace(speedup=[]))
     found = analyze(job("name=none"), points=[0.8, 0.5], log=lambda line: None, own=OWN, resume="auto").result
     assert [point.int8 is None for point in found.points] == [False, True]
     assert found.missed == ("50.0 % in int8: int8: too much is lost",)
 
 
-def no_time() -> None:
+def no_time(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
