@@ -156,17 +156,28 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def raised_as(
-    kind: type[PrunekitError], before: str, after: str = "", reason: Callable[[Exception], str] = reason_of
+    kind: type[PrunekitError],
+    before: str,
+    after: str = "",
+    reason: Callable[[Exception], str] = reason_of,
+    passing: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
     """Raise what a library's or a user's code raises inside as an error of prunekit: `before`, the reason, `after`.
 
-    Errors that say that memory is short are raised as they are.
+    Errors that are `passing`, and those that say that memory is short, are raised as they are.
     """
     try:
         yield
+    except passing:
+        raise
     except Exception as error:  # of classes that nobody can list
         reraise_shortage(error)
         raise kind(f"{before}{reason(error)}{after}") from error
+
+
+def with_type(error: BaseException) -> str:
+    """Return the type of an error and its whole message."""
+    return f"{type(error).__name__}: {error}"
 
 
 def first_line(error: BaseException) -> str:

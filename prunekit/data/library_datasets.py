@@ -24,7 +24,7 @@ from prunekit.data.datasets import (
     require_map_style,
 )
 from prunekit.data.roots import SETS
-from prunekit.errors import DataError, UsageError, nearest, reraise_shortage
+from prunekit.errors import DataError, UsageError, nearest, raised_as, reraise_shortage, with_type
 from prunekit.settings.inputs import DataSettings
 
 LABELS = ("targets", "labels", "_labels")
@@ -251,12 +251,9 @@ def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:
         )
     if settings.root is None and not settings.download:
         raise UsageError(f"data.download: expected true, because {where} is on the hub; or save it, and give data.root")
-    try:
+    kind = "a data set on Hugging Face's hub" if settings.root is None else "a folder that `save_to_disk` wrote"
+    with raised_as(DataError, f"{where}: expected {kind}, but: ", reason=with_type):
         found = library.load_dataset(where) if settings.root is None else library.load_from_disk(where)
-    except Exception as error:  # OSError, ValueError, errors of pyarrow and huggingface_hub
-        reraise_shortage(error)
-        kind = "a data set on Hugging Face's hub" if settings.root is None else "a folder that `save_to_disk` wrote"
-        raise DataError(f"{where}: expected {kind}, but: {type(error).__name__}: {error}") from error
     parts = dict(found) if isinstance(found, Mapping) else {"train": found}
     if "train" not in parts:
         raise DataError(f"{where}: expected a part named train, found {', '.join(parts) or 'none'}")

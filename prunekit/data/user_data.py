@@ -13,7 +13,7 @@ from torch import Tensor
 from prunekit.data.augmentation import Draw, drawing
 from prunekit.data.datasets import CorruptImages, MapStyle, SampleDataset, require_map_style
 from prunekit.data.splits import Splits, fingerprint, require_labels, source_of_parts, splits_of
-from prunekit.errors import DataError, UsageError, reraise_shortage
+from prunekit.errors import DataError, UsageError, raised_as, reraise_shortage, with_type
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
@@ -179,11 +179,8 @@ class TaskSamples:
         with drawing(draw) as begin:
             for index in chosen:
                 begin(index)
-                try:
+                with raised_as(DataError, f"{self.where}: sample {index}: ", reason=with_type):
                     samples.append(self.dataset[index])
-                except Exception as error:  # the user's own code may raise anything
-                    reraise_shortage(error)
-                    raise DataError(f"{self.where}: sample {index}: {type(error).__name__}: {error}") from error
         try:
             batch = self.unpacking.collate(samples)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from prunekit.distributed.launcher import launched, local_rank
-from prunekit.errors import PeerError, RunError, reason_of, reraise_shortage
+from prunekit.errors import PeerError, RunError, raised_as
 
 BUILTINS = frozenset({
     "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice",
@@ -54,13 +54,8 @@ def packed(value: Any) -> bytes:
 
 def unpacked(data: bytes) -> Any:
     """Return the value of bytes."""
-    try:
+    with raised_as(RunError, "process group: expected data from the main process, but ", passing=RunError):
         return _Reader(io.BytesIO(data)).load()
-    except RunError:
-        raise
-    except Exception as error:  # of the unpickler, or of a class
-        reraise_shortage(error)
-        raise RunError(f"process group: expected data from the main process, but {reason_of(error)}") from error
 
 
 class _Writer(pickle.Pickler):

@@ -12,7 +12,7 @@ from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.compaction.model_folder import FILES, MANIFEST, ModelWithPlan, load, read_manifest, save
-from prunekit.errors import ArtifactError, ModelError, UsageError, reraise_shortage
+from prunekit.errors import ArtifactError, ModelError, UsageError, raised_as
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.prune_callback import PrunesInTrainer
 from prunekit.models.hugging_face import changed_config
@@ -147,11 +147,8 @@ class PruneCallback(PrunesInTrainer, TrainerCallback):
         usual = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         places = [folder / STATE for folder in (*map(Path, given), usual)]
         for path in filter(Path.is_file, places):
-            try:
+            with raised_as(ArtifactError, f"{path}: expected the state of a pruner: ", reason=str):
                 saved = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:
-                reraise_shortage(error)
-                raise ArtifactError(f"{path}: expected the state of a pruner: {error}") from error
             if isinstance(saved, dict) and saved.get("run") == run and saved.get("step") == state.global_step:
                 return saved
         raise ArtifactError(

@@ -6,16 +6,16 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 from safetensors import safe_open
 
-from prunekit.errors import ArtifactError, PrunekitError, cut_short, first_line, reraise_shortage
+from prunekit.errors import ArtifactError, PrunekitError, cut_short, first_line, raised_as
 from prunekit.reading.text_files import require_file, shown
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MOST_MEMBERS = 10_000
 """Arrays that an archive may have."""
-_T = TypeVar("_T")
 
 
 def read_arrays(
@@ -35,20 +34,16 @@ def read_arrays(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of an `.npz` file by name, or the one of an `.npy` file under the name ""."""
     free = psutil.virtual_memory().available if most is None else most
-
-    def read() -> dict[str, np.ndarray[Any, Any]]:
-        with path.open("rb") as file:
-            size = require_file(path, expected, raises)
-            if file.read(6) == np.lib.format.MAGIC_PREFIX:
-                file.seek(0)
-                return {"": _array(file, size, free)}
-            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle and advise to load it unsafely
-                raise ValueError("it is no zip file, or a part of one")
-            with zipfile.ZipFile(file) as archive:
-                return _members(archive, free)
-
     require_file(path, expected, raises)
-    return _reading(read, path, expected, raises)
+    with _reading(path, expected, raises), path.open("rb") as file:
+        size = require_file(path, expected, raises)
+        if file.read(6) == np.lib.format.MAGIC_PREFIX:
+            file.seek(0)
+            return {"": _array(file, size, free)}
+        if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle and advise to load it unsafely
+            raise ValueError("it is no zip file, or a part of one")
+        with zipfile.ZipFile(file) as archive:
+            return _members(archive, free)
 
 
 def _members(archive: zipfile.ZipFile, free: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -107,13 +102,9 @@ def read_tensors(
     path: Path, expected: str = "tensors (.safetensors)", raises: type[PrunekitError] = ArtifactError
 ) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Return the tensors of a safetensors file by name, on the CPU, and its metadata."""
-
-    def read() -> tuple[dict[str, Tensor], Mapping[str, str]]:
-        with openable(path) as name, safe_open(name, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
     require_file(path, expected, raises)
-    return _reading(read, path, expected, raises)
+    with _reading(path, expected, raises), openable(path) as name, safe_open(name, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 @contextmanager
@@ -128,13 +119,10 @@ def openable(path: Path) -> Iterator[str]:
         yield os.fspath(path)
 
 
-def _reading(read: Callable[[], _T], path: Path, expected: str, raises: type[PrunekitError]) -> _T:
-    """Return what a function reads; what readers raise at damaged files, of any kind, becomes one error."""
-    try:
-        return read()
-    except PrunekitError:
-        raise
-    except Exception as error:  # zipfile, zlib, struct, tokenize, OSError, ValueError, EOFError, SafetensorError
-        reraise_shortage(error)
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise raises(f"{shown(path)}: expected {expected}, but: {reason}") from error
+def _reading(path: Path, expected: str, raises: type[PrunekitError]) -> AbstractContextManager[None]:
+    """Turn what readers raise at damaged files, which is of any kind, into one error."""
+    return raised_as(raises, f"{shown(path)}: expected {expected}, but: ", reason=_reason, passing=PrunekitError)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or first_line(error)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.loader import batches
 from prunekit.data.splits import Splits
-from prunekit.errors import DataError, ModelError, reraise_shortage
+from prunekit.errors import DataError, ModelError, raised_as, with_type
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.known_names import FloatName
 from prunekit.measure.memory_format import in_fastest_format
@@ -37,22 +37,15 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
         splits.task.metric()  # which may need a package that is not installed
     inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    shape, advice = described(inputs), ""
+    if splits.task.labeled_images:
+        shape, advice = f"images of shape {tuple(inputs.shape[1:])}", "; set data.image_size to what it was made for"
+    failed = f"{type(model).__name__} does not take {shape}: "
     with seeded(0), training_mode(model, True), torch.no_grad():
-        try:
+        with raised_as(ModelError, failed, advice, with_type, passing=(DataError, ModelError)):
             given, targets = to_device((inputs_as_example(model, inputs), targets), device)
             given = splits.task.example_for_loss(model, given, targets)
             output = functional_call(model, buffers, *split(given))
-        except (DataError, ModelError):
-            raise
-        except Exception as error:  # a model's own code may raise anything
-            reraise_shortage(error)
-            shape, advice = described(inputs), ""
-            if splits.task.labeled_images:
-                shape = f"images of shape {tuple(inputs.shape[1:])}"
-                advice = "; set data.image_size to what it was made for"
-            raise ModelError(
-                f"{type(model).__name__} does not take {shape}: {type(error).__name__}: {error}{advice}"
-            ) from error
         _check_classes(model, splits, output)
         _check_task(model, splits.task, output, targets)
 
@@ -102,7 +95,7 @@ def require_vocabulary(model: nn.Module, splits: Splits) -> None:
 def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:
     """Raise ModelError if the task cannot compute loss, counts and scores from the model's output."""
     got = f"{type(model).__name__} returned {described(output)}, the targets are {described(targets)}"
-    try:
+    with raised_as(ModelError, f"task {task.name!r}: {got}: ", reason=with_type):
         loss = task.loss(output, targets)
         ok, found, scores = isinstance(loss, Tensor) and loss.numel() == 1, described(loss), dict[str, float]()
         if task.counts is not None and task.scores_of_loss_outputs:
@@ -110,9 +103,6 @@ def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None
             ok = ok and isinstance(counts, Tensor) and counts.ndim == 1
             found = f"{found} and {described(counts)}"
             scores = task.score(counts.tolist()) if ok else {}
-    except Exception as error:  # a task of the user's own may raise anything
-        reraise_shortage(error)
-        raise ModelError(f"task {task.name!r}: {got}: {type(error).__name__}: {error}") from error
     if not ok:
         raise ModelError(f"task {task.name!r}: expected a loss of one number and counts (K,), got {found}; {got}")
     percents = {score.name for score in task.scores if score.unit == "%"}

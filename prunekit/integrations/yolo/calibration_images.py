@@ -15,7 +15,7 @@ from ultralytics.data.utils import IMG_FORMATS, check_cls_dataset, check_det_dat
 from ultralytics.engine.model import Model
 from ultralytics.utils.patches import imread
 
-from prunekit.errors import DataError, reraise_shortage
+from prunekit.errors import DataError, raised_as
 from prunekit.integrations.yolo.pruned_yolo import channels_of
 
 GRAY, COLOR = 0, 1
@@ -87,7 +87,7 @@ def _places(data: Any, classified: bool) -> list[Path]:
     if isinstance(data, (str, Path)) and Path(data).exists() and Path(data).suffix not in {".yaml", ".yml"}:
         return [Path(data) / "train" if classified and (Path(data) / "train").is_dir() else Path(data)]
     root = Path()
-    try:
+    with raised_as(DataError, f"data: {_described(data)} is no data set that ultralytics reads: ", reason=str):
         if isinstance(data, Mapping):
             split, root = data["train"], Path(data.get("path") or "")
         elif classified:
@@ -95,9 +95,6 @@ def _places(data: Any, classified: bool) -> list[Path]:
         else:
             split = check_det_dataset(str(data))["train"]
         return [root / one for one in (split if isinstance(split, (list, tuple)) else [split])]
-    except Exception as error:  # whatever the library makes of a file
-        reraise_shortage(error)
-        raise DataError(f"data: {_described(data)} is no data set that ultralytics reads: {error}") from error
 
 
 def _preprocessed(yolo: Model, images: Iterable[np.ndarray[Any, Any]], size: tuple[int, int]) -> Tensor:

@@ -22,7 +22,7 @@ from prunekit.data.loader import batches
 from prunekit.data.sources import is_labeled_images, labeled_images, load_splits
 from prunekit.data.splits import Splits
 from prunekit.data.user_data import TaskSamples, load_own
-from prunekit.errors import ArtifactError, ModelError, UsageError, reason_of, reraise_shortage
+from prunekit.errors import ArtifactError, ModelError, UsageError, raised_as
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.models.interface import ModelInterface
@@ -98,19 +98,14 @@ class Subject:
 
     def probe(self) -> Any:
         """Run the model once on its example, in eval mode, and return its output."""
-        try:
-            with training_mode(self.model, False), torch.no_grad():
-                return call(self.model, self.example_inputs)
-        except ArtifactError:  # of an exported file, which is loaded when it is first run
-            raise
-        except Exception as error:  # a model's own code may raise anything
-            reraise_shortage(error)
-            shape = "x".join(map(str, (1, *self.sample_shape))) if self.inputs is None else described(self.inputs)
-            told = self.splits is not None or self.inputs is not None
-            cure = "; --input-shape gives another, and a recipe has models of other inputs than one image"
-            raise ModelError(
-                f"{self.name}: the model does not run on an input of {shape}: {reason_of(error)}{'' if told else cure}"
-            ) from error
+        shape = "x".join(map(str, (1, *self.sample_shape))) if self.inputs is None else described(self.inputs)
+        failed = f"{self.name}: the model does not run on an input of {shape}: "
+        cure = "; --input-shape gives another, and a recipe has models of other inputs than one image"
+        told = self.splits is not None or self.inputs is not None
+        # an exported file is loaded when it is first run
+        failing = raised_as(ModelError, failed, "" if told else cure, passing=ArtifactError)
+        with failing, training_mode(self.model, False), torch.no_grad():
+            return call(self.model, self.example_inputs)
 
     def figures(self) -> dict[str, Any]:
         """Return `params` and `macs` (one sample); of an exported file `file_bytes`, and None for these."""
