@@ -36,16 +36,17 @@ class _ProgressReport:
     """The bars of a running call, and the line above them; or a thread that writes lines in their place."""
 
     def __init__(self, title: str, *, shown: bool, told: bool = False) -> None:
-        self.title, self.shown = title, shown
+        self.title, self.shown, self._start, self._ended = title, shown, perf_counter(), Event()
         self._line: Any = None
         self._bars: list[Any] = []
-        self._said = Lines(title)
         self._told = told and not shown and sys.stderr is not None
+        self._stage = "running"
+        self._counted: Callable[[], str] | None = None  # says how far the loop is that runs in the stage
 
     def begin(self) -> None:
         """Start the thread, if nobody sees bars and lines are wanted."""
         if self._told:
-            Thread(target=self._said.write_all, daemon=True).start()
+            Thread(target=self._write_lines, daemon=True).start()
 
     def bar(self, what: str, total: int | None, unit: str) -> Any:
         """Return a bar that is removed when the call ends, if not before."""
@@ -58,7 +59,7 @@ class _ProgressReport:
     def say(self, text: str) -> None:
         """Show the stage in a line of its own."""
         if not self.shown:
-            self._said.stage, self._said.counted = text, None
+            self._stage, self._counted = text, None
             return
         shown = f"{self.title}: {shorten(text, WIDTH, placeholder='...')}"
         if self._line is None:
@@ -74,33 +75,24 @@ class _ProgressReport:
             return f"{what} {done}{left}"
 
         if made:
-            self._said.counted = None if done == total else said
+            self._counted = None if done == total else said
 
     def close(self) -> None:
         """Remove all bars and end the thread, also after an error or an interrupt."""
-        self._said.ended.set()
+        self._ended.set()
         while self._bars:
             remove_bar(self._bars.pop())
 
-
-class Lines:
-    """A line every ten seconds, with what a call does then; a thread writes them, whatever the call is waiting for."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.start, self.ended = title, perf_counter(), Event()
-        self.stage = "running"
-        self.counted: Callable[[], str] | None = None  # says how far the loop is that runs in the stage
-
-    def write_all(self) -> None:
-        """Write lines until the call has ended."""
-        while not self.ended.wait(QUIET_S):
+    def _write_lines(self) -> None:
+        """Write every ten seconds what the call does then, until it has ended, whatever it is waiting for."""
+        while not self._ended.wait(QUIET_S):
             self.write()
 
     def write(self) -> None:
         """Write a line."""
-        counted = self.counted
-        text = self.stage if counted is None else counted()
-        sys.stderr.write(f"{self.title} [{perf_counter() - self.start:.0f} s]: {text}\n")
+        counted = self._counted
+        text = self._stage if counted is None else counted()
+        sys.stderr.write(f"{self.title} [{perf_counter() - self._start:.0f} s]: {text}\n")
         sys.stderr.flush()
 
 
