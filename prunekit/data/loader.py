@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from prunekit.data.augmentation import Mixing
@@ -244,19 +244,19 @@ class WorkerPool(Generic[Task]):
 
     def __init__(self, dataset: TorchDataset[Any], workers: Workers, pin: bool) -> None:
         self._dataset, self._workers, self._pin = dataset, workers, pin
-        self._kept: tuple[DataLoader[Any], _Tasks[Task]] | None = None
+        self._kept: tuple[DataLoader[Any], list[Task]] | None = None
         self._busy = False
 
     def read(self, tasks: Sequence[Task]) -> Iterator[Any]:
         """Yield the results of tasks in their order."""
         if self._busy or not self._workers.persistent:  # persistent workers make one pass at a time
-            yield from self._loader(_Tasks(tasks), persistent=False)
+            yield from self._loader(tasks, persistent=False)
             return
         if self._kept is None:
-            order: _Tasks[Task] = _Tasks(())
+            order: list[Task] = []  # the tasks of the next pass
             self._kept = self._loader(order, persistent=True), order
         loader, order = self._kept
-        order.tasks, self._busy = tasks, True
+        order[:], self._busy = tasks, True
         try:
             yield from loader
         except Exception:  # a worker died or raised something unexpected: start new ones
@@ -265,7 +265,7 @@ class WorkerPool(Generic[Task]):
         finally:
             self._busy = False
 
-    def _loader(self, tasks: _Tasks[Task], *, persistent: bool) -> DataLoader[Any]:
+    def _loader(self, tasks: Sequence[Task], *, persistent: bool) -> DataLoader[Any]:
         return DataLoader(
             self._dataset,
             sampler=tasks,  # an index is a whole task, so that persistent workers get those of another epoch
@@ -276,16 +276,3 @@ class WorkerPool(Generic[Task]):
             pin_memory=self._pin,
             generator=torch.Generator(),  # its own: the loader would draw from the global one
         )
-
-
-class _Tasks(Sampler[Task]):
-    """The tasks of the next pass."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tasks
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self.tasks)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
