@@ -24,9 +24,6 @@ from prunekit.utils.availability import require_figures
 from prunekit.utils.display import numbered, table
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from prunekit.inspection.visualize.class_maps import ClassMap
     from prunekit.inspection.visualize.image_grids import Pixels
     from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
     from prunekit.jobs.run.model_pair import ModelPair
@@ -157,10 +154,7 @@ def cam_command(console: Console, given: ModelOptions, layer: str | None, **opti
     """
     from prunekit.inspection.visualize.class_maps import class_activation_map
 
-    def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
-        return class_activation_map(model, image, where, target=target)
-
-    _show_maps(console, given, find, layer, **options)
+    _show_maps(console, given, class_activation_map, layer, **options)
 
 
 @visualize_group.command("saliency", short_help="Show which pixels of an image a class depends on.")
@@ -172,10 +166,7 @@ def saliency_command(console: Console, given: ModelOptions, **options: Any) -> N
     """
     from prunekit.inspection.visualize.class_maps import saliency
 
-    def find(model: nn.Module, image: Tensor, where: str | None, target: int | None) -> ClassMap:
-        return saliency(model, image, target=target)
-
-    _show_maps(console, given, find, None, **options)
+    _show_maps(console, given, saliency, None, **options)
 
 
 def _show_maps(

@@ -45,8 +45,8 @@ def write_features(
     return {"model": pair.name, "image": name, "models": list(pair.models), "input": INPUT, "layers": rows}
 
 
-FindClassMap = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]
-"""Returns the map of a model and an image (1, C, H, W), for a layer and a class; None: as the method chooses."""
+FindClassMap = Callable[..., ClassMap]
+"""Returns the map of a model and an image (1, C, H, W), for a `target` class, and at a `layer` where one is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,8 @@ def class_maps(
     """Return the maps of an image by every model of a pair, for the same class at the same layer."""
     maps: dict[str, ClassMap] = {}
     for side, model in pair.models.items():
-        found = find(model.to(device), image.to(device), layer, target)
+        named = {} if layer is None else {"layer": layer}
+        found = find(model.to(device), image.to(device), target=target, **named)
         maps[side], layer, target = found, found.layer, int(found.classes[0])
     values = [found.values for found in maps.values()]
     return ClassMaps(maps, correlation(*values)[0] if len(values) == 2 else None)
