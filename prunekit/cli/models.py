@@ -23,6 +23,7 @@ from prunekit.cli.options import (
     split_overrides,
 )
 from prunekit.cli.output import Console, check_folder
+from prunekit.data.roots import is_labeled_images
 from prunekit.errors import ModelError, UsageError
 from prunekit.jobs.run.early_checks import NO_IMAGE, is_pruned, require_target
 from prunekit.utils.user_code import require_object
@@ -50,7 +51,7 @@ class ModelOptions:
     @property
     def labeled_images(self) -> bool:
         """Whether `--data` is a folder or an archive, and not code."""
-        return self.data is not None and (Path(self.data).is_dir() or Path(self.data).suffix == ".npz")
+        return self.data is not None and is_labeled_images(self.data)
 
 
 def model_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prunekit.errors import UsageError
@@ -40,6 +41,14 @@ EXPECTED = {
     "text": "a file of text (.txt or .jsonl), or a folder of them",
 }
 """What a source with a root reads."""
+
+
+ARCHIVE = ".npz"
+
+
+def is_labeled_images(data: str) -> bool:
+    """Return whether a text names a folder or an archive of images, and not code such as `file.py:factory`."""
+    return Path(data).is_dir() or Path(data).suffix == ARCHIVE
 
 
 def missing_data(settings: DataSettings) -> str | None:

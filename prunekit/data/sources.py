@@ -25,7 +25,7 @@ from prunekit.data.datasets import CorruptImages, FolderImages, Indexable, Tenso
 from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.library_datasets import open_rows, open_sets
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder, scan_unlabeled
-from prunekit.data.roots import missing_data
+from prunekit.data.roots import ARCHIVE, missing_data
 from prunekit.data.splits import (
     ImageSource,
     Splits,
@@ -239,7 +239,6 @@ _READERS: dict[str, Callable[[DataSettings], ImageSource]] = {
     "torchvision": lambda given: source_of_parts(open_sets(given), given, str(given.name)),
     "huggingface": lambda given: source_of_parts(open_rows(given), given, str(given.root or given.name)),
 }
-ARCHIVE = ".npz"
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,11 +256,6 @@ class PreprocessedImages(Indexable):
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """Return a batch: inputs (B, C, H, W) float32, labels (B,) int64."""
         return self.preprocessing([self.images[index] for index in indices.tolist()]), self.labels[indices]
-
-
-def is_labeled_images(data: str) -> bool:
-    """Return whether a text names a folder or an archive of images, and not code such as `file.py:factory`."""
-    return Path(data).is_dir() or Path(data).suffix == ARCHIVE
 
 
 def labeled_images(path: Path, preprocessing: Preprocessing, classes: Sequence[str]) -> Splits:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data.sources import is_labeled_images, labeled_images
+from prunekit.data.roots import is_labeled_images
+from prunekit.data.sources import labeled_images
 from prunekit.errors import DataError
 from prunekit.models.preprocessing import Preprocessing
 

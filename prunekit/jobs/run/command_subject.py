@@ -19,7 +19,8 @@ from prunekit.backends.files.exported_model import ExportedModel
 from prunekit.backends.session import Inputs, inputs_like, inputs_of
 from prunekit.data.datasets import AnsweredImages, DenseAnswers, ImageDataset, SampleDataset
 from prunekit.data.loader import batches
-from prunekit.data.sources import is_labeled_images, labeled_images, load_splits
+from prunekit.data.roots import is_labeled_images
+from prunekit.data.sources import labeled_images, load_splits
 from prunekit.data.splits import Splits
 from prunekit.data.user_data import TaskSamples, load_own
 from prunekit.errors import ArtifactError, ModelError, UsageError, raised_as
