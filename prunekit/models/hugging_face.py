@@ -27,6 +27,7 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.models.names import CONFIG
 from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import Head, ModelSettings
+from prunekit.utils.availability import import_of_extra
 from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
 
@@ -215,12 +216,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _library() -> Any:
-    try:
-        return import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            "model.zoo=hf needs the package transformers, which is not installed: pip install prunekit[hf]"
-        ) from error
+    return import_of_extra("transformers", "hf", "model.zoo=hf", ModelError)
 
 
 Shapes = Mapping[str, tuple[int, ...]]

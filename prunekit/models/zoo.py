@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -46,6 +45,7 @@ from prunekit.models.names import (
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import load_weights
 from prunekit.settings.inputs import Head, ModelSettings
+from prunekit.utils.availability import import_of_extra
 from prunekit.utils.context import device_of, seeded, training_mode
 from prunekit.utils.inputs import InputSpec, as_example, call, to_device, zeros_of
 from prunekit.utils.tensors import gather
@@ -64,12 +64,7 @@ PLAIN_TEXT = re.compile(r"[\w .+-]*")
 
 
 def _timm() -> Any:
-    try:
-        return import_module("timm")
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            "model.zoo=timm needs the package timm, which is not installed: pip install prunekit[timm]"
-        ) from error
+    return import_of_extra("timm", "timm", "model.zoo=timm", ModelError)
 
 
 def image_shape(model: nn.Module) -> tuple[int, ...] | None:

@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from prunekit.errors import DataError, UsageError
+from prunekit.utils.availability import import_of_extra
 
 REPLICATES = 1000
 """Bootstrap samples that an interval is read from."""
@@ -41,13 +41,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 def coco_evaluation() -> tuple[Any, Any]:
     """Return pycocotools' classes COCO and COCOeval."""
-    try:
-        return import_module("pycocotools.coco").COCO, import_module("pycocotools.cocoeval").COCOeval
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "a mean average precision needs the package pycocotools, which is not installed: "
-            "pip install prunekit[detection]"
-        ) from error
+    parts = ("pycocotools.coco", "pycocotools.cocoeval")
+    data, evaluation = (import_of_extra(part, "detection", "a mean average precision", UsageError) for part in parts)
+    return data.COCO, evaluation.COCOeval
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,12 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from prunekit.errors import UsageError
+from prunekit.errors import PrunekitError, UsageError
 
 COMPILERS = {"darwin": "clang++", "win32": "cl"}
 """C++ compilers that torch takes where `$CXX` names none; on other platforms g++."""
@@ -116,6 +117,16 @@ def int8_note(cpuinfo: Path = CPUINFO) -> str:
     if not found:
         return "this CPU has no instructions for int8 (VNNI or AMX on x86): it may well be slower than fp32 here"
     return f"this CPU has instructions for int8: {' and '.join(found)}"
+
+
+def import_of_extra(module: str, extra: str, use: str, raises: type[PrunekitError]) -> Any:
+    """Return a module of a package that an extra of prunekit installs; raise what names its use if it is not there."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        advice = f"which is not installed: pip install prunekit[{extra}]"
+        raise raises(f"{use} needs the package {package}, {advice}") from error
 
 
 class MissingExtraError(UsageError, ModuleNotFoundError):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import DataError, UsageError
-from prunekit.tasks import mean_precision
 from prunekit.tasks.mean_precision import AveragePrecisions, MeanAveragePrecision
 
 pytest.importorskip("pycocotools")
@@ -146,6 +145,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(mean_precision, "import_module", missing)
+    monkeypatch.setattr("prunekit.utils.availability.import_module", missing)
     with pytest.raises(UsageError, match=r"pycocotools, which is not installed: pip install prunekit\[detection\]"):
         MeanAveragePrecision()
