@@ -161,10 +161,9 @@ class Observer:
             self.missing["gradients"] = "the loss depends on no trainable parameter"
             return
         self.losses.append(float(value.detach()))
-        names = list(self.names)
         with self._ending_at_errors("the backward pass"):
             found = gradients_of(value, list(self.names.values()))
-        for name, gradient in zip(names, found, strict=True):
+        for name, gradient in zip(self.names, found, strict=True):
             if gradient is not None:
                 self.parameters[name] = _larger(self.parameters[name], float(gradient.detach().float().norm()))
         for path, norm in self.output_gradients.norms.items():

@@ -10,7 +10,7 @@ import math
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +144,13 @@ class GradientRecorder(HookOwner):
             if never_called(module):
                 continue
             if own or not path or not any(True for _ in module.children()):
-                self.own_output_gradients(module, self._look(path))
+                self.own_output_gradients(module, partial(self._look, path))
 
-    def _look(self, path: str) -> Callable[[Tensor, int], None]:
-        def look(gradient: Tensor, index: int) -> None:
-            square = float(gradient.detach().float().square().sum())
-            self.squares[path] = self.squares.get(path, 0.0) + square
-            if not math.isfinite(square) and self.not_finite is None and not bool(torch.isfinite(gradient).all()):
-                self.not_finite = path
-
-        return look
+    def _look(self, path: str, gradient: Tensor, index: int) -> None:
+        square = float(gradient.detach().float().square().sum())
+        self.squares[path] = self.squares.get(path, 0.0) + square
+        if not math.isfinite(square) and self.not_finite is None and not bool(torch.isfinite(gradient).all()):
+            self.not_finite = path
 
     def begin(self) -> None:
         """Forget the previous pass."""
