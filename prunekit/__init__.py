@@ -3,8 +3,6 @@
 Public names stand in `__init__.pyi`, and are imported on first use (PEP 562): `import prunekit` does not load torch.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from importlib import import_module

@@ -3,8 +3,6 @@
 The command line returns `exit_code`: 2 for wrong usage, 1 for a run that failed.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 import sys

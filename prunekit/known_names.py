@@ -3,8 +3,6 @@
 The objects themselves are not imported. Types of settings that several modules share are here too.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Annotated, Any, Literal
 

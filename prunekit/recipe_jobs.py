@@ -4,8 +4,6 @@ A recipe is a file, the name of a packaged one, or `JobSettings`. Overrides are 
 command line: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike

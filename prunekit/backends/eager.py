@@ -9,8 +9,6 @@ layout each, 12 % between eight in another hour, and 1.0 % between ten that move
 thread, batch 1, 224 px).
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

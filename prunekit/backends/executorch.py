@@ -1,7 +1,5 @@
 """Export of a model to ExecuTorch, with operators of XNNPACK, for phones and small devices."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

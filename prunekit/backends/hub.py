@@ -1,7 +1,5 @@
 """Hugging Face repositories: weights, manifest, configurations, a Python file and a model card in one folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import version

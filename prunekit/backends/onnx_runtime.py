@@ -1,7 +1,5 @@
 """ONNX Runtime: files of ONNX are written, opened, timed on the CPU, and quantized."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

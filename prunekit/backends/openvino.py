@@ -1,7 +1,5 @@
 """OpenVINO: files of its IR are written, opened, timed on the CPU, and quantized by NNCF."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Programs of `torch.export`, which PyTorch runs: as they are, and compiled by AOTInductor for this machine's CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

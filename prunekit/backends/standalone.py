@@ -1,7 +1,5 @@
 """Standalone folders: weights, a manifest, and one Python file that rebuilds the model without prunekit."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """TensorRT on CUDA: engines are built, opened and timed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

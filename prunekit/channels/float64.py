@@ -4,8 +4,6 @@ Results of two models that compute the same differ there by rounding alone, some
 tried in place of another on the arguments of a call (`first_calls`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """The channel map builder: a trace with its constraints solved, and maps that trials made stricter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -14,8 +14,6 @@ trace, so its bytes are a constant times widths. The peak is the maximum over op
 3. Moments that another moment exceeds in every product are never the peak, and are left out (`undominated`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -38,8 +38,6 @@ channels where they differ. Operators that only look at values (comparisons, ran
 the trace runs on real values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """The command line: `prunekit --help`. Commands import torch only once they run."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

@@ -3,8 +3,6 @@
 Several processes are started by `torchrun` or `accelerate launch`. Tracebacks are printed only with --debug.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The output of a command: results on stdout, as text or as one JSON object; logs and progress on stderr."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

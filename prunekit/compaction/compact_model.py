@@ -1,7 +1,5 @@
 """Compact models: masked channels are removed, and the weights can be written back into the dense model."""
 
-from __future__ import annotations
-
 import sys
 from typing import TypeVar
 

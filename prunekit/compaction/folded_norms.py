@@ -1,7 +1,5 @@
 """Folded norms: placeholders for BatchNorms whose scale and shift are in the layer before them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any

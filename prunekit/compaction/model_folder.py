@@ -1,7 +1,5 @@
 """The model folder: `model.safetensors` and `prunekit.json`; tensors and text, no pickle, no code."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress

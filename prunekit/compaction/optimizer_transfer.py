@@ -1,7 +1,5 @@
 """Optimizers and averages of weights, cut to the compact model that training continues with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

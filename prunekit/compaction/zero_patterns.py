@@ -1,7 +1,5 @@
 """Patterns of zeros in the weights of a finished model: N:M groups, whole blocks, or none."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Importance from the activations of a channel on calibration images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

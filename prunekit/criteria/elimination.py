@@ -30,8 +30,6 @@ and Q until there are `PENDING`, and until then only the blocks on the diagonal 
 4. Costs add up: their sum is the error of the layer without all removed columns, the others fitted to the dense output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Importance from gradients: how much the loss would change without a channel, and how training moves its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

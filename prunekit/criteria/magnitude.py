@@ -1,7 +1,5 @@
 """Importance from the weights alone: magnitudes, distances between filters, scales of norms; and a random baseline."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

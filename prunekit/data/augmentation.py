@@ -1,7 +1,5 @@
 """Augmentation of images, the same for the same seed, epoch and image; mixup and CutMix of batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Data sets in the format of COCO (Lin et al. 2014): folders of images, and a JSON file of annotations for each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 They need no file, and a small detector learns them in minutes: for tests, benchmarks and first steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

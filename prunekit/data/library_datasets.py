@@ -1,7 +1,5 @@
 """Data sets of other libraries: torchvision's by name, Hugging Face's, and map-style ones."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from pathlib import Path

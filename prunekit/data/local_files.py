@@ -3,8 +3,6 @@
 Folders are read as `torchvision.datasets.ImageFolder` reads them.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import dataclass

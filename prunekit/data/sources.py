@@ -4,8 +4,6 @@ Those of images are here: the embedded digits, folders, NumPy archives, data set
 boxes, and images that a model's own preprocessing feeds.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Splits: training, validation and test samples, no sample in two of them, drawn by class and the same each time."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Data sets as ultralytics has them: a `data.yaml`, folders or lists of images, and a text file of labels for each."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ Subnormal numbers are too small for full precision, and very slow on many proces
 and float64 count: float16 is computed in wider formats, in which they are normal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Linear layers with 2:4 weights, packed for the sparse tensor cores of NVIDIA GPUs (Mishra et al., 2021)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The environment that a launcher such as `torchrun` sets, read without torch."""
 
-from __future__ import annotations
-
 import os
 
 from prunekit.errors import UsageError

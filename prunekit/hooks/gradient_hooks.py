@@ -5,8 +5,6 @@ PyTorch's full-backward hooks wrap inputs and results in views, and autograd rai
 Hooks on the tensors themselves see the same gradients and allow it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

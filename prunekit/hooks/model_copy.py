@@ -5,8 +5,6 @@ on the copy's; anything else that it refers to is shared with the model. A decod
 stored thus reads that of its own encoder, while an observer's list is filled by both.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Optimizer steps: hooks that run right before them, when gradients are complete, and the optimizer that steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

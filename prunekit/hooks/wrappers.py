@@ -1,7 +1,5 @@
 """Wrappers of models: the model inside them, and checks that it can be worked on and trained."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The dry run of a job: the plan that it makes before anything is trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

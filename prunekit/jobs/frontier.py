@@ -3,8 +3,6 @@
 Samples, statistics and orders of removal are collected once; each point is then a plan, a fit, a proof and a score.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +54,7 @@ POINTS = 8
 """Points of a frontier, if it is not said."""
 WIDEST, NARROWEST = 0.9, 0.2
 """Shares of the first and the last point, where plans can be as narrow."""
-Result: TypeAlias = "Pruned | Path"
+Result: TypeAlias = Pruned | Path
 """The model of a point: the result of `prune`, or the folder of a job's model."""
 
 

@@ -1,7 +1,5 @@
 """Activation masks: values of modules' activations below a threshold are zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """Gradient clamps: of activations while backward runs, and of weights before the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container, Mapping
 from functools import partial

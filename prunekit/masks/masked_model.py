@@ -1,7 +1,5 @@
 """The masked model: weight and gradient masks together, and the sparsity that they reach."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Numbers by module path: given for all modules alike or by glob, or counted while a model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

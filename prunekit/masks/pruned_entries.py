@@ -1,7 +1,5 @@
 """Pruned entries of a model's parameters and buffers, and the bit masks that zero them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks whose plan changes while a model is trained, as a schedule says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """The joint search for thresholds: passes over the data until all layers reach their shares under all masks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Thresholds of activation masks, found for a target sparsity on calibration data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Accuracy: the scores of a model at its task, counted exactly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The effort of a job for what it reports: networks, processes and rounds of measurements, and figures of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

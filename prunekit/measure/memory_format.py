@@ -1,7 +1,5 @@
 """Memory format of images: channels last where a model computes the same with it, else as it was given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

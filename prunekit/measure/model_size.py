@@ -1,7 +1,5 @@
 """The size of a model: multiply-accumulates, parameters, bytes on disk and in memory, by module and by operator."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

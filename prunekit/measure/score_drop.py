@@ -11,8 +11,6 @@ Unit: a score in percent falls by a share (0.01 is one point); a score of which 
 dense model's; any other falls by so much of its own unit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from prunekit.utils.display import digits, in_unit, plural
 from prunekit.utils.inputs import call, described, sample_count, select_samples, to_device
 from prunekit.utils.tensors import gather
 
-Evaluate: TypeAlias = "Callable[[nn.Module], Any] | Task | str"
+Evaluate: TypeAlias = Callable[[nn.Module], Any] | Task | str
 """A function of a model that returns its score, or the score of each sample; or a task, itself or its name."""
 PARTS, FEWEST = 100, 80
 """Parts of the samples, at most, and the least number of samples."""

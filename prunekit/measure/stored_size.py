@@ -1,7 +1,5 @@
 """The bytes that a model's weights take in files: plain, with zeros as bits, and each compressed losslessly."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The guide's page on the model folder describes the files; a reader of them needs NumPy alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -3,8 +3,6 @@
 `resnet8` is the smallest of the family, with 78 thousand parameters, for tests and first trials.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

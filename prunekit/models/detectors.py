@@ -1,7 +1,5 @@
 """Detectors by name: torchvision's, and ultralytics' from the files that its package has of their layers."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ class nothing is known: a configuration fits if the class builds tensors of the 
 what it builds then computes the same.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """State dicts from files: read without running code in them, and loaded as a whole or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

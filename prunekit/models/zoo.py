@@ -5,8 +5,6 @@ model of a zoo a given one is, and the preprocessing that a zoo publishes with i
 input's size is taken as it is, not enlarged and cropped again as there.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

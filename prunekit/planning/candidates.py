@@ -1,7 +1,5 @@
 """Candidates of a plan: which labels it may remove, in which order, and how many may be kept."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace

@@ -17,8 +17,6 @@ of blocks:
 3. Blocks go only if that keeps more than the best widths with all blocks, unless no widths meet the budgets.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

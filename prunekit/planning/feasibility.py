@@ -1,7 +1,5 @@
 """Feasibility of budgets: the least that can be left of each, and what keeps one from being met."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

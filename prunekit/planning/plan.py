@@ -1,7 +1,5 @@
 """The plan: which labels are kept. It is immutable; masks, gradient masks and compaction all read it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Schedules: how much of a model is pruned when, by the settings and the length of the training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Sensitivity curves: the error of a model as a function of the channels that a group keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

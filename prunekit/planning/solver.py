@@ -4,8 +4,6 @@
 cost, and `capacity` chooses widths alone. The last two start from several choices of widths and improve the best.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Files of a plan: every entry of `plan.json` and every array beside it is checked before anything is made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Collected evidence that several plans of one model share: samples, the channel map, and statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

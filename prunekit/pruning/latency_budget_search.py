@@ -1,7 +1,5 @@
 """The search for a plan that meets a budget of time, by measuring each beside the dense model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace

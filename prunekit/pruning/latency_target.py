@@ -1,7 +1,5 @@
 """Budgets of time: the target that they are for, measured attempts to meet them, and the final result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

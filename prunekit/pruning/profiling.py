@@ -1,7 +1,5 @@
 """Latency profiles: networks of many widths are timed, and each layer's time is fitted to its widths."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

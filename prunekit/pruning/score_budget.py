@@ -10,8 +10,6 @@ A function that returns one number for all samples tells no error: then the numb
 Invariants: no model is delivered that failed on the second half; other budgets hold for every model that is tried.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

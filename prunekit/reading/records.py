@@ -1,7 +1,5 @@
 """Plain values of a file as dataclasses, checked whole before they are used."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar

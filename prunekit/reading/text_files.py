@@ -1,7 +1,5 @@
 """Text, JSON and JSON lines from a file: regular, of bounded size, depth and numbers, or an error that says where."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """YAML from a file or an argument: bounded by what its aliases stand for, its depth and its numbers, with positions."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

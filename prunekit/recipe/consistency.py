@@ -1,7 +1,5 @@
 """The consistency of a recipe: checks of several keys together, on plain values, so that all problems are reported."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

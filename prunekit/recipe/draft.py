@@ -1,7 +1,5 @@
 """The draft of a recipe for a model and a data set, with a comment at each key: `prunekit init`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import statistics

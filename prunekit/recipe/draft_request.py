@@ -1,7 +1,5 @@
 """Requests for a draft of a recipe: a model and a data set as `prunekit init` names them, checked without torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

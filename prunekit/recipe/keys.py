@@ -1,7 +1,5 @@
 """The keys of a recipe and what they may hold, in words, read from the annotations of the settings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import is_dataclass

@@ -4,8 +4,6 @@ Both are made from the settings: annotations say what a key may hold, and the te
 change of the settings run `python -m prunekit.recipe.reference`, which writes them again.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

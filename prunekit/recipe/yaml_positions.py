@@ -1,7 +1,5 @@
 """Positions in YAML: the document of a recipe, with the line and column of every key, value and problem."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

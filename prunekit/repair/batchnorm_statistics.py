@@ -1,7 +1,5 @@
 """BatchNorm statistics computed again, exactly, over any number of batches of any size."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager

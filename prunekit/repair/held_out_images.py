@@ -1,7 +1,5 @@
 """Calibration images: batches to fit on and held-out ones to judge by, and how far outputs differ on the latter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean

@@ -1,7 +1,5 @@
 """The fit of one layer after another, from samples of the dense and the running model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The memory budget of a repair: images at a time, calls from which passes continue, positions of each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The report of a repair, layer by layer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace

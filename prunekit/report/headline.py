@@ -1,7 +1,5 @@
 """The headline of a run (tiles, a sentence, the table of its models, lines), which page and terminal share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

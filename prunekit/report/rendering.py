@@ -3,8 +3,6 @@
 Notes say in a sentence how a figure was measured: shown on hover, on focus and on a tap.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The files of a run folder, as far as the run wrote them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Settings of calibration and of the repair after pruning."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

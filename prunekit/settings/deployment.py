@@ -1,7 +1,5 @@
 """Settings of what is timed, and of changes to the compact model for its deployment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

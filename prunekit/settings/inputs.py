@@ -1,7 +1,5 @@
 """Settings of a job's inputs: its images, how they are augmented and read, and its model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal

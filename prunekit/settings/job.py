@@ -1,7 +1,5 @@
 """Settings of a whole job, and their text as a recipe, which `prunekit.recipe` reads from YAML."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace

@@ -1,7 +1,5 @@
 """Settings of training: optimizer, distillation, averages, checkpoints, activation masks and gradient clamps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal

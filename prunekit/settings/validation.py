@@ -1,7 +1,5 @@
 """Settings that check themselves when they are made, against the annotations of their own fields."""
 
-from __future__ import annotations
-
 import math
 import operator
 import types

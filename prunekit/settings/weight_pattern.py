@@ -1,7 +1,5 @@
 """Settings of zeros among single weights: which pattern they have, how many there are, and how they are chosen."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Calibration: a model runs over batches, and a collector measures its activations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any

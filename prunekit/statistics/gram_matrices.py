@@ -16,8 +16,6 @@ Second moments of all layers are what elimination, the shares of zeros and the f
 4. Matrices beyond `IN_MEMORY` are in a temporary file, and out of memory until their turn comes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

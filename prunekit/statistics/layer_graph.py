@@ -1,7 +1,5 @@
 """The linear layers of a model, and the chain behind each: a norm, a sum with a shortcut, a rectifier."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

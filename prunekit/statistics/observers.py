@@ -7,8 +7,6 @@ terms, gains and diagnosis go backward, errors under masks compare several passe
 resume it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Patches that convolutions and linear layers read: unfolded at sampled positions, and their Gram matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

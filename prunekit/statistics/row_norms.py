@@ -5,8 +5,6 @@ channels of transformers are a thousand times as large as all others at a few po
 al. 2024): an error there changes every channel that the norm returns, and errors of other channels next to nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Batches of any data: the inputs that a model is called with, and the targets that belong to them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass

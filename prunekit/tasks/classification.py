@@ -1,7 +1,5 @@
 """Classification of images and of texts: the loss, the counts and the scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Detection of objects: losses and boxes of torchvision's and ultralytics' detectors, and mean average precision."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Embeddings of texts and images: a pruned model shall give those of the dense one, and no labels are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Perplexity is the exponential of the mean negative log likelihood of the tokens 
 together (Jelinek et al. 1977, J. Acoust. Soc. Am. 62:S63).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -15,8 +15,6 @@ once; each data set only counts anew. Of one class, at one threshold, with detec
 4. With w = 1 for every image the result is pycocotools' own figure.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout

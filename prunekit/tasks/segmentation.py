@@ -1,7 +1,5 @@
 """Semantic segmentation, a class for each pixel: the loss, the counts and the scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts in batches: what of a mapping is input and what labels, and how texts of several lengths are put together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

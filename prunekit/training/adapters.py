@@ -1,7 +1,5 @@
 """Adapters of peft beside the layers of a model: they alone are trained, and are merged into the layers afterwards."""
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

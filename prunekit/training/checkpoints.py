@@ -3,8 +3,6 @@
 A file or folder is whole or not there, and checked when it is read. The main process writes and reads.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

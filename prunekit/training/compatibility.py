@@ -1,7 +1,5 @@
 """The check that a model, its data and its task fit together, before anything is trained."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

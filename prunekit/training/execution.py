@@ -1,7 +1,5 @@
 """Execution of training steps: mixed precision, `torch.compile`, activations computed again, and too little memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

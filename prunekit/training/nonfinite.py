@@ -1,7 +1,5 @@
 """Non-finite numbers: the batch is run again to name the first module with a NaN or Inf."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any

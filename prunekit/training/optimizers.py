@@ -1,7 +1,5 @@
 """Optimizers built from settings: learning rates, gradient clamps, and paused runs cut to the compact model."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence

@@ -12,8 +12,6 @@ of the run; finished ones are in the run's position, so that a resumed run goes 
 held-out loss worse is preferred: where none is below the start's, the lowest is taken.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Availability on this machine: packages, devices, a compiler, int8 instructions; told without importing torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

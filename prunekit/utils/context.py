@@ -1,7 +1,5 @@
 """Context managers that restore training mode, gradients, random state, threads and devices."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import random

@@ -3,8 +3,6 @@
 They are written to a temporary beside the target, which then is renamed.
 """
 
-from __future__ import annotations
-
 import csv
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """Globs over module paths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any

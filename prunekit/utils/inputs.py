@@ -7,8 +7,6 @@ are counted, selected, concatenated and described here.
 In sequences, padding is found by the `attention_mask`. Nested tensors in general are in `prunekit.utils.tensors`.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Outputs of models: the names of their parts, and which of them anybody reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self

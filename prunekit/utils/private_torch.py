@@ -4,8 +4,6 @@ What is public in all supported versions is not here, nor are documented functio
 (`torch._dynamo.reset`, `torch._inductor.aoti_compile_and_package`).
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ In notebooks bars are widgets. Without the package `ipywidgets` the stages alone
 `logging.getLogger("prunekit").setLevel("INFO")` and a handler show a line for each stage.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Registries: objects of one kind by name, to which users and other packages can add."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping

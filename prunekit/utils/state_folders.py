@@ -1,7 +1,5 @@
 """State folders: nested states without pickle, as safetensors and JSON with checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

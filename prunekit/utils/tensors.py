@@ -5,8 +5,6 @@ one sample in each entry, and which hold tensors that each have all samples on t
 several levels do, is told by one rule, `holds_samples`. A tuple holds several arguments, and never samples.
 """
 
-from __future__ import annotations
-
 import copy
 import mmap
 import os

@@ -5,8 +5,6 @@ have to be its own, in its folder. A path in a stranger's file may lead anywhere
 devices, pipes, and addresses of memory that ONNX Runtime and OpenVINO take in place of a path.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

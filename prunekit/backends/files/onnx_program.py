@@ -1,7 +1,5 @@
 """ONNX programs of a model, from which ONNX, OpenVINO and TensorRT files are made, and the modules of their nodes."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Where an exporter fails, the error names the place in the model's own code: module path, file, line and its text.
 """
 
-from __future__ import annotations
-
 import functools
 import linecache
 import logging

@@ -7,8 +7,6 @@ and loads compiled libraries. Operators may read and write files themselves. A f
 names and a graph of operators that only compute tensors. So nothing is looked for; what is not known is refused.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

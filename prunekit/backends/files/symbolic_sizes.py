@@ -5,8 +5,6 @@ is arithmetic may still name a number that takes years and all memory to compute
 that has millions of terms once it is multiplied out.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

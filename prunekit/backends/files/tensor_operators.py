@@ -7,8 +7,6 @@ then. Names that begin with an underscore are torch's own, and many of them trus
 indices that they don't check: of them, only those are in the list that `torch.export` gives.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builders of dense models as Python source: calls of a library's constructors, or of the user's own code."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Differences between a model and the dense one that its constructor builds, except for the values of tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any

@@ -4,8 +4,6 @@ They use torch, NumPy, Pillow and safetensors alone, and each is on its own: wha
 imported at its top.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from os import PathLike

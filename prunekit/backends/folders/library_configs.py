@@ -1,7 +1,5 @@
 """Configurations by which timm and transformers load a model themselves, where they can say its widths."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings

@@ -3,8 +3,6 @@
 The figures are read from the files beside the model folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The Python file that rebuilds one model with torch and the model's own package: `model.py` of a standalone folder."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Static quantization of an ONNX file to int8, by ONNX Runtime: QDQ format, weights per channel."""
 
-from __future__ import annotations
-
 import io
 import os
 import platform

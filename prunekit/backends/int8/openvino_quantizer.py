@@ -1,7 +1,5 @@
 """Post-training quantization of a model in OpenVINO's format to int8, by NNCF; and OpenVINO's core."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

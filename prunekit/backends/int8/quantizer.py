@@ -10,8 +10,6 @@ taken: 1, 2, 4, ... layers until it is kept, then bisection between the last two
 3. Without a score there is no limit: the way of calibration with the smallest output error is taken.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Checks, by names and shapes alone, that a model is the one that a channel map and its plans were made for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

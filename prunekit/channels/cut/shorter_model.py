@@ -1,7 +1,5 @@
 """Shorter models: a constant, or nothing, in place of modules that go, and what is left of the code around them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Slicing: a model's narrow copy, with tensors cut to the kept entries and sizes of modules set to match."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

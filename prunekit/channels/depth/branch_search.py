@@ -21,8 +21,6 @@ Parts of a concatenation, such as the layers of a DenseNet, may go with nothing 
 that they add with them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A traced run, searched backward: results that layers compute for one sum alone, and modules' own code as steps."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

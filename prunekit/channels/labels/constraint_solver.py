@@ -15,8 +15,6 @@ lose as many of these for every one: an entry of the queries then stays if that 
 by itself (`Removal`); an entry that several kinds decide on gets a *joint label* (`numbered`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ model states the order, the kept channels need not be rectangular. `StatedSizes`
 change under a plan, over all its modules and all their calls.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

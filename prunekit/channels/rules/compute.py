@@ -1,7 +1,5 @@
 """Rules of operators that compute over an axis: matrix products, pooling, reductions, softmax."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from math import gcd

@@ -1,7 +1,5 @@
 """The rules of convolutions: plain, grouped, depthwise, transposed, and deformable."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

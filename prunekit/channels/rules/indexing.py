@@ -1,7 +1,5 @@
 """Rules of operators that take an axis apart, put parts together, look up or sort positions, or write to them."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any

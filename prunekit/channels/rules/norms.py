@@ -1,7 +1,5 @@
 """Rules of norms: over each channel by itself, or over several together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Tensors of one number that a forward pass makes, such as the first state of a recurrent layer, are here too.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The registry of operator rules: one small pure function per family of operators, registered by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """Rules of shape operators: replayed on the labels; splits of a labeled axis leave a constraint, the rest locks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

@@ -3,8 +3,6 @@
 Complex tensors, which Fourier transforms return, are made of real ones and taken apart again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

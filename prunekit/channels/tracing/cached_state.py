@@ -6,8 +6,6 @@ its layers. To know that both calls agree, a trace and its trial call the model 
 with the state that it returned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

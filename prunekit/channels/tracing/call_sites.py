@@ -7,8 +7,6 @@ those of its channels that `x` still has. An index that the model stores, as in 
 the compact model puts the channels that are left in their order without it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

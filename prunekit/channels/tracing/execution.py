@@ -1,7 +1,5 @@
 """Execution of a forward pass in a trace or a trial: in which modes, and which module runs at each moment."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import traceback

@@ -24,8 +24,6 @@ What holds after each operator, and what the trial relies on:
    lock nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from types import CodeType

@@ -1,7 +1,5 @@
 """A dispatch mode that sees every operator of a run, those inside of higher-order operators included."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache

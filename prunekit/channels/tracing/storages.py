@@ -1,7 +1,5 @@
 """Storages: which tensors of a run share memory, which operator made each, and the tensors inside sparse ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

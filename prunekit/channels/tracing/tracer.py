@@ -4,8 +4,6 @@ A model is traced on a copy whose tensors hold no values, where its code allows.
 as tensors that are divided by, or experts that no token took, may change what the labels mean: then it is traced again.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext, suppress

@@ -15,8 +15,6 @@ entries of kept channels are recorded, and compared with the compact model's as 
    and at last in their own precision, with its tolerance (`RUN_PRECISIONS`).
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Sequence

@@ -14,8 +14,6 @@ one before it with pruned labels is taken:
 3. Modules of one class run the same Python. Once two of them failed at the same place, all are locked there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite

@@ -22,8 +22,6 @@ So only after a trial failed are sizes tried, beginning in the module that faile
 4. Axes that grow with the batch are no sizes of channels, and are never set (`BatchAxes`).
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter

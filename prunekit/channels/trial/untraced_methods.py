@@ -7,8 +7,6 @@ don't, attributes that equal the old size of a resized axis are tried, as in the
 sizes that are not found, are named in notes.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

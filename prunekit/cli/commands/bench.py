@@ -1,7 +1,5 @@
 """`prunekit bench`: latency, and a gate for deployment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args

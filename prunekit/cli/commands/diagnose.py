@@ -1,7 +1,5 @@
 """`prunekit diagnose`: faults of a model and its data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

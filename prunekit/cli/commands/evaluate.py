@@ -1,7 +1,5 @@
 """`prunekit evaluate`: the accuracy of a model."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`prunekit explain`: why a pruned model is not faster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

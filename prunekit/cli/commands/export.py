@@ -1,7 +1,5 @@
 """`prunekit export`: a model in the format of another runtime, checked before it gets its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

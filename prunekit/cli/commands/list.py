@@ -1,7 +1,5 @@
 """`prunekit list`: criteria, budgets, runtimes, models and whatever else a recipe can choose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from typing import Any, get_args

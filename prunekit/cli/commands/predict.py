@@ -1,7 +1,5 @@
 """`prunekit predict`: what a model says about images."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`prunekit recipe` and `prunekit init`: packaged recipes, the reference of keys, and a first recipe of one's own."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from textwrap import fill

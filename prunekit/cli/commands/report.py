@@ -1,7 +1,5 @@
 """`prunekit report`: the page of a run, or one that compares several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks on activations: channels that carry nothing, and BatchNorms in the wrong mode or without variance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -3,8 +3,6 @@
 What fails: numbers that are not finite, sizes that do not fit together, and other exceptions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

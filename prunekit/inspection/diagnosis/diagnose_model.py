@@ -3,8 +3,6 @@
 What a finding is likely to have caused is listed with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

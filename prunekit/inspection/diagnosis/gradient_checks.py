@@ -3,8 +3,6 @@
 The learning rate is compared with the curvature of the loss: its sharpness is the largest eigenvalue of the Hessian.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The observation of a model: it is run on a few batches, and afterwards is what it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 If the model raises an exception, `failure_of` says which module ran, and which ran before it.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -1,7 +1,5 @@
 """Histograms of the weights and activations of each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Feature maps: the outputs of layers for one image, with pruned channels in the places of the dense model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Filters of the first layer as images: what a network looks for in its input."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Pictures: values as colors, grids of feature maps with pruned channels crossed out, images with boxes, PNG files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration images for models of ultralytics, from what the library takes as data; labels are not read."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ module is imported, with `prunekit.integrations.ultralytics`, the same call trai
 so does `tune`; of other models, ultralytics' methods do what they did.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ prediction, export and fusing read single entries of it. So the first layer of a
 sentence, which the builder repeats as the name that it does not know, also where prunekit is not installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache

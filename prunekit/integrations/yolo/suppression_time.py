@@ -1,7 +1,5 @@
 """The time of non-maximum suppression, which budgets of time may include."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Benchmarks: the latency of models that are timed alternately."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The diagnosis of a model on the samples that it is trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

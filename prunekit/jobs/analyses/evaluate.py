@@ -1,7 +1,5 @@
 """Evaluation of a model on test data, which training has not seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

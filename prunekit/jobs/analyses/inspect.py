@@ -1,7 +1,5 @@
 """Inspection of a model: channels that are coupled or locked, blocks that may go, MACs by layer, and how it is fed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from os import PathLike

@@ -1,7 +1,5 @@
 """Pictures and figures of what models compute: feature and class maps, distributions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

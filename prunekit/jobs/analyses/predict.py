@@ -1,7 +1,5 @@
 """Predictions: what a model says about image files, or about inputs that are ready."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike

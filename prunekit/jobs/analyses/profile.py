@@ -1,7 +1,5 @@
 """Latency profiles of a job's dense model, in a folder."""
 
-from __future__ import annotations
-
 from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
 from prunekit.deploy.deployment_transform import transform_of

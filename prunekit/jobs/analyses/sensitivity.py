@@ -1,7 +1,5 @@
 """Sensitivity analysis: the error of a model's output for each number of channels that a group keeps."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence

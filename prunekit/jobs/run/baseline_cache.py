@@ -1,7 +1,5 @@
 """The dense model of a job with its weights: as given, from the cache, or trained now and cached by content."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

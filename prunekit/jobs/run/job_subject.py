@@ -4,8 +4,6 @@ The user's own models, data and optimizers are named on the command line alone. 
 tasks, ...) can be `file.py:object` in a recipe, whose code runs if that is allowed; see `prunekit.recipe.loading.load`.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path

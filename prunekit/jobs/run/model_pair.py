@@ -1,7 +1,5 @@
 """A dense and a pruned model side by side: which channels are kept, and how images become inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Resuming of runs: the recipe and identity in a run's folder, and the search for the run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

@@ -1,7 +1,5 @@
 """The folder of a run, marked with how the run ended, and hashes by which cached results are found."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Sources of subjects: a job's dense model, a model folder, an exported file, a zoo's model, or the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

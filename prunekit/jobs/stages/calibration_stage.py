@@ -1,7 +1,5 @@
 """Calibration of a job: statistics of its dense model, cached by content, or of a model in training."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stages that deliver a job's compact model: deployed in a folder, and exported to other formats, each verified."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path

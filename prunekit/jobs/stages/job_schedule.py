@@ -1,7 +1,5 @@
 """A job's pruning schedule: checked before anything is written, carried out in its fine-tuning, and logged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any

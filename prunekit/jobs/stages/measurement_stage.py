@@ -1,7 +1,5 @@
 """The measurement stage: scores, sizes, latency and tables of a job's models, `metrics.json`, and pictures of boxes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Quantized exports: an int8 file beside the one in float, scored, and timed against it and the dense model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The repair stage: a job's masked model, repaired as the job says, or with new BatchNorm statistics."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainings of a job, and its fine-tuning under masks or with the compact model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace

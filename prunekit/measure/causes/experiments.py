@@ -1,7 +1,5 @@
 """Experiments that show causes: a model, or a layer of it, timed against another way of running it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Causes in operators and around them: copies, norms, dispatch, threads, the batch, masks, subnormals, zeros."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 from prunekit.compaction.zero_patterns import SOME, ModelZeros, users

@@ -5,8 +5,6 @@ The quota of a container or a batch job (cgroups of Linux, versions 1 and 2) is 
 longer.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

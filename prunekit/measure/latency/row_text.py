@@ -3,8 +3,6 @@
 Rows of runs by earlier versions have no memory format and nothing about their stability.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A runtime's threads, caches and memory arena must not affect the next. In the pr
 against the model in eager float32, warmed up, and timed alternately.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The built-in budgets: channels, MACs, parameters, file size, memory, latency, and speedup."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Latency tables: the time of each layer as a function of its widths, and of a model under any plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Masks of a pattern at a pruning step of a schedule: how many weights of each layer are zero by then, and which."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

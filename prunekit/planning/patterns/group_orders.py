@@ -3,8 +3,6 @@
 Pool & Yu 2021, "Channel permutations for N:M sparsity".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Zeros among single weights in one shot, layer after layer, from unlabeled images, without training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,8 +6,6 @@ Compression", here for several weights at a time, and for blocks that several ou
 The kept weights of each output are fitted by least squares in float64.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

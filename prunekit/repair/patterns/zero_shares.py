@@ -1,7 +1,5 @@
 """Shares of zeros: how a budget is spread over layers, by the error that zeros add to the model's output."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page that compares several runs: scores, latencies, and what differs between their recipes."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A model's modules as a table: text, CSV, and a self-contained HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path

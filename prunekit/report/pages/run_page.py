@@ -1,7 +1,5 @@
 """The page of a run: its sections, the command that repeats it, and what is missing in its folder."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The section on a pruned model's time, which `prunekit explain` writes as a page of its own too."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Sections on the models of a run: scores, sizes, latency, exported files, layers, channels, and what to do now."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Sections that show pictures in the folder of a run, and the pages that `prunekit visualize` makes of them."""
 
-from __future__ import annotations
-
 import base64
 from collections import Counter
 from collections.abc import Iterator, Mapping

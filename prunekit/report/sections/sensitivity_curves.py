@@ -3,8 +3,6 @@
 A run whose plan was made from such errors shows them in a section; an analysis has a page of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sections on training: curves, pruning schedule, repair, activation masks, and gradient clamps."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

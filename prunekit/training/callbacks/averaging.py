@@ -1,7 +1,5 @@
 """The average of weights over the steps of a run: it is validated and kept in place of the weights themselves."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

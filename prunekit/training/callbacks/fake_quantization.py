@@ -1,7 +1,5 @@
 """Quantization-aware training: layers see their weights and inputs as int8 would hold them, by torchao's primitives."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradient flow: percentiles of the absolute gradients of each layer over a training run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

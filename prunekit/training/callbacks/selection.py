@@ -1,7 +1,5 @@
 """Callbacks of a training by its settings: distillation, regularizer, average of weights, fake quantization."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
