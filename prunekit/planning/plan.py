@@ -169,7 +169,7 @@ class Plan(Displayed):
     @cached_property
     def constants(self) -> dict[str, str]:
         """Name of the last layer's weight of each branch that is gone -> name of the tensor that is left of it."""
-        return {branch.layers[-1]: branch.constant for branch in self.gone if branch.constant is not None}
+        return {branch.layers[-1]: branch.constant for branch in self.gone if branch.layers and branch.constant}
 
     @cached_property
     def narrow_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import torch
 from equivalence import randomized
 from made_up_timings import time_by_macs
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models import VisionTransformer
 
 import prunekit as pk
@@ -86,6 +87,30 @@ def test_a_block_of_attention_counts_all_that_its_removal_saves() -> None:
     assert len(rows) == 4
     for branch in chart.branches.found:
         assert chart.macs() - chart.macs(without(chart, branch)) == rows[branch.name]
+
+
+@pytest.mark.parametrize("computed", [(), (2,), (0, 2)], ids=["weights", "last computed", "all computed"])
+def test_constants_in_place_of_linear_blocks_are_fitted(computed: tuple[int, ...]) -> None:
+    model = net()
+    for block in model[0]:  # type: ignore[union-attr]
+        for index in computed:
+            weight_norm(block[index])
+    samples = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
+    result = pk.prune(model, calibration=samples, macs=0.2, min_channels=8, depth=True, progress=False)
+    assert result.plan.gone
+    assert result.repair is not None
+    fitted = {layer.weight for layer in result.repair.layers if layer.applied == "bias"}
+    assert fitted == (set() if computed else {f"{branch.name}.2.weight" for branch in result.plan.gone})
+    assert computed or result.repair.after < result.repair.before
+
+
+def test_points_of_a_frontier_count_the_blocks_that_are_gone() -> None:
+    asked: dict[str, Any] = {"calibration": torch.randn(300, 8), "timed": False, "progress": False}
+    found = pk.frontier(net(), points=[0.7, 0.2], min_channels=8, depth=True, **asked)
+    assert [row["blocks"] for row in found.rows()] == [len(point.result.plan.gone) for point in found.points]  # type: ignore[union-attr]
+    assert found.points[-1].blocks == 3
+    assert "blocks gone" in text(found)
+    assert "blocks" not in text(pk.frontier(net(), points=[0.7], depth=False, **asked))
 
 
 def test_plans_and_results_name_the_blocks_that_are_gone(tmp_path: Any) -> None:

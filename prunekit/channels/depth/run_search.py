@@ -86,10 +86,21 @@ class RunSearch:
         return sum(self.operators[one].name in Trait.COUNTED for one in inside)
 
     def weights_of(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """Return the names of the weights of the layers among some operators, in the order in which they run."""
-        layers = [self.operators[one] for one in sorted(numbers) if self.operators[one].name in Trait.COUNTED]
-        names = dict.fromkeys(name for layer in layers for name in layer.tensors)
+        """Return the names of the weights of the layers among some operators, in the order in which they run.
+
+        Linear layers read a view of theirs.
+        """
+        layers = [one for one in sorted(numbers) if self.operators[one].name in Trait.COUNTED]
+        names = dict.fromkeys(name for layer in layers for name in self._read_by(self.operators[layer]))
         return tuple(name for name in names if len(self.chart.shapes.get(name, ())) > 1)
+
+    def _read_by(self, operator: TracedOperator) -> Iterator[str]:
+        """Yield the names of the tensors of the model that an operator reads, as they are or as views or copies."""
+        yield from operator.tensors
+        for read in operator.reads:
+            made = self.operators[read] if read >= 0 else operator
+            if not made.counted and len(made.reads) + len(made.tensors) == 1:
+                yield from self._read_by(made)
 
     def groups_of(self, inside: frozenset[int]) -> list[Labels]:
         """Return the labels of the channel groups that only tensors have which nothing but some operators read."""
