@@ -28,13 +28,13 @@ from prunekit.jobs.analyses.bench import Benchmark as Benchmark
 from prunekit.jobs.analyses.bench import bench as bench
 from prunekit.jobs.analyses.explain import Explanation as Explanation
 from prunekit.jobs.analyses.explain import explain as explain
+from prunekit.jobs.analyses.frontier import Frontier as Frontier
 from prunekit.jobs.analyses.inspect import interface as interface
 from prunekit.jobs.analyses.predict import Prediction as Prediction
 from prunekit.jobs.analyses.predict import predict as predict
 from prunekit.jobs.analyses.sensitivity import Sensitivity as Sensitivity
 from prunekit.jobs.analyses.sensitivity import sensitivity as sensitivity
 from prunekit.jobs.finetune import RunResult as RunResult
-from prunekit.jobs.frontier import Frontier as Frontier
 from prunekit.jobs.frontier import frontier as frontier
 from prunekit.jobs.run.command_subject import Own as Own
 from prunekit.jobs.stages.export_model import Exported as Exported

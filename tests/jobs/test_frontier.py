@@ -15,7 +15,8 @@ import prunekit as pk
 from prunekit.cli import cli
 from prunekit.errors import UsageError
 from prunekit.jobs import frontier as frontiers
-from prunekit.jobs.frontier import Frontier, FrontierPoint, analyze
+from prunekit.jobs.analyses.frontier import Frontier, FrontierPoint
+from prunekit.jobs.frontier import analyze
 from prunekit.measure.score_drop import Drop
 from prunekit.recipe.loading import load, own_overrides
 from prunekit.tasks.task import Score
@@ -59,7 +60,7 @@ def made_up(*lost: float, error: float = 0.001, speedups: tuple[float, ...] = ()
     about = Score("top1", "top-1", float)
     points = [
         FrontierPoint(
-            0.9 - number / 10, 0.9 - number / 10, 0.95 - number / 10,
+            0.9 - number / 10, 0.9 - number / 10, 0.95 - number / 10, 0,
             Drop(90 - 100 * drop, 90.0, drop, error, 50, 1000, 1.0, about), Path(str(number)),
             (speedups[number], speedups[number], speedups[number]) if speedups else None,
         )

@@ -20,8 +20,9 @@ from prunekit.backends.onnx_runtime import OnnxRuntime
 from prunekit.cli import cli
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs import frontier as frontiers
+from prunekit.jobs.analyses.frontier import Frontier, FrontierPoint
 from prunekit.jobs.finetune import prune_job
-from prunekit.jobs.frontier import Frontier, FrontierPoint, analyze
+from prunekit.jobs.frontier import analyze
 from prunekit.jobs.run.job_subject import JobSubject, prepare
 from prunekit.jobs.stages import deployment_stage as deployment
 from prunekit.jobs.stages.repair_stage import held_out
@@ -253,7 +254,7 @@ def test_advice_says_what_int8_costs_at_the_point_it_names() -> None:
     about = Score("top1", "top-1", float)
     points = [
         FrontierPoint(
-            left, left, left, Drop(90 - 100 * drop, 90.0, drop, 0.001, 50, 1000, 1.0, about), Path(str(left)),
+            left, left, left, 0, Drop(90 - 100 * drop, 90.0, drop, 0.001, 50, 1000, 1.0, about), Path(str(left)),
             int8=Drop(89 - 100 * drop, 90.0, drop + 0.01, 0.002, 50, 1000, 1.0, about, "int8"),
         )
         for left, drop in ((0.8, 0.0), (0.6, 0.001), (0.4, 0.1))
