@@ -5,17 +5,18 @@ torchvision's by prunekit's. Each budget is then met four ways: `l2` removes the
 `prune_yolo` or `prune` with training images without their labels, and no training; `finetuned` trains that for a tenth
 of the epochs, by prunekit's trainer, from labels and from what the dense model's heads say; `torch-pruning` is that
 package's group L2 norm with one ratio for all layers, found by bisection, and `torch-pruning finetuned` the same after
-as many epochs. Figures: `map` and `map50` in percent of the test images, which nothing else has seen, with the 95 %
-bootstrap interval of `map`; `of_dense` is `map` as a share of the dense model's; `macs` the share that is left;
-`speedup` that of ONNX Runtime at batch 1 on one thread over the dense model, the two taking turns: median of the ratios
-with the 95 % interval.
+as many epochs. `max_drop`, for every one of `--drops`, is the smallest model, repaired, that loses at most so much
+(`asked`) on `--held-out` shapes which nothing else sees. Figures: `map` and `map50` in percent of the test images,
+which nothing else has seen, with the 95 % bootstrap interval of `map`; `of_dense` is `map` as a share of the dense
+model's; `macs` the share that is left; `speedup` that of ONNX Runtime at batch 1 on one thread over the dense model,
+the two taking turns: median of the ratios with the 95 % interval.
 
 With `--data` a data set in ultralytics' form takes the place of the shapes, and with `--weights` a checkpoint that of
 the training: `--models yolo11n --weights yolo11n.pt --data coco.yaml --size 640 --epochs 100`.
 
-    python benchmarks/detection.py --folder DIR [--models yolov8n ...] [--macs 0.5 0.35] [--size 160] [--epochs 40]
-        [--train 320] [--test 200] [--images 240] [--data FILE] [--weights FILE] [--threads 1] [--untimed] [--json]
-        [--keep]
+    python benchmarks/detection.py --folder DIR [--models yolov8n ...] [--macs 0.5 0.35] [--drops 0.01 0.03]
+        [--held-out 1600] [--size 160] [--epochs 40] [--train 320] [--test 200] [--images 240] [--data FILE]
+        [--weights FILE] [--threads 1] [--untimed] [--json] [--keep]
 
 What is finished is kept in DIR and not done again. With `--untimed` nothing is timed, for a machine that is busy; the
 same command without it later times what that run has kept.
@@ -73,14 +74,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def draw(folder: Path, size: int, train: int, test: int) -> Path:
-    """Writes drawn shapes in ultralytics' form, and returns their `data.yaml`."""
+def draw(folder: Path, size: int, train: int, test: int, first: int = 0) -> Path:
+    """Writes drawn shapes, from number `first` on, in ultralytics' form, and returns their `data.yaml`."""
     path = folder / "data.yaml"
     if path.exists():
         return path
-    shapes = DrawnShapes(train + VALIDATION + test, size)
-    for index in range(len(shapes)):
-        part = "train" if index < train else "val" if index < train + VALIDATION else "test"
+    shapes = DrawnShapes(first + train + VALIDATION + test, size)
+    for index in range(first, len(shapes)):
+        number = index - first
+        part = "train" if number < train else "val" if number < train + VALIDATION else "test"
         for kind in ("images", "labels"):
             (folder / kind / part).mkdir(parents=True, exist_ok=True)
         image, objects = shapes.read(index)
@@ -113,6 +115,15 @@ class Detector:
     def calibration(self) -> torch.Tensor:
         """Training images, without labels."""
         return next(iter(batches(self.splits.train, self.options.images, shuffle_seed=0)))[0]
+
+    def judging(self) -> dict[str, Any]:
+        """What a drop of mean precision is judged on: shapes that nothing else sees, or the validation images."""
+        held_out, options = self.splits.validation, self.options
+        if options.data is None:
+            first = options.train + VALIDATION + options.test
+            data = draw(options.folder / "held out", options.size, BATCH, options.held_out, first)
+            held_out = load_splits(pk.DataSettings("yolo", root=data, image_size=options.size, batch=BATCH)).test
+        return {"evaluate": "detection", "held_out": batches(held_out, BATCH, shuffle_seed=None)}
 
     def tuned(self, pruned: nn.Module, dense: nn.Module) -> nn.Module:
         """A pruned model after a tenth of the epochs, beside the dense one."""
@@ -159,10 +170,10 @@ class Yolo(Detector):
 
         return prune_yolo(dense, macs=macs, imgsz=self.options.size, scope="uniform")
 
-    def repaired(self, dense: Any, macs: float) -> Any:
+    def repaired(self, dense: Any, **budget: Any) -> Any:
         from prunekit.integrations.ultralytics import prune_yolo
 
-        return prune_yolo(dense, self.calibration(), macs=macs, imgsz=self.options.size)
+        return prune_yolo(dense, self.calibration(), imgsz=self.options.size, **budget)
 
     def stored(self, key: str, made: Any) -> None:
         """Keeps a pruned model for its timing."""
@@ -225,8 +236,8 @@ class Torchvision(Detector):
     def ranked(self, dense: nn.Module, macs: float) -> nn.Module:
         return pk.prune(dense, self.example, macs=macs).model
 
-    def repaired(self, dense: nn.Module, macs: float) -> nn.Module:
-        return pk.prune(dense, calibration=self.calibration(), macs=macs).model
+    def repaired(self, dense: nn.Module, **budget: Any) -> nn.Module:
+        return pk.prune(dense, calibration=self.calibration(), **budget).model
 
     def stored(self, key: str, made: nn.Module) -> None:
         """Keeps the weights of a pruned model for its timing."""
@@ -287,6 +298,12 @@ def rows_of(detector: Yolo | Torchvision) -> Iterator[dict[str, Any]]:
     dense = detector.dense()
     made = partial(figures, detector, dense)
     yield cached(detector, "dense", lambda: made("dense", 1.0, lambda: dense, start))
+    for drop in detector.options.drops:
+
+        def within(drop: float = drop) -> Any:
+            return detector.repaired(dense, max_drop=drop, **detector.judging())
+
+        yield cached(detector, f"max_drop {drop}", partial(made, "max_drop", drop, within, time.perf_counter()))
     for macs in detector.options.macs:
         row: dict[str, Any] = {}
         for method, way in Pruned(detector, dense, macs).ways().items():
@@ -307,7 +324,7 @@ class Pruned:
 
     @cached_property
     def repaired(self) -> Any:
-        return self._detector.repaired(self._dense, self._macs)
+        return self._detector.repaired(self._dense, macs=self._macs)
 
     @cached_property
     def torch_pruning(self) -> Any:
@@ -382,6 +399,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=[*YOLOS, *TORCHVISION])
     parser.add_argument("--macs", type=float, nargs="+", default=[0.5, 0.35])
+    parser.add_argument("--drops", type=float, nargs="*", default=[], help="of mean precision, 0.01 a point")
+    parser.add_argument("--held-out", type=int, default=1600, help="shapes that a drop is judged on")
     parser.add_argument("--size", type=int, default=160)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--train", type=int, default=320)
