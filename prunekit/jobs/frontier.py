@@ -189,14 +189,14 @@ def _measured(
                 continue
             totals = plan.totals()
             left_of = {name: kept / (dense or 1) for name, (dense, kept) in totals.items()}
-            drop = models.drop(models.score(model))
             sizes = left_of["MACs"], left_of["parameters"], len(plan.gone)
+            if found and sizes[:2] == (found[-1].macs, found[-1].params):
+                log(f"point {number} of {len(shares)}: the same widths as the point before, which are rounded")
+                continue
+            drop = models.drop(models.score(model))
             int8, problem = (None, "") if files is None else files.drop(model)
             point = FrontierPoint(left, *sizes, drop, result, int8=int8, without_int8=problem)
             keep(point)
-        if found and (point.macs, point.params) == (found[-1].macs, found[-1].params):
-            log(f"point {number} of {len(shares)}: the same widths as the point before, which are rounded")
-            continue
         said = "; ".join(map(str, filter(None, (point.drop, point.int8))))
         log(f"point {number} of {len(shares)}: MACs {share(point.macs)} left: {said}")
         found.append(point)
@@ -265,7 +265,7 @@ def analyze(
         search = PlanSearch.trace(dense, prepared.example_inputs, with_axis(job.prune), log=run.log)
         search = with_profile(search, job.deploy)
         models, made = held_out_of(prepared, dense), PrunedCopies(prepared, dense, training=False)
-        files = None if form is None else Int8Copies(prepared, models, form)
+        files = None if form is None else Int8Copies(prepared, models, form, run.log)
         alone, problem = (None, "") if files is None else files.drop(dense)
         if alone or problem:
             run.log(f"int8: files of {form}; without pruning: {alone or problem}")

@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.backends.session import Inputs, inputs_like
 from prunekit.deploy.deployment_transform import transform_of
-from prunekit.errors import RunError, UsageError
+from prunekit.errors import NotMeasuredError, RunError, UsageError
 from prunekit.measure.latency.comparison import LatencyReport, devices, prepared_latency
 from prunekit.measure.latency.row_text import failure_lines
 from prunekit.measure.measurement_effort import current_effort
@@ -115,8 +115,9 @@ def with_profile(
 
     The dense model and every compact one are deployed as `deploy` says before they are timed. Without `measure` the
     profile is of networks in the cache alone; of too few it is a `NotMeasuredError`. Before anything is measured, a
-    budget that is not one of time and cannot be met is a `PlanError`. `again` measures doubtful networks anew. A
-    profile of mostly doubtful times that predicts badly is a `RunError`: plans would be searched for by chance.
+    budget that is not one of time and cannot be met is a `PlanError`. `again` measures doubtful networks anew. Where a
+    time was asked for, a profile of mostly doubtful times that predicts badly is a `RunError`, or without `measure` a
+    `NotMeasuredError`: plans would be searched for by chance.
     """
     if not search.settings.budget.measured:
         return search
@@ -142,16 +143,17 @@ def with_profile(
         progress=False,
     )
     search.log("; ".join((f"profile: {found.accuracy}", *found.notes)))
-    if current_effort().heeds_doubts and found.error > BLIND and 2 * len(found.doubts) > len(found.samples):
-        raise _untold(found)
     target = LatencyTarget(model, search.channel_map, inputs, settings, found, transform)
+    blind = found.error > BLIND and 2 * len(found.doubts) > len(found.samples)
+    if blind and target.given and current_effort().heeds_doubts:
+        raise (RunError if measure else NotMeasuredError)(_untold(found))
     parts = {one.name: getattr(search, one.name) for one in fields(search) if one.name != "latency"}
     return TimedPlanSearch(**parts, latency=target)
 
 
-def _untold(found: Profile) -> RunError:
-    """Return the error for a profile that is too noisy to tell plans apart."""
-    return RunError(
+def _untold(found: Profile) -> str:
+    """Return why no budget of time is met by a profile that is too noisy to tell plans apart, and what to do."""
+    return (
         f"times cannot be predicted here, and no plan was searched for: {found.noise}, and those held out are "
         f"predicted with a median error of {share(found.error)}, at most {share(BLIND)} tells plans apart. The first "
         f"doubt: {found.doubts[0]}. What helps: an idle machine, fewer threads (target.threads) or a larger "

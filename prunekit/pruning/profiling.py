@@ -310,7 +310,7 @@ def profile(
         networks: how many to measure, at least 10; None: 40.
         cache: a folder; None: the user's own.
         again: whether networks are measured anew whose cached times are from a machine that was too noisy. What is
-            doubtful is measured a second time in any case, once all networks were.
+            doubtful is measured a second time within `limit_s`, once all networks were.
         measure: whether networks that are not in the cache are measured; if not, the others are used alone.
         limit_s: seconds after which no more networks are measured, once there are ten; None: no limit.
         transform: applied to every network, the dense one too, before it is timed.

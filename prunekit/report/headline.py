@@ -284,13 +284,13 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
         )
         where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
         given = f"{asked} asked for, " if asked else ""
+        tried = f", after {len(found['attempts'])} attempts" if found["attempts"] else ""
         both = f"; both models with {found['deployed']}" if found.get("deployed") else ""
         speedup = f"{numbers.factor(final['speedup'])} {numbers.interval(final['speedup_low'], final['speedup_high'])}"
         share = f": {numbers.share(found['excess'])} of the time asked for" if asked else ""
         of = ", unstable" if unstable_mark(final) else share
         yield (
-            f"{given}{speedup} and {numbers.digits(final['ms'])} ms delivered{of} ({where}; measured last, "
-            f"after {len(found['attempts'])} attempts{both})"
+            f"{given}{speedup} and {numbers.digits(final['ms'])} ms delivered{of} ({where}; measured last{tried}{both})"
         )
 
 

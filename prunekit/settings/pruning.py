@@ -179,7 +179,8 @@ class BudgetSettings:
     max_drop: Amount | None = None
     """How much lower the score may be than the dense model's, on held-out samples: 0.01 is one point of a score in
     percent, a rise of 1 % of a perplexity, or 0.01 in the unit of any other score. The smallest model is looked for,
-    with a target the fastest. With `quantize` it is the score of the int8 file that would be delivered."""
+    with a target the fastest. With `quantize` it is the score of the int8 file, of the first such format in `export`.
+    Fine-tuning comes after it."""
     others: OtherBudgets = field(default_factory=dict)
     """Further registered budgets by name."""
 

@@ -358,6 +358,7 @@ def test_a_drop_is_judged_by_a_function_of_an_object_of_ultralytics(dense: Any, 
 
     def score(yolo: Any) -> float:
         assert isinstance(yolo, YOLO)
+        assert "(detect)" in repr(yolo)
         yolo.val(data=str(data), imgsz=64, plots=False, verbose=False, workers=0)  # which fuses what it is given
         found = [one.boxes.conf for one in yolo.predict(images, conf=1e-9, imgsz=64, verbose=False)]
         off = sum(float((a[:8].sum() - b[:8].sum()).abs()) for a, b in zip(wanted, found, strict=True))

@@ -73,6 +73,18 @@ def uneven():
         net[-1].weight.copy_((answers / sizes[:, None]).T)
         net[-1].bias.zero_()
     return net
+
+
+class Doubling(nn.Sequential):
+    """Its Python reads a number of the run, which no exporter follows."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return 2 * out if out.mean().item() > 1e9 else out
+
+
+def branching():
+    return Doubling(*uneven())
 '''
 OWN = pk.Own("own.py:uneven")
 
@@ -139,7 +151,7 @@ def test_where_int8_costs_much_a_wider_model_is_delivered(pruned: Any) -> None:
     assert left[1] > left[0] + 0.1
     assert "int8" not in plain.metrics["plan"]["max_drop"]["said"]
     prepared, files = judge()
-    as_file, problem = deployment.Int8Copies(prepared, files, "onnx").drop(plain.model())
+    as_file, problem = deployment.Int8Copies(prepared, files, "onnx", lambda line: None).drop(plain.model())
     assert as_file is not None
     assert not problem
     assert plain.metrics["plan"]["max_drop"]["most"] <= 0.12 < as_file.most
@@ -262,7 +274,9 @@ def test_advice_says_what_int8_costs_at_the_point_it_names() -> None:
     found = Frontier("Net", tuple(points))
     ends = "[0.70, 1.50]"
     assert found.knee is points[1]
-    assert found.advice.endswith(f"In int8 the score at 60.0 % is 1.10 {ends} points lower than the dense model's.")
+    assert found.advice.endswith(
+        f"In int8 the score at 60.0 % of the MACs is 1.10 {ends} points lower than the dense model's."
+    )
     assert "In int8" not in Frontier("Net", tuple(replace(one, int8=None) for one in points)).advice
 
 
@@ -272,10 +286,23 @@ def test_a_task_that_cannot_score_a_file_is_refused_before_anything_runs() -> No
     deployment.require_int8_scores(prepared, "max_drop")
     detecting = replace(prepared, splits=replace(prepared.splits, task=DETECTION))
     with pytest.raises(
-        UsageError, match=r"^quantize: max_drop is of files in int8 then, and task 'detection' cannot score"
+        UsageError, match=r"^quantize: with it max_drop judges files in int8, and task 'detection' cannot score"
     ):
         deployment.require_int8_scores(detecting, "max_drop")
     deployment.require_int8_scores(replace(detecting, job=replace(job(), quantize=None)), "max_drop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["frontier", "prune"])
+def test_a_model_that_cannot_be_exported_is_refused_before_anything_runs(command: str) -> None:
+    given = [command, "mine.yaml", "--model", "own.py:branching", "name=branching"]
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 2
+    judged = "the frontier" if command == "frontier" else "max_drop"
+    said = " ".join(done.output.split())
+    assert f"quantize: with it {judged} judges files in int8: " in said
+    assert f"; set quantize to null, and {judged} is of models in float" in said
+    assert not Path("runs/branching").exists()
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.compaction.compact_model import compact
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.deploy.deployment_transform import transform_of
-from prunekit.errors import PlanError, RunError, UsageError
+from prunekit.errors import NotMeasuredError, PlanError, RunError, UsageError
 from prunekit.measure.latency_profile.network_timing import LayerTimes
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.measure.measurement_effort import Effort, effort_of
@@ -36,7 +36,7 @@ from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.profiling import NetworkPrediction, Profile, profile
 from prunekit.settings.deployment import DeploySettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import WITHOUT_EFFECT, BudgetSettings, PruneSettings, Target
 from prunekit.utils.tensors import lies_channels_last
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
@@ -281,8 +281,13 @@ def test_a_table_of_doubtful_times_that_predicts_nothing_is_refused(
     assert with_profile(search).latency is not None  # by the effort of tests, which time too little to heed doubts
     with effort_of(Effort()), nullcontext() if not refused else pytest.raises(RunError) as error:
         assert with_profile(search).latency is not None
+    open_ended = replace(search, settings=PruneSettings(BudgetSettings(speedup=WITHOUT_EFFECT["speedup"])))
+    with effort_of(Effort()):
+        assert with_profile(open_ended).latency is not None  # as of a frontier, for which nobody asked for a time
     if error is None:
         return
+    with effort_of(Effort()), pytest.raises(NotMeasuredError, match="too noisy"):
+        with_profile(search, measure=False)  # a dry run goes on without predictions
     said = str(error.value)
     assert f"of 4 networks {doubtful} were timed on a machine too noisy" in said
     assert f"a median error of {100 * abs(off - 1):.1f} %, at most 25.0 %" in said

@@ -40,10 +40,6 @@ SENSITIVITY_SAMPLES = 64
 """Samples of the calibration data that output errors are measured on."""
 
 
-class QuantizationError(RunError):
-    """No file in int8 can be made, or none that keeps the limit; the message names the layers."""
-
-
 @dataclass(frozen=True)
 class LayerError:
     """The error that a layer makes in int8."""
@@ -160,7 +156,7 @@ def quantized_file(
         quantizer = make(Path(place))
         if not quantizer.layers:
             kinds = f" ({', '.join(quantizer.kinds)})" if quantizer.kinds else ""
-            raise QuantizationError(
+            raise RunError(
                 f"{quantizer.file.name}: expected layers that can be quantized{kinds}, and it has none; stay in float"
             )
         limit = AccuracyLimit(quantizer, settings, score, log)
@@ -243,10 +239,10 @@ class AccuracyLimit:
             file.unlink()
         return sorted(found, key=lambda one: -one.error)
 
-    def _out_of_reach(self, worst: Sequence[LayerError], whole: float, least: float | None) -> QuantizationError:
+    def _out_of_reach(self, worst: Sequence[LayerError], whole: float, least: float | None) -> RunError:
         named = listed((f"{_name(one.layer)} ({share(one.error)})" for one in worst), 5)
         rest = "" if least is None else f", and {least:.2f} with {_name(worst[-1].layer)} alone in int8"
-        return QuantizationError(
+        return RunError(
             f"int8: expected to lose at most {self.settings.max_drop:g} points of the score (quantize.max_drop), and "
             f"{whole:.2f} are lost with all layers in int8{rest}; these cost most, by the error of the output with one "
             f"alone in int8: {named}; raise quantize.max_drop, calibrate on more images (quantize.images), or stay in "

@@ -40,7 +40,7 @@ def is_marked(model: nn.Module) -> bool:
 
 def what_is_left(model: nn.Module) -> Left:
     """Return the figures that `marked` noted."""
-    return {name: (both[0], both[1]) for name, both in configuration(model)[KEY].items()}
+    return {name: (both[0], both[1]) for name, both in configuration(model).get(KEY, {}).items()}
 
 
 def left_by(plan: Plan, model: nn.Module) -> Left:

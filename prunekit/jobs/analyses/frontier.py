@@ -161,10 +161,8 @@ class Frontier(Displayed):
             )
         best = knee or (free[-1] if free else None)
         if best is not None and best.int8 is not None:
-            way = "higher" if best.int8.about.lower_is_better else "lower"
-            said.append(
-                f"In int8 the score at {share(best.macs)} is {best.int8.with_interval} {way} than the dense model's."
-            )
+            way, lost = "higher" if best.int8.about.lower_is_better else "lower", best.int8.with_interval
+            said.append(f"In int8 the score at {share(best.macs)} of the MACs is {lost} {way} than the dense model's.")
         return " ".join(said) or "The score falls evenly: no point stands out."
 
     def picture(self) -> str:

@@ -10,12 +10,11 @@ from torch import nn
 
 from prunekit.backends.backend import FORMATS
 from prunekit.backends.files.exported_model import ExportedModel
-from prunekit.backends.int8.quantizer import QuantizationError
 from prunekit.backends.standalone import DENSE
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.deployment_transform import channels_last, channels_last_problem
-from prunekit.errors import PlanError, UsageError, reason_of, reraise_shortage
+from prunekit.errors import PlanError, PrunekitError, UsageError, raised_as, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.job_subject import JobSubject
@@ -31,9 +30,12 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.tasks.task import pair
 from prunekit.utils.inputs import call, inputs_as_example, sample_count
+from prunekit.utils.progress import Log
 from prunekit.utils.tensors import FORMATS as MEMORY_FORMATS
 from prunekit.utils.tensors import gather
 
+OR_FLOAT = "set quantize to null, and {} is of models in float"
+"""What to do where files in int8 cannot be judged; for what they would be judged."""
 IMAGES = 32
 """Validation images that compact and deployed model are compared on, in float64."""
 DEPLOYED = "deployed"
@@ -138,11 +140,11 @@ def int8_format(job: JobSettings) -> str | None:
 
 def require_int8_scores(prepared: JobSubject, judge: str) -> None:
     """Raise if a job's models are judged as int8 files, and these cannot be made here or the task not score them."""
-    name, model, splits = int8_format(prepared.job), one_copy(prepared.model), prepared.splits
-    if name is None:
+    if (name := int8_format(prepared.job)) is None:
         return
+    model, splits = one_copy(prepared.model), prepared.splits
     if problem := FORMATS.get(name).unquantizable():
-        raise UsageError(f"{problem}; or set quantize to null, and {judge} is of models in float")
+        raise UsageError(f"{problem}; or {OR_FLOAT.format(judge)}")
     inputs, targets = next(iter(batches(splits.validation, READ, shuffle_seed=None)))
     example = inputs_as_example(model, inputs)
     try:  # a module in place of the file, which returns what the file will
@@ -152,10 +154,13 @@ def require_int8_scores(prepared: JobSubject, judge: str) -> None:
     except Exception as error:  # the code of models and tasks may raise anything
         reraise_shortage(error)
         raise UsageError(
-            f"quantize: {judge} is of files in int8 then, and task {splits.task.name!r} cannot score what a file of "
-            f"{type(prepared.model).__name__} returns: {reason_of(error)}; set quantize to null, and {judge} is of "
-            "models in float"
+            f"quantize: with it {judge} judges files in int8, and task {splits.task.name!r} cannot score the outputs "
+            f"of one of {type(prepared.model).__name__}: {reason_of(error)}; {OR_FLOAT.format(judge)}"
         ) from error
+    with TemporaryDirectory(prefix="prunekit-int8-", ignore_cleanup_errors=True) as folder:
+        target, request = _exporting(prepared, model, name, Path(folder))
+        with raised_as(UsageError, f"quantize: with it {judge} judges files in int8: ", f"; {OR_FLOAT.format(judge)}"):
+            export_float(target, replace(request, timed=(), scored=False), log=lambda line: None)
 
 
 class Int8Copies:
@@ -165,21 +170,22 @@ class Int8Copies:
     confirms a search. What is lost is from the dense model in float.
     """
 
-    def __init__(self, prepared: JobSubject, held_out: HeldOut, name: str) -> None:
-        self._prepared, self._held_out, self._format = prepared, held_out, name
+    def __init__(self, prepared: JobSubject, held_out: HeldOut, name: str, log: Log) -> None:
+        self._prepared, self._held_out, self._format, self._log = prepared, held_out, name, log
 
     def score(self, model: nn.Module) -> HeldOutScores:
-        """Return the scores of a compact model's file; raise a `PlanError` if none can be made within the limit."""
+        """Return the scores of a compact model's file; raise a `PlanError` if none can be made, or within the limit."""
         shipped = _transformed(self._prepared, model)[1]
         with TemporaryDirectory(prefix="prunekit-int8-", ignore_cleanup_errors=True) as folder:
             target, request = _exporting(self._prepared, shipped, self._format, Path(folder))
             request, kind = replace(request, timed=(), scored=False), FORMATS.get(self._format)
-            found = export_float(target, request, log=lambda line: None)
+            self._log(f"int8: the file of {self._format} is made, and scored on the held-out samples")
             try:
+                found = export_float(target, request, log=lambda line: None)
                 file = quantize_export(target, found, request, log=lambda line: None)
-            except QuantizationError as error:
+            except PrunekitError as error:
                 raise PlanError(str(error)) from error
-            run = kind.open_trusted(file.path, threads=request.threads)
+            run = kind.open_trusted(file.path)
             scores = self._held_out.score(ExportedModel(file.path, file.format, file.interface, run))
             return replace(scores, dtype="int8")
 

@@ -81,14 +81,14 @@ def within_max_drop(
     """Return the plan of the narrowest model, repaired as the job says, that `max_drop` allows on validation samples.
 
     Where the job exports in int8, its file is judged. Before any fine-tuning, which never delivers less than what it
-    began with.
+    began with, by the score in float.
     """
     splits, dense, form = prepared.splits, search.model, int8_format(prepared.job)
     log(f"max_drop: judged on {len(splits.validation)} validation {splits.task.samples}, before any fine-tuning")
     made, models = PrunedCopies(prepared, dense, training=training), held_out(prepared, dense)
     score, unpruned = models.score, ""
     if form is not None:
-        files = Int8Copies(prepared, models, form)
+        files = Int8Copies(prepared, models, form, log)
         drop, problem = files.drop(dense)
         score, unpruned = files.score, f"without pruning: {drop or problem}"
         log(f"max_drop: judged as files of {form} in int8; {unpruned}")

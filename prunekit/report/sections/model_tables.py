@@ -39,13 +39,15 @@ def result(run: Run) -> dict[str, Any]:
 def latency(run: Run) -> dict[str, Any]:
     """Return the rows of latencies beside their speedups, and a figure of the samples."""
     latencies, speedups = run.metrics.get("latency", []), run.metrics.get("speedup", [])
+    delivered = run.metrics.get("delivered")
+    last = [] if delivered is None else [{**delivered["target"], **delivered["final"], "model": "the delivered model"}]
     return {
         "metrics": run.metrics,
         "rows": list(row_text.paired(latencies, speedups)),
         "memory": any(row.get("peak_memory_bytes") is not None for row in latencies),
         "said": map(row_text.speedup_text, speedups),
         "latencies": figures.figure_or_none(figures.latencies, run.latency_samples),
-        "unstable": row_text.unstable_lines(latencies, speedups),
+        "unstable": row_text.unstable_lines(latencies, [*speedups, *last]),
         "machine": row_text.machine_text(run.metrics.get("machine", {}), latencies),
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import ModelError, UsageError, raised_as
 from prunekit.hooks.hook import never_called
 from prunekit.hooks.owner import HookOwner
 from prunekit.training.callbacks.callback import Callback, TrainingRun
@@ -21,6 +21,9 @@ def require_quantizable(model: nn.Module) -> None:
     """Raise, before anything runs, if torchao is not installed, or a model has no layers for int8."""
     if missing := missing_packages(["torchao"], QAT):
         raise UsageError(f"fake_quantize {missing}")
+    with raised_as(UsageError, "fake_quantize needs torchao 0.18 or later (pip install 'prunekit[qat]'): "):
+        from torchao.quantization import choose_qparams_affine  # noqa: F401
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer  # noqa: F401
     if not quantizable(model):
         raise ModelError(
             f"fake_quantize: expected Linear layers or convolutions with weights of at most 32 bits, and "
@@ -56,9 +59,10 @@ class FakeQuantization(Callback):
     the two ends of their range, where torch's clamp has none. The best epoch, and whether it beats the start, are
     judged as int8 computes. The teacher of a distillation stays in float.
 
-    It is the scheme by which files are quantized, but for three things: ranges of inputs are those of the batch (in
-    several processes of each one's share), where a file has fixed ones from calibration; what joins layers, as sums and
-    concatenations, stays in float, and so do biases, which a file holds in 32 bits. Weights ahead of BatchNorm are
+    It is the scheme of ONNX files for CPUs with 8-bit instructions, but for three things: ranges of inputs are those of
+    the batch (in several processes of each one's share), where a file has fixed ones from calibration; what joins
+    layers, as sums and concatenations, stays in float, and so do biases, which a file holds in 32 bits. OpenVINO tries
+    symmetric ranges of inputs first, and an exporter may return layers to float. Weights ahead of BatchNorm are
     quantized before they are folded with it, which comes to the same integers: folding multiplies each output channel
     by a constant, and so its scale. Zero is exact on both scales, so that masked weights stay zero, and masked channels
     change no range: the masked model computes what the compact one does.
