@@ -1,5 +1,7 @@
 """Quantization-aware training: layers see their weights and inputs as int8 would hold them, by torchao's primitives."""
 
+import logging
+import warnings
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,14 +23,29 @@ def require_quantizable(model: nn.Module) -> None:
     """Raise, before anything runs, if torchao is not installed, or a model has no layers for int8."""
     if missing := missing_packages(["torchao"], QAT):
         raise UsageError(f"fake_quantize {missing}")
-    with raised_as(UsageError, "fake_quantize needs torchao 0.18 or later (pip install 'prunekit[qat]'): "):
-        from torchao.quantization import choose_qparams_affine  # noqa: F401
-        from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer  # noqa: F401
+    _primitives()
     if not quantizable(model):
         raise ModelError(
             f"fake_quantize: expected Linear layers or convolutions with weights of at most 32 bits, and "
             f"{type(model).__name__} has none; leave it out"
         )
+
+
+def _primitives() -> tuple[Any, Any, Any]:
+    """Return torchao's `IntxFakeQuantizer`, its settings, and `choose_qparams_affine`; its code warns as it is read."""
+    logger = logging.getLogger("torch.utils._pytree")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with (
+            raised_as(UsageError, "fake_quantize needs torchao 0.18 or later (pip install 'prunekit[qat]'): "),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            from torchao.quantization import choose_qparams_affine
+            from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+    finally:
+        logger.disabled = before
+    return IntxFakeQuantizer, IntxFakeQuantizeConfig, choose_qparams_affine
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Module]:
@@ -85,13 +102,12 @@ class _QuantizingHooks(HookOwner):
     """Hooks that put a quantized weight before the layer's own while the layer runs, and quantize its input."""
 
     def __init__(self, model: nn.Module) -> None:
-        from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
-
         super().__init__()
         self._model = model
+        quantizer, settings, self._choose = _primitives()
         # by channel, torchao's own scales are max |w| / 127.5, which clips the largest weight; so they are given
-        self._weights = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_channel", is_dynamic=False))
-        self._inputs = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False))
+        self._weights = quantizer(settings(torch.int8, "per_channel", is_dynamic=False))
+        self._inputs = quantizer(settings(torch.int8, "per_token", is_symmetric=False))
 
     def register(self) -> None:
         """Register hooks around every layer."""
@@ -113,12 +129,12 @@ class _QuantizingHooks(HookOwner):
 
     def _quantized_weight(self, weight: Tensor) -> Tensor:
         """Return a weight (O, ...), rounded in each of its O channels."""
-        from torchao.quantization import MappingType, choose_qparams_affine
+        from torchao.quantization import MappingType
 
         rows = weight.flatten(1).float()
         if rows.shape[1] < 2:
             return weight  # a single number is one of the values on its scale
-        self._weights.scale, _ = choose_qparams_affine(
+        self._weights.scale, _ = self._choose(
             rows, MappingType.SYMMETRIC, (1, rows.shape[1]), torch.int8, quant_min=-127, quant_max=127
         )
         # torch's clamp has no gradient at its ends, -128 and 127: the largest weight's integer is moved off its end
