@@ -97,8 +97,7 @@ class RunSearch:
     def _read_by(self, operator: TracedOperator) -> Iterator[str]:
         """Yield the names of the tensors of the model that an operator reads, as they are or as views or copies."""
         yield from operator.tensors
-        for read in operator.reads:
-            made = self.operators[read] if read >= 0 else operator
+        for made in (self.operators[read] for read in operator.reads if read >= 0):
             if not made.counted and len(made.reads) + len(made.tensors) == 1:
                 yield from self._read_by(made)
 
