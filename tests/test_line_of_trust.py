@@ -246,6 +246,7 @@ DOORS = {
     "measure/latency/worker_process.py: serve": "the question of the process that started it, in a private folder",
     "models/zoo.py: load_factory": "--model, typed",
     "models/zoo.py: load_with_example": "--model, typed",
+    "utils/availability.py: import_of_extra": "constants of its callers: packages that an extra installs",
     "utils/registry.py: Registry.get": "the modules that register built-in objects",
     "utils/registry.py: Registry.reload": "`load_object`, which refuses what a file gave",
     "utils/user_code.py: run_factory": "`load_object`, which refuses what a file gave",

@@ -225,6 +225,8 @@ METHODS = {
     "Score against size and time": _DROP,
     "at least": _DROP,
     "at most": _DROP,
+    "in int8": "Score of the model's file in int8, calibrated on training samples, on the same held-out samples.",
+    "blocks gone": "Number of blocks of which the plan keeps no channel.",
     "parameters left": _PARAMETERS,
     "MACs left": "Multiply-accumulates of the plan's compact model, as a share of the dense model's.",
     "measured, ms": "Median of the compact model, timed in turn with the dense one, as often as its interval needed.",
