@@ -251,7 +251,7 @@ def shown(block: str, folder: Path) -> JobSettings:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    depth, latency, gradual, training, unlabeled, exports, zeros = (
+    depth, latency, gradual, training, unlabeled, exports, aware, zeros = (
         block
         for name in ("blocks", "faster", "finetune", "onnx_int8", "single_weights")
         for block in blocks("yaml", [GUIDE / "how_to" / f"{name}.md"])
@@ -260,6 +260,7 @@ def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
     assert shown(depth, tmp_path).prune.budget.measured
     assert shown(exports, tmp_path).export == ("onnx", "openvino")
     assert shown(exports, tmp_path).quantize == "int8"
+    assert shown(aware, tmp_path).finetune.fake_quantize == "int8"
     prune = shown(latency, tmp_path).prune
     assert prune.budget.measured
     assert prune.target == Target("onnxruntime")
