@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from process_group import together
 from tiny_language import bert, llama
 from torch import nn
 from training_models import CPU, Ends, EndsAfter, net, splits
 
-from prunekit.cli import cli
-from prunekit.errors import ModelError, RecipeError, UsageError
-from prunekit.recipe.loading import load
+from prunekit.errors import ModelError, UsageError
 from prunekit.settings.train import AdapterSettings, CheckpointSettings, TrainSettings
 from prunekit.training import adapters
 from prunekit.training.adapters import adaptable, adapted, require_adaptable
@@ -191,40 +188,3 @@ def test_layers_that_cannot_be_adapted_are_said_early(monkeypatch: pytest.Monkey
     monkeypatch.setattr(adapters, "missing_packages", lambda packages, install: f"needs {packages[0]}: {install}")
     with pytest.raises(UsageError, match=r'finetune\.adapter needs peft: pip install "prunekit\[hf-train\]"'):
         require_adaptable(net(), LORA)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("baseline: {adapter: lora}", r":3:21: baseline\.adapter: expected null, because all weights .* finetune\."),
-        ("finetune: {adapter: lora, regularize: {method: bn_l1}}", r":3:\d+: finetune\.regularize: expected null"),
-        ("finetune: {adapter: {rank: 2}, sharding: full}", r":3:\d+: finetune\.sharding: expected 'replicas'"),
-        ("finetune: {adapter: lora}\nprune: {schedule: {kind: cubic, end: 1}}", r":4:\d+: prune\.schedule: expected"),
-        ("finetune: {adapter: lora}\nprune: {pattern: {kind: '2:4'}}", r":4:\d+: prune\.pattern: .* fill its zeros"),
-        (
-            "finetune: {adapter: lora, clamp_weight_grad: {limit: 1.0, modules: [a]}}",
-            r":3:\d+: finetune\.clamp_weight_grad\.modules: expected null",
-        ),
-        ("finetune: {adapter: ia3}", r":3:\d+: finetune\.adapter: expected 'lora', or a mapping"),
-        ("finetune: {adapter: {rank: 0}}", r":3:\d+: finetune\.adapter\.rank: expected a whole number of at least 1"),
-        ("task: embedding\nfinetune: {distill: {}}", r":4:\d+: finetune\.distill: expected nothing, because task is"),
-    ],
-)
-def test_contradictions_are_told_with_their_place(tmp_path: Path, lines: str, message: str) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"name: mine\nmodel: {{name: resnet18, weights: DEFAULT}}\n{lines}\n")
-    with pytest.raises(RecipeError, match=message):
-        load(recipe)
-
-
-def test_commands_say_that_peft_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prunekit.utils import availability
-
-    real = availability.find_spec
-    monkeypatch.setattr(availability, "find_spec", lambda name: None if name == "peft" else real(name))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("name: mine\nmodel: {zoo: cifar, name: resnet8}\nbaseline: {}\nfinetune: {adapter: lora}\n")
-    result = CliRunner().invoke(cli, ["finetune", str(recipe)])
-    assert result.exit_code != 0
-    wanted = 'finetune.adapter needs peft, not installed here: pip install "prunekit[hf-train]"'
-    assert wanted in " ".join(result.output.split())

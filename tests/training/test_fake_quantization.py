@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torchao  # noqa: F401  # it is among the packages of the tests, which without it would say nothing
-from click.testing import CliRunner
 from process_group import together
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,14 +18,12 @@ from torch.optim import SGD
 from training_models import CPU, Ends, EndsAfter, net, splits
 
 from prunekit.channels.trace import trace
-from prunekit.cli import cli
 from prunekit.compaction.compact_model import compact
-from prunekit.errors import ModelError, RecipeError, UsageError
+from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
-from prunekit.recipe.loading import load
 from prunekit.settings.train import AverageSettings, CheckpointSettings, DistillSettings, TrainSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, TrainingRun
 from prunekit.training.callbacks.fake_quantization import FakeQuantization, quantizable, require_quantizable
@@ -275,33 +272,12 @@ def test_shards_of_two_processes_train_what_replicas_do(tmp_path: Path) -> None:
         assert torch.equal(replicas[1][name], wanted)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("finetune: {fake_quantize: int4}", r":3:27: finetune\.fake_quantize: expected 'int8', or null, got 'int4'"),
-        ("baseline: {fake_quantize: int8}", r":3:27: baseline\.fake_quantize: expected null, .*; set finetune\.fake"),
-        ("finetune: {adapter: lora, fake_quantize: int8}", r":3:42: finetune\.fake_quantize: expected null, because"),
-    ],
-)
-def test_contradictions_are_told_with_their_place(tmp_path: Path, lines: str, message: str) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"name: mine\nmodel: {{name: resnet18, weights: DEFAULT}}\n{lines}\n")
-    with pytest.raises(RecipeError, match=message):
-        load(recipe)
-
-
-def test_what_is_missing_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"fake_quantize: expected Linear layers .* and Embedding has none; leave it"):
         require_quantizable(nn.Embedding(3, 4))
     with pytest.raises(UsageError, match=r"fake_quantize is set, and no FakeQuantization is among the callbacks"):
         fit(net(), splits(), INT8, device=CPU, seed=1, batch=16)
     real = availability.find_spec
     monkeypatch.setattr(availability, "find_spec", lambda name: None if name == "torchao" else real(name))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("name: mine\nmodel: {zoo: cifar, name: resnet8}\nbaseline: {}\nfinetune: {fake_quantize: int8}\n")
-    result = CliRunner().invoke(cli, ["finetune", str(recipe)])
-    assert result.exit_code != 0
-    wanted = 'finetune.fake_quantize needs torchao, not installed here: pip install "prunekit[qat]"'
-    assert wanted in " ".join(result.output.split())
     with pytest.raises(UsageError, match=r"fake_quantize needs torchao, not installed here"):
         trained()
