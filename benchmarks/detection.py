@@ -117,7 +117,7 @@ class Detector:
         return next(iter(batches(self.splits.train, self.options.images, shuffle_seed=0)))[0]
 
     def judging(self) -> dict[str, Any]:
-        """What a drop of mean precision is judged on: shapes that nothing else sees, or the validation images."""
+        """Task and samples that judge a drop: shapes that nothing else sees, or the validation images."""
         held_out, options = self.splits.validation, self.options
         if options.data is None:
             first = options.train + VALIDATION + options.test

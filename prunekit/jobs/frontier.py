@@ -17,7 +17,7 @@ from prunekit.backends.session import inputs_like
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.hooks.model_copy import with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
-from prunekit.jobs.analyses.frontier import Frontier, FrontierPoint, Result
+from prunekit.jobs.analyses.frontier import SIZES, Frontier, FrontierPoint, Result
 from prunekit.jobs.run.baseline_cache import train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.job_subject import prepare
@@ -53,10 +53,8 @@ POINTS = 8
 """Points of a frontier, if it is not said."""
 WIDEST, NARROWEST = 0.9, 0.2
 """Shares of the first and the last point, where plans can be as narrow."""
-SIZES = ("share", "macs", "params", "blocks")
-"""Figures of a point's size, in the file of a run that can be resumed."""
 DROP = ("score", "dense", "drop", "error", "parts", "samples", "spread", "dtype")
-"""Figures of a drop there."""
+"""Figures of a drop in the file of a run that can be resumed."""
 
 
 @public_call

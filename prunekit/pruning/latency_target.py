@@ -21,7 +21,7 @@ from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.solver import feasible_plan
 from prunekit.pruning.profiling import Profile
-from prunekit.settings.pruning import WITHOUT_EFFECT, PruneSettings, facts_of
+from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import factor, interval, share, shares_left
 from prunekit.utils.files import json_values
 
@@ -141,7 +141,7 @@ class LatencyTarget:
     @property
     def given(self) -> dict[str, float]:
         """The budgets of time that a user gave; none where a score or the points of a frontier decide."""
-        return {name: value for name, value in self.asked.items() if WITHOUT_EFFECT.get(name) != value}
+        return {name: value for name, value in self.settings.budget.asked_for.items() if facts_of(name).measured}
 
     @property
     def asked_figures(self) -> dict[str, dict[str, float]]:
@@ -155,7 +155,7 @@ class LatencyTarget:
 
     @property
     def called(self) -> str:
-        """What sentences on the time begin with: the given budgets, or "time" without any."""
+        """The beginning of sentences on the time: the given budgets, or "time" without any."""
         return f"budget {self.in_words}" if self.given else "time"
 
     @cached_property

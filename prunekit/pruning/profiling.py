@@ -122,7 +122,7 @@ class Profile(Displayed):
 
     @property
     def noise(self) -> str:
-        """How many networks have doubtful times, in words."""
+        """The number of networks with doubtful times, in words."""
         were = "was" if len(self.doubts) == 1 else "were"
         of = f"of {len(self.samples)} networks {len(self.doubts)} {were}"
         return f"{of} timed on a machine too noisy to trust that figure"

@@ -177,8 +177,7 @@ class ScoreSearch(Generic[Made]):
     @property
     def _others(self) -> dict[str, float]:
         """Budgets besides the score that were given."""
-        given = self.search.settings.budget.given
-        return {name: value for name, value in given.items() if WITHOUT_EFFECT.get(name) != value}
+        return self.search.settings.budget.asked_for
 
     def _try(self, share: float) -> Tried[Made]:
         """Return what a share leads to: a model that was tried already, where the plan is the same, or another one."""

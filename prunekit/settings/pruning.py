@@ -223,6 +223,11 @@ class BudgetSettings:
         own = {name: getattr(self, name) for name in OWN_BUDGETS}
         return {name: value for name, value in own.items() if value is not None} | self.others
 
+    @property
+    def asked_for(self) -> dict[str, float]:
+        """The given budgets that somebody asked for: those of `WITHOUT_EFFECT` only narrow models."""
+        return {name: value for name, value in self.given.items() if WITHOUT_EFFECT.get(name) != value}
+
     def changed(self, **figures: float | None) -> BudgetSettings:
         """Return settings with other figures and without `max_drop`; None removes a budget."""
         return BudgetSettings(**(self.given | figures))

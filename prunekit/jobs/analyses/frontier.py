@@ -15,6 +15,8 @@ from prunekit.pruning.pruned import Pruned
 from prunekit.pruning.score_budget import confirmed
 from prunekit.utils.display import Displayed, Table, factor, in_unit, share
 
+SIZES = ("share", "macs", "params", "blocks")
+"""Figures of a point's size."""
 Result: TypeAlias = Pruned | Path
 """The model of a point: the result of `prune`, or the folder of a job's model."""
 
@@ -41,7 +43,7 @@ class FrontierPoint:
         Figures of the file in int8 begin with `int8_`.
         """
         times = dict(zip(("speedup", "speedup_low", "speedup_high"), self.speedup or (None,) * 3, strict=True))
-        sizes = {"share": self.share, "macs": self.macs, "params": self.params, "blocks": self.blocks}
+        sizes = {name: getattr(self, name) for name in SIZES}
         scores = {**_figures(self.drop), "most": self.drop.most}
         return {**sizes, **scores, **times, "stable": self.stable, **_figures(self.int8, "int8_")}
 

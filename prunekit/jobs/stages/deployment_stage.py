@@ -1,5 +1,7 @@
 """The stages that deliver a job's compact model: deployed in a folder, and exported to other formats, each verified."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from prunekit.backends.standalone import DENSE
 from prunekit.data.loader import batches
 from prunekit.deploy.batchnorm_folding import FoldedModel, fold_batchnorm, norms_after_layers
 from prunekit.deploy.deployment_transform import channels_last, channels_last_problem
-from prunekit.errors import PlanError, PrunekitError, UsageError, raised_as, reason_of, reraise_shortage
+from prunekit.errors import PlanError, PrunekitError, UsageError, raised_as
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.jobs.run.command_subject import Subject
 from prunekit.jobs.run.job_subject import JobSubject
@@ -35,7 +37,7 @@ from prunekit.utils.tensors import FORMATS as MEMORY_FORMATS
 from prunekit.utils.tensors import gather
 
 OR_FLOAT = "set quantize to null, and {} is of models in float"
-"""What to do where files in int8 cannot be judged; for what they would be judged."""
+"""Advice where files in int8 cannot be judged; in braces, for what they would be."""
 IMAGES = 32
 """Validation images that compact and deployed model are compared on, in float64."""
 DEPLOYED = "deployed"
@@ -147,20 +149,24 @@ def require_int8_scores(prepared: JobSubject, judge: str) -> None:
         raise UsageError(f"{problem}; or {OR_FLOAT.format(judge)}")
     inputs, targets = next(iter(batches(splits.validation, READ, shuffle_seed=None)))
     example = inputs_as_example(model, inputs)
-    try:  # a module in place of the file, which returns what the file will
+    because, advice = f"quantize: with it {judge} judges files in int8", f"; {OR_FLOAT.format(judge)}"
+    unscored = f"task {splits.task.name!r} cannot score the outputs of one of {type(prepared.model).__name__}"
+    with raised_as(UsageError, f"{because}, and {unscored}: ", advice):
+        # a module in place of the file, which returns what the file will
         interface = interface_of(model, example)
         file = ExportedModel(Path(NAME), name, interface, lambda given: gather(call(model, given)))
         evaluate(file, [(inputs, targets)], replace(splits.task, unpack=pair), CPU)
-    except Exception as error:  # the code of models and tasks may raise anything
-        reraise_shortage(error)
-        raise UsageError(
-            f"quantize: with it {judge} judges files in int8, and task {splits.task.name!r} cannot score the outputs "
-            f"of one of {type(prepared.model).__name__}: {reason_of(error)}; {OR_FLOAT.format(judge)}"
-        ) from error
+    exporting = _exporting_aside(prepared, model, name)
+    with exporting as (target, request), raised_as(UsageError, f"{because}: ", advice):
+        export_float(target, request, log=lambda line: None)
+
+
+@contextmanager
+def _exporting_aside(prepared: JobSubject, model: nn.Module, name: str) -> Iterator[tuple[Subject, ExportRequest]]:
+    """Yield what `_exporting` returns, for a file that is neither timed, nor scored on test samples, nor kept."""
     with TemporaryDirectory(prefix="prunekit-int8-", ignore_cleanup_errors=True) as folder:
         target, request = _exporting(prepared, model, name, Path(folder))
-        with raised_as(UsageError, f"quantize: with it {judge} judges files in int8: ", f"; {OR_FLOAT.format(judge)}"):
-            export_float(target, replace(request, timed=(), scored=False), log=lambda line: None)
+        yield target, replace(request, timed=(), scored=False)
 
 
 class Int8Copies:
@@ -176,16 +182,14 @@ class Int8Copies:
     def score(self, model: nn.Module) -> HeldOutScores:
         """Return the scores of a compact model's file; raise a `PlanError` if none can be made, or within the limit."""
         shipped = _transformed(self._prepared, model)[1]
-        with TemporaryDirectory(prefix="prunekit-int8-", ignore_cleanup_errors=True) as folder:
-            target, request = _exporting(self._prepared, shipped, self._format, Path(folder))
-            request, kind = replace(request, timed=(), scored=False), FORMATS.get(self._format)
+        with _exporting_aside(self._prepared, shipped, self._format) as (target, request):
             self._log(f"int8: the file of {self._format} is made, and scored on the held-out samples")
             try:
                 found = export_float(target, request, log=lambda line: None)
                 file = quantize_export(target, found, request, log=lambda line: None)
             except PrunekitError as error:
                 raise PlanError(str(error)) from error
-            run = kind.open_trusted(file.path)
+            run = FORMATS.get(self._format).open_trusted(file.path)
             scores = self._held_out.score(ExportedModel(file.path, file.format, file.interface, run))
             return replace(scores, dtype="int8")
 
@@ -201,13 +205,9 @@ def _exporting(prepared: JobSubject, model: nn.Module, name: str, folder: Path) 
     """Return what a job exports to a format, and how, as a file or folder in a folder."""
     job, splits, kind = prepared.job, prepared.splits, FORMATS.get(name)
     path = folder / (f"{NAME}{kind.suffix}" if kind.suffix else name)
-    quantize, timed, threads = (
-        job.quantized if kind.quantizer else None,
-        tuple(job.latency.batches),
-        job.latency.threads[0],
-    )
+    quantize, timed = job.quantized if kind.quantizer else None, tuple(job.latency.batches)
     target = Subject(model, job.name, splits.sample_shape, splits, inputs=prepared.example_inputs)
-    return target, ExportRequest(name, path, force=True, timed=timed, threads=threads, quantize=quantize)
+    return target, ExportRequest(name, path, force=True, timed=timed, threads=job.latency.threads[0], quantize=quantize)
 
 
 def export_models(

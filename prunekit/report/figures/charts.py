@@ -276,13 +276,8 @@ def frontier(found: Mapping[str, Any]) -> Markup:
     asked = found.get("asked") or {}
     panels = [("macs", "multiply-accumulates left, %", 100.0)]
     if any(point["speedup"] for point in points):
-        panels.append(
-            (
-                "speedup",
-                f"speedup{' in float' * any(one.get('int8_score') for one in points)}, times the dense model",
-                1.0,
-            )
-        )
+        of = " in float" if any(one.get("int8_score") for one in points) else ""
+        panels.append(("speedup", f"speedup{of}, times the dense model", 1.0))
     lines = ("", COLORS["pruned"], "pruned, repaired"), ("int8_", SPARE_COLORS[0], "as files in int8")
     with canvas(2, 1, 3.4, "frontier", used=len(panels)) as (figure, each):
         for axes, (key, label, scale) in zip(each, panels, strict=False):

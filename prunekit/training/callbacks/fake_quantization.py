@@ -32,7 +32,7 @@ def require_quantizable(model: nn.Module) -> None:
 
 
 def _primitives() -> tuple[Any, Any, Any]:
-    """Return torchao's `IntxFakeQuantizer`, its settings, and `choose_qparams_affine`; its code warns as it is read."""
+    """Return torchao's `IntxFakeQuantizer`, its settings, and the choice of scales; its code warns as it is read."""
     logger = logging.getLogger("torch.utils._pytree")
     before, logger.disabled = logger.disabled, True
     try:
@@ -41,11 +41,12 @@ def _primitives() -> tuple[Any, Any, Any]:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            from torchao.quantization import choose_qparams_affine
+            from torchao.quantization import MappingType, choose_qparams_affine
             from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
     finally:
         logger.disabled = before
-    return IntxFakeQuantizer, IntxFakeQuantizeConfig, choose_qparams_affine
+    symmetric = {"mapping_type": MappingType.SYMMETRIC, "target_dtype": torch.int8, "quant_min": -127, "quant_max": 127}
+    return IntxFakeQuantizer, IntxFakeQuantizeConfig, partial(choose_qparams_affine, **symmetric)
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Module]:
@@ -129,14 +130,10 @@ class _QuantizingHooks(HookOwner):
 
     def _quantized_weight(self, weight: Tensor) -> Tensor:
         """Return a weight (O, ...), rounded in each of its O channels."""
-        from torchao.quantization import MappingType
-
         rows = weight.flatten(1).float()
         if rows.shape[1] < 2:
             return weight  # a single number is one of the values on its scale
-        self._weights.scale, _ = self._choose(
-            rows, MappingType.SYMMETRIC, (1, rows.shape[1]), torch.int8, quant_min=-127, quant_max=127
-        )
+        self._weights.scale, _ = self._choose(rows, block_size=(1, rows.shape[1]))
         # torch's clamp has no gradient at its ends, -128 and 127: the largest weight's integer is moved off its end
         self._weights.zero_point = -(rows.amax(1) > -rows.amin(1)).int()
         rounded: Tensor = self._weights(rows)
