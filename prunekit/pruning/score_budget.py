@@ -3,8 +3,9 @@
 Idea: statistics and orders of removal are there, so a share of the MACs (of the time, with a target) is a plan and a
 fit away. Shares are bisected on one half of the held-out samples, and what held there is confirmed on the other half,
 which chose nothing: the widest model first, on to narrower ones until one fails (fixed sequence testing, as in Learn
-then Test, Angelopoulos et al. 2021). The narrowest before that is delivered; where the widest fails, up to two wider
-models are tried alike. A model holds where the largest drop that its half cannot rule out at 95 % is within the budget.
+then Test, Angelopoulos et al. 2021). Up to three further models then lie between the narrowest that was confirmed (the
+dense model where none was) and that one, half way each time, and have to hold on both halves. The narrowest confirmed
+one is delivered. A model holds where the largest drop that its half cannot rule out at 95 % is within the budget.
 One that exceeds it has to pass both halves, by luck in at most 1 of 20 each, so that few searches deliver such.
 A function that returns one number for all samples tells no error: then the number itself has to be within.
 Invariants: no model is delivered that failed on the second half; other budgets hold for every model that is tried.
@@ -33,8 +34,8 @@ from prunekit.utils.progress import Log, stage
 
 ATTEMPTS = 6
 """Models that are tried to bisect the share."""
-WIDER = 2
-"""Further ones, wider, where none was confirmed."""
+FURTHER = 3
+"""Further ones, at most, between the narrowest that was confirmed and the one that was not."""
 CLOSE = 0.02
 """Shares that differ by less are not told apart."""
 HELD_OUT = 4096
@@ -163,16 +164,18 @@ class ScoreSearch(Generic[Made]):
         if not self._tried:
             raise narrow
         held = sorted((one for one in self._tried if self._holds(one)), key=lambda one: -one.share)
-        found = self._confirmed(held)
-        most = max((one.share for one in held), default=high)
-        for _ in range(0 if self._others else WIDER):
-            if found is None and most < WIDEST - CLOSE:
-                most = (most + WIDEST) / 2
-                wider = self._try(most)
-                found = self._confirmed([wider] if self._holds(wider) else [])
+        count = self._confirmed(held)
+        found = held[count - 1] if count else None
+        refused = held[count].share if count < len(held) else high
+        largest = found.share if found else high if self._others else WIDEST
+        for _ in range(0 if found and count == len(held) else FURTHER):
+            if largest - refused >= CLOSE * largest:
+                one = self._try(share := (largest + refused) / 2)
+                holds = self._holds(one) and self._confirmed([one]) == 1
+                largest, refused, found = (share, refused, one) if holds else (largest, share, found)
         if found is None:
             raise self._unconfirmed()
-        return found
+        return self._noted(found)
 
     @property
     def _others(self) -> dict[str, float]:
@@ -198,17 +201,21 @@ class ScoreSearch(Generic[Made]):
     def _holds(self, one: Tried[Made]) -> bool:
         return one.first.most <= self.limit
 
-    def _confirmed(self, held: list[Tried[Made]]) -> tuple[Planned, Made, Drop] | None:
-        """Return the narrowest that holds on the second half, as do all that are wider; None if the widest fails."""
-        drops = [self.held_out.drop(one.scores, self.held_out.halves[1]) for one in held]
+    def _confirmed(self, held: list[Tried[Made]]) -> int:
+        """Return how many hold on the second half, the widest first; none after one that fails."""
+        drops = [self._second(one) for one in held]
         count = confirmed(drops, self.limit)
         for number, (one, drop) in enumerate(zip(held, drops, strict=True)):
             if drop.error is not None and number <= count:
                 said = "confirmed" if number < count else "not confirmed"
                 self.log(f"max_drop: {self._left(one.share)}: {drop}; {self._bounded(drop)}: {said}")
-        return self._noted(held[count - 1], drops[count - 1]) if count else None
+        return count
 
-    def _noted(self, one: Tried[Made], drop: Drop) -> tuple[Planned, Made, Drop]:
+    def _second(self, one: Tried[Made]) -> Drop:
+        return self.held_out.drop(one.scores, self.held_out.halves[1])
+
+    def _noted(self, one: Tried[Made]) -> tuple[Planned, Made, Drop]:
+        drop = self._second(one)
         figures = {name: getattr(drop, name) for name in ("drop", "most", "score", "dense", "samples")}
         said = f"{drop}; at most {drop.in_words(self.limit)} may be lost"
         note = {"asked": self.limit, **figures, "said": said, "narrows": axis_of(self.search.settings)}
@@ -238,7 +245,7 @@ class ScoreSearch(Generic[Made]):
 
     def _unconfirmed(self) -> PlanError:
         widest = max(self._tried, key=lambda one: one.share)
-        worst = max(widest.first, self.held_out.drop(widest.scores, self.held_out.halves[1]), key=lambda one: one.most)
+        worst = max(widest.first, self._second(widest), key=lambda one: one.most)
         why = "" if worst.error is None else f"; {self._resolved(worst)}"
         return PlanError(
             f"max_drop: at most {worst.in_words(self.limit)} was asked for, but even {self._left(widest.share)} may "

@@ -197,6 +197,22 @@ def test_wider_models_are_confirmed_first_and_none_after_one_that_fails() -> Non
     assert confirmed(unsure, 0.05) == 0
 
 
+@pytest.mark.parametrize(("second", "least"), [(0.8, 0.875), (0.5, 0.8)])
+def test_models_between_one_that_is_confirmed_and_one_that_is_not_are_tried(
+    model: nn.Sequential, second: float, least: float
+) -> None:
+    """The second half loses more than the first, so that what the first allows, 0.75 of the MACs, is refused."""
+
+    def values(found: nn.Module) -> Tensor:
+        weights = [layer.weight for layer in found if isinstance(layer, nn.Linear)]
+        lost = 1 - sum(weight.numel() for weight in weights) / sum(layer.weight.numel() for layer in model[::2])
+        of_half = torch.tensor([0.4, second], dtype=torch.float64).repeat(20_000)
+        return 1 - lost * of_half if any(weight.any() for weight in weights) else 0 * of_half
+
+    plan = prune(model, max_drop=0.1, evaluate=values, held_out=None, repair=False, round_to=1).plan
+    assert least <= plan.channel_map.macs_left(plan.keep) < least + 0.02
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
