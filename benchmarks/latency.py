@@ -34,8 +34,9 @@ from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.measure.measurement_effort import Effort
 from prunekit.planning.plan import Plan
-from prunekit.pruning.profiling import layer_setting
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.pruning.latency.profiling import layer_setting
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 KEYS = ("model", "plan", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size")
 COLUMNS = (

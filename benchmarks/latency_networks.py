@@ -20,10 +20,11 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import environment
 from prunekit.measure.latency.machine import describe_machine
+from prunekit.pruning.latency.latency_target import LatencyTarget
+from prunekit.pruning.latency.profiling import Profile, profile
 from prunekit.pruning.latency_budget_search import TimedPlanSearch
-from prunekit.pruning.latency_target import LatencyTarget
-from prunekit.pruning.profiling import Profile, profile
-from prunekit.settings.pruning import PruneSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import PruneSettings
 from prunekit.utils.context import seeded
 
 TOOLS = ("onnxruntime", "openvino", "onnx", "torch-pruning")

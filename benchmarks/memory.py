@@ -25,8 +25,7 @@ def rows(name: str, size: int, batch: int, runtimes: tuple[str, ...]) -> Iterato
     import prunekit
     from prunekit.measure.latency.comparison import measure_latency
     from prunekit.measure.model_size import count_memory
-    from prunekit.settings.deployment import LatencySettings
-    from prunekit.settings.pruning import Target
+    from prunekit.settings.deployment import LatencySettings, Target
 
     torch.manual_seed(0)
     dense, example = torchvision.models.get_model(name, weights=None).eval(), (torch.zeros(1, 3, size, size),)

@@ -63,8 +63,9 @@ from prunekit.planning.plan import Plan as Plan
 from prunekit.planning.plan import load_plan as load_plan
 from prunekit.pruning.collected_statistics import Collected as Collected
 from prunekit.pruning.collected_statistics import collect as collect
-from prunekit.pruning.profiling import Profile as Profile
-from prunekit.pruning.profiling import profile as profile
+from prunekit.pruning.latency.profiled_networks import kit as kit
+from prunekit.pruning.latency.profiling import Profile as Profile
+from prunekit.pruning.latency.profiling import profile as profile
 from prunekit.pruning.prune import plan as plan
 from prunekit.pruning.prune import prune as prune
 from prunekit.pruning.pruned import Pruned as Pruned
@@ -81,6 +82,7 @@ from prunekit.settings.calibration import RepairSettings as RepairSettings
 from prunekit.settings.deployment import DeploySettings as DeploySettings
 from prunekit.settings.deployment import LatencySettings as LatencySettings
 from prunekit.settings.deployment import QuantizeSettings as QuantizeSettings
+from prunekit.settings.deployment import Target as Target
 from prunekit.settings.inputs import (
     AugmentSettings as AugmentSettings,
 )
@@ -105,9 +107,6 @@ from prunekit.settings.pruning import (
 )
 from prunekit.settings.pruning import (
     ScheduleSettings as ScheduleSettings,
-)
-from prunekit.settings.pruning import (
-    Target as Target,
 )
 from prunekit.settings.train import (
     ActivationSettings as ActivationSettings,

@@ -109,6 +109,10 @@ class NotMeasuredError(UsageError):
     """A measurement is missing, and measuring was not allowed."""
 
 
+class TimesNeededError(RunError):
+    """Another machine has to time a kit before a call can go on; the message says where it is and what to do."""
+
+
 class ArtifactError(RunError):
     """A file or folder that prunekit wrote earlier is damaged, incomplete or of another version."""
 

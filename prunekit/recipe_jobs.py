@@ -33,7 +33,7 @@ from prunekit.jobs.stages.training_stage import OnEpoch
 from prunekit.measure.measurement_effort import Effort
 from prunekit.models.interface import attached
 from prunekit.modes.public_call import public_call
-from prunekit.pruning.profiling import Profile
+from prunekit.pruning.latency.profiling import Profile
 from prunekit.recipe.loading import Overrides, as_texts, own_overrides, with_overrides
 from prunekit.recipe.loading import load as load_recipe
 from prunekit.settings.deployment import QuantizeSettings

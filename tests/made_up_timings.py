@@ -11,8 +11,9 @@ from torch import nn
 from prunekit.backends.session import Inputs
 from prunekit.measure.latency_profile.network_timing import LayerTimes, Network
 from prunekit.measure.model_size import ModuleTable, module_table
-from prunekit.pruning import latency_budget_search, profiling
-from prunekit.pruning.latency_target import Timing
+from prunekit.pruning import latency_budget_search
+from prunekit.pruning.latency import profiling
+from prunekit.pruning.latency.device_clock import Timing
 
 DENSE_MS = 10.0
 

@@ -22,8 +22,8 @@ from prunekit.channels.rules.rule import RULES
 from prunekit.cli import cli
 from prunekit.jobs import batch_size
 from prunekit.recipe.loading import load
+from prunekit.settings.deployment import Target
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import Target
 from prunekit.settings.train import DistillSettings
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.training.callbacks.distillation import feature_paths

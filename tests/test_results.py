@@ -30,9 +30,10 @@ from prunekit.measure.verification import Verification
 from prunekit.planning.budgets.latency_table import LayerLatency
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve
-from prunekit.pruning.latency_target import LatencyResult, LatencyTarget, Timing
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.pruning.latency.latency_target import LatencyResult, LatencyTarget
+from prunekit.pruning.latency.profiling import NetworkPrediction, Profile
 from prunekit.pruning.plan_search import PlanSearch
-from prunekit.pruning.profiling import NetworkPrediction, Profile
 from prunekit.pruning.pruned import Pruned
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
 from prunekit.report.pages.model_summary import summary

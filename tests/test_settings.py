@@ -16,10 +16,10 @@ import pytest
 from prunekit.errors import RecipeError, UsageError
 from prunekit.recipe.loading import load
 from prunekit.settings.calibration import CalibrationSettings, RepairSettings
-from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.deployment import LatencySettings, Target
 from prunekit.settings.inputs import AugmentSettings, DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings, dump
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.settings.validation import Checked
 

@@ -51,6 +51,11 @@ def checked_device(context: click.Context, parameter: click.Parameter, value: st
 device_option = click.option(
     "--device", metavar="auto|cpu|cuda[:n]", callback=checked_device, help="Where to run.  [default: auto]"
 )
+networks_option = click.option(
+    "--networks",
+    type=click.IntRange(min=10),
+    help="How many to measure.  [default: 40; 16 for another machine]",
+)
 seed_option = click.option("--seed", type=click.IntRange(min=0), help="Seed of everything that is random.")
 
 own_model_option = click.option(

@@ -43,7 +43,7 @@ from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402
 from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
 from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
 from prunekit.pruning.prune import prune  # noqa: E402
-from prunekit.settings.pruning import Target  # noqa: E402
+from prunekit.settings.deployment import Target  # noqa: E402
 from prunekit.tasks.task import Task  # noqa: E402
 from prunekit.utils.context import device_of  # noqa: E402
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.known_names import BUDGETS, CRITERIA
+from prunekit.settings.deployment import Target
 from prunekit.settings.pruning import (
     BudgetSettings,
     Depth,
     Layout,
     PruneSettings,
     Scope,
-    Target,
     budget_names,
     depth_contradictions,
     drop_contradictions,

@@ -18,7 +18,8 @@ from prunekit.measure.measurement_effort import current_effort
 from prunekit.planning.feasibility import require_unmeasured_met
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import feasible_plan
-from prunekit.pruning.latency_target import (
+from prunekit.pruning.latency.device_clock import DeviceClock, Timing
+from prunekit.pruning.latency.latency_target import (
     FINAL_SHARE,
     GOAL,
     NEAR,
@@ -28,13 +29,12 @@ from prunekit.pruning.latency_target import (
     Attempt,
     LatencyResult,
     LatencyTarget,
-    Timing,
     distance,
     mean_excess,
     next_share,
 )
+from prunekit.pruning.latency.profiling import REMEDY, Profile, profile
 from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
-from prunekit.pruning.profiling import REMEDY, Profile, profile
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import plural, share
@@ -47,6 +47,10 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 
 
 AS_IT_IS = DeploySettings()
+TRIPS, CANDIDATES = 3, 7
+"""Kits of candidates for a budget on another machine, at most, and the candidates in each."""
+LEAST_SPAN, MOST_SPAN = 0.06, 0.25
+"""The span of the times of the first candidates to either side of the time asked for."""
 BLIND = 0.25
 """A median error on networks that were held out, beyond which a table of doubtful times tells no plans apart."""
 DOUBT = 0.05
@@ -66,7 +70,7 @@ class TimedPlanSearch(PlanSearch):
     def require_reachable(self) -> None:
         """Raise if the budgets cannot be met; the fastest plan is measured where the prediction is in doubt."""
         target = self.latency
-        if target.least_share > 1 - DOUBT:
+        if target.least_share > 1 - DOUBT and not self.settings.target.elsewhere:
             by_norm = replace(target.aim(target.least_share), criterion="l2", scope="global")
             fastest = self.aimed(by_norm)
             timing = time_compact(target, fastest.compact, SEARCH_SHARE * self.settings.target.limit_s, self.log)
@@ -76,7 +80,9 @@ class TimedPlanSearch(PlanSearch):
             feasible_plan(self.channel_map, self.settings.in_blocks, target.table)
 
     def find(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
-        """Return a plan within all budgets, by measuring one after the other."""
+        """Return a plan within all budgets, by measuring one after the other, or on another machine several at once."""
+        if self.settings.target.elsewhere:
+            return self._find_elsewhere(inputs)
         timed, search, found = LatencySearch(self.latency, log=self.log), self, list[Planned]()
         while not timed.done:
             planned = search.aimed(timed.aim, inputs)
@@ -86,6 +92,43 @@ class TimedPlanSearch(PlanSearch):
         best = timed.best()
         planned = next(one for one in found if one.plan is best)
         return replace(self.as_asked(planned, self.latency.asked_figures), attempts=tuple(timed.attempts))
+
+    def _find_elsewhere(self, inputs: CriterionInputs) -> Planned:
+        """Return the plan nearest to the time asked for, of candidates around it that the device measures in one kit.
+
+        The span of their times is that of the table's error on networks that it was not fitted to. Where none is within
+        the tolerance, a further kit has candidates around the time at which those before were right.
+        """
+        target, device, search = self.latency, self.settings.target.device, self
+        found, attempts = list[Planned](), list[Attempt]()
+        center, span = target.first_share, min(max(2 * target.profile.error, LEAST_SPAN), MOST_SPAN)
+        for trip in range(1, TRIPS + 1):
+            aims, made = center * np.linspace(1 - span, 1 + span, CANDIDATES), list[tuple[float, Planned]]()
+            for aim in dict.fromkeys(np.clip(aims, target.least_share, target.most_share).tolist()):
+                planned = search.aimed(target.aim(aim), inputs)
+                search = replace(search, channel_map=planned.plan.channel_map)
+                if not any(np.array_equal(planned.plan.keep, one.plan.keep) for one in found):
+                    found.append(planned)
+                    made.append((aim, planned))
+            if not made:  # plans come in steps, and those around the time are measured
+                break
+            compacts = [target.transform(planned.compact) for _, planned in made]
+            what = f"candidates {trip} for {target.called}"
+            timings = DeviceClock(self.settings.target, self.log).timings(target.dense, compacts, target.inputs, what)
+            for (aim, planned), timing in zip(made, timings, strict=True):
+                if timing is not None:
+                    attempts.append(attempt_of(target, found.index(planned), aim, planned.plan, timing))
+                    self.log(f"latency: on {device}: {attempts[-1]}")
+            if not attempts:
+                raise RunError(f"no candidate for {target.called} runs on {device}")
+            best = min(attempts, key=lambda one: distance(one.excess))
+            if abs(best.excess - 1) <= TOLERANCE or not time_binds(found[best.plan].plan):
+                break
+            center, span = next_share(attempts), span / 2
+            if trip < TRIPS:
+                self.log(f"latency: none is within {share(TOLERANCE)}: {best}; a further kit has plans around it")
+        attempts.append(attempts.pop(attempts.index(best)))  # the last is the one that is taken
+        return replace(self.as_asked(found[best.plan], target.asked_figures), attempts=tuple(attempts))
 
     def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan within budgets of time by prediction, or else the fastest one."""
@@ -97,7 +140,19 @@ class TimedPlanSearch(PlanSearch):
         return PlanSearch.find(replace(self, settings=settings), inputs)
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult:
-        """Measure the final model beside the dense one in fresh processes: the most, as its figure counts."""
+        """Measure the final model beside the dense one in fresh processes: the most, as its figure counts.
+
+        The figure of another machine is that of the candidate, which has the same structure; a model that was no
+        candidate, as the score decided, is measured there.
+        """
+        if self.settings.target.elsewhere:
+            binding, taken = time_binds(planned.plan), planned.attempts[-1].timing if planned.attempts else None
+            if taken is None:
+                clock = DeviceClock(self.settings.target, self.log)
+                (taken,) = clock.timings(self.latency.dense, [model], self.latency.inputs, "the final model")
+            if taken is None:
+                raise RunError(f"the final model does not run on {self.settings.target.device}")
+            return LatencyResult(self.latency, planned.attempts, bool(planned.attempts) and binding, taken)
         first = planned.attempts[0].timing if planned.attempts else None  # none where the score decided
         dense_ms = self.latency.table.dense_ms if first is None else first.ms * first.speedup
         limit_s = FINAL_SHARE * self.latency.settings.target.limit_s
@@ -216,15 +271,19 @@ class LatencySearch:
         return perf_counter() >= self._over
 
     def _attempt(self, number: int, plan: Plan, compact: nn.Module) -> None:
-        target, chart = self._target, plan.channel_map
+        target = self._target
         left_s = max(0.0, self._over - perf_counter())
         timing = time_compact(target, compact, left_s / 2, self._log)  # half of it is for the plans that follow
-        left = chart.macs_left(plan.keep)
-        predicted_ms = float(target.table.at(chart, plan.keep))  # a NumPy number cannot be saved in a checkpoint
-        excess = float(timing.excess(target.asked))
-        self.attempts.append(Attempt(number, float(self._share), predicted_ms, float(left), excess, timing))
+        self.attempts.append(attempt_of(target, number, self._share, plan, timing))
         self._plans.append(plan)
         self._log(f"latency: attempt {len(self.attempts)}: {self.attempts[-1]}")
+
+
+def attempt_of(target: LatencyTarget, number: int, share: float, plan: Plan, timing: Timing) -> Attempt:
+    """Return a plan that was measured, with what was predicted."""
+    chart = plan.channel_map  # a NumPy number cannot be saved in a checkpoint
+    predicted_ms, left = float(target.table.at(chart, plan.keep)), float(chart.macs_left(plan.keep))
+    return Attempt(number, float(share), predicted_ms, left, float(timing.excess(target.asked)), timing)
 
 
 def time_binds(plan: Plan) -> bool:

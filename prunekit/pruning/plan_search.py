@@ -43,7 +43,7 @@ from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import Log, stage
 
 if TYPE_CHECKING:
-    from prunekit.pruning.latency_target import Attempt, LatencyResult, LatencyTarget
+    from prunekit.pruning.latency.latency_target import Attempt, LatencyResult, LatencyTarget
     from prunekit.pruning.library_layout import LibraryModel
     from prunekit.repair.similar_layer_shares import ShareCheck
     from prunekit.statistics.channel_stats import ChannelStats

@@ -14,7 +14,7 @@ from prunekit.utils.display import Displayed, Table, count, factor, plural, scie
 
 if TYPE_CHECKING:
     from prunekit.measure.score_drop import Drop
-    from prunekit.pruning.latency_target import LatencyResult
+    from prunekit.pruning.latency.latency_target import LatencyResult
     from prunekit.repair.repair_report import RepairReport
 
 NOTES = 10

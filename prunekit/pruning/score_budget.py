@@ -26,7 +26,8 @@ from prunekit.planning.feasibility import least_possible
 from prunekit.pruning.collected_statistics import Collected
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.sample_statistics import joined_samples
-from prunekit.settings.pruning import WITHOUT_EFFECT, PruneSettings, Target, facts_of
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import WITHOUT_EFFECT, PruneSettings, facts_of
 from prunekit.tasks.task import Score, Task
 from prunekit.utils.display import share as in_percent
 from prunekit.utils.inputs import sample_count, select_samples

@@ -58,6 +58,10 @@ def _packaged(name: str) -> Path | None:
     return folder() / f"{plain}.yaml" if plain in recipe_names() else None
 
 
+COMMAND = ("prune", "target", "command")
+"""The key of a command for the shell, which is code as well."""
+
+
 def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, runs_code: bool = True) -> JobSettings:
     """Read a recipe, apply overrides, and check all of it before anything runs.
 
@@ -93,6 +97,8 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
     job = _with_absolute_paths(
         _validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder
     )
+    if refused and (command := job.prune.target.command) and (place := _place(document, COMMAND)).line:
+        job = replaced_at(job, COMMAND, ForbiddenReference(command, f"{place}: {'.'.join(COMMAND)}"))
     for key, name, _ in registered_names(JobSettings, job):
         at = (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key  # as recipes have it
         if is_reference(name) and (place := _place(document, at)).line:
@@ -114,6 +120,11 @@ def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
         problem = registry.problem(_reference(name, folder) if written else name)
         if problem is not None or (written and refused):
             found.append((path, problem or ForbiddenReference(name).refusal))
+    command = reduce(
+        lambda values, key: values.get(key) if isinstance(values, Mapping) else None, COMMAND, document.values
+    )
+    if refused and command and _place(document, COMMAND).line:
+        found.append((COMMAND, ForbiddenReference(str(command)).refusal))
     return found
 
 
@@ -131,6 +142,9 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
     for key, name, _ in registered_names(JobSettings, job):
         if isinstance(name, ForbiddenReference) and there.get(key) == name:
             made = replaced_at(made, key, name)
+    command = job.prune.target.command
+    if isinstance(command, ForbiddenReference) and made.prune.target.command == command:
+        made = replaced_at(made, COMMAND, command)
     return made
 
 

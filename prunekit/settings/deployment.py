@@ -1,11 +1,13 @@
-"""Settings of what is timed, and of changes to the compact model for its deployment."""
+"""Settings of what is timed, where, and of changes to the compact model for its deployment."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 
-from prunekit.known_names import DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.errors import SettingsError
+from prunekit.known_names import DtypeName, MemoryFormat, PositiveFloat, PositiveInt, RuntimeName
 from prunekit.settings.validation import Checked
 
 
@@ -78,3 +80,71 @@ class QuantizeSettings(Checked):
     max_drop: Annotated[float, Ge(0)] | None = 1.0
     """Points of the main score on validation images (or of a perplexity) that quantization may cost. Layers return to
     float, the most sensitive first, until the cost is within this. null: any cost."""
+
+
+HERE = ("auto", "cpu", "cuda", "mps")
+"""Devices of this machine, without their numbers."""
+DEVICE = r"(auto|mps|cpu|cuda(:\d+)?)|(?!(auto|mps|cpu|cuda|gpu)\d*$)[A-Za-z0-9][A-Za-z0-9_.-]{0,40}"
+"""Names of devices; those of other machines are names of folders as well."""
+DEVICE_MEANT = "cpu, cuda, cuda:n, or the name of another machine, such as pi5, of letters, digits and _.-"
+
+
+@dataclass(frozen=True)
+class Target(Checked):
+    """The target of budgets of time and memory: runtime, device and batch; memory depends on batch and dtype alone.
+
+    Example:
+        >>> import prunekit as pk
+        >>> target = pk.Target("onnxruntime", batch=16)  # for pk.prune(model, x, speedup=2.0, target=target)
+        >>> target.runtime, target.threads
+        ('onnxruntime', 1)
+        >>> pk.Target("onnx")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: Target: runtime: expected the name of ... did you mean 'onnxruntime'...
+    """
+
+    runtime: RuntimeName = "eager"
+    """Runtime."""
+    device: str = "cpu"
+    """Device: cpu, cuda or cuda:n; or a name of your own for another machine, such as pi5, which measures kits."""
+    batch: PositiveInt = 1
+    """Images in a batch."""
+    threads: PositiveInt = 1
+    """CPU threads."""
+    dtype: DtypeName = "fp32"
+    """Dtype of weights and activations; `int8` means the quantized file, in runtimes that have one."""
+    memory_format: MemoryFormat = "contiguous"
+    """Memory format; runtimes that choose layouts themselves take `contiguous` alone."""
+    block: PositiveInt = 8
+    """Channel counts are multiples of this and of `round_to`, where possible: kernels compute in blocks."""
+    limit_s: PositiveFloat = 600.0
+    """Seconds for measuring a budget of time: profile, plans and final model together; of another machine, each kit."""
+    command: str = ""
+    """For another machine: what takes the kit in the folder {kit} there, times it, and brings `times.json`, for the
+    shell. Empty: that is done by hand. It is code: recipes need --allow-code."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if not re.fullmatch(DEVICE, self.device):
+            raise SettingsError(f"Target: device: expected {DEVICE_MEANT}, got {self.device!r}")
+        if self.command and not self.elsewhere:
+            raise SettingsError(f"Target: command: expected none for {self.device}, which is of this machine")
+        if self.command and "{kit}" not in self.command:
+            raise SettingsError(f"Target: command: expected {{kit}} in it, where the folder goes, got {self.command!r}")
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if the device is another machine, which times what a kit holds."""
+        return self.device.partition(":")[0] not in HERE
+
+    @property
+    def as_latency(self) -> LatencySettings:
+        """The settings of a measurement on the target."""
+        return LatencySettings(
+            (self.batch,),
+            (self.threads,),
+            runtimes=(self.runtime,),
+            dtypes=(self.dtype,),
+            memory_formats=(self.memory_format,),
+        )

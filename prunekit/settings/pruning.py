@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Le
 
 from prunekit.errors import UsageError, share_meant
-from prunekit.known_names import BUDGETS, CRITERIA, DtypeName, MemoryFormat, PositiveFloat, PositiveInt, RuntimeName
-from prunekit.settings.deployment import LatencySettings
+from prunekit.known_names import BUDGETS, CRITERIA, PositiveInt
+from prunekit.settings.deployment import Target
 from prunekit.settings.validation import Checked
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.utils import display as numbers
@@ -264,49 +264,6 @@ WITHOUT_EFFECT = {"macs": 0.98, "speedup": 1 / 0.98}
 """Budgets by which a score or a frontier narrows models, where they are not asked for: no text shows them."""
 OWN_BUDGETS = tuple(one.name for one in fields(BudgetSettings) if one.name not in ("max_drop", "others"))
 """Budgets of what is left that are fields of `BudgetSettings`."""
-
-
-@dataclass(frozen=True)
-class Target(Checked):
-    """The target of budgets of time and memory: runtime, device and batch; memory depends on batch and dtype alone.
-
-    Example:
-        >>> import prunekit as pk
-        >>> target = pk.Target("onnxruntime", batch=16)  # for pk.prune(model, x, speedup=2.0, target=target)
-        >>> target.runtime, target.threads
-        ('onnxruntime', 1)
-        >>> pk.Target("onnx")
-        Traceback (most recent call last):
-        prunekit.errors.SettingsError: Target: runtime: expected the name of ... did you mean 'onnxruntime'...
-    """
-
-    runtime: RuntimeName = "eager"
-    """Runtime."""
-    device: str = "cpu"
-    """Device: cpu, cuda or cuda:n."""
-    batch: PositiveInt = 1
-    """Images in a batch."""
-    threads: PositiveInt = 1
-    """CPU threads."""
-    dtype: DtypeName = "fp32"
-    """Dtype of weights and activations; `int8` means the quantized file, in runtimes that have one."""
-    memory_format: MemoryFormat = "contiguous"
-    """Memory format; runtimes that choose layouts themselves take `contiguous` alone."""
-    block: PositiveInt = 8
-    """Channel counts are multiples of this and of `round_to`, where possible: kernels compute in blocks."""
-    limit_s: PositiveFloat = 600.0
-    """Seconds for measuring a budget of time: profile, plans and final model together."""
-
-    @property
-    def as_latency(self) -> LatencySettings:
-        """The settings of a measurement on the target."""
-        return LatencySettings(
-            (self.batch,),
-            (self.threads,),
-            runtimes=(self.runtime,),
-            dtypes=(self.dtype,),
-            memory_formats=(self.memory_format,),
-        )
 
 
 Layout = Literal["free", "equal", "huggingface"]

@@ -93,7 +93,7 @@ def is_reference(text: object) -> bool:
 
 def load_object(reference: str, error: type[UsageError]) -> Any:
     """Run the user's file and return the object of a reference; `run_factory` also calls it."""
-    _refuse_forbidden(reference, error)
+    refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
     if file.startswith(_INSTALLED):
         place, own = path, file.removeprefix(_INSTALLED)
@@ -115,7 +115,7 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
 
 def require_object(reference: str, error: type[UsageError]) -> None:
     """Raise if the code of a file defines no object of the name; the code is not run."""
-    _refuse_forbidden(reference, error)
+    refuse_forbidden(reference, error)
     file, path, name = _parts(reference, error)
     if file.startswith(_INSTALLED):
         return
@@ -130,7 +130,7 @@ def require_object(reference: str, error: type[UsageError]) -> None:
         raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
 
 
-def _refuse_forbidden(reference: str, error: type[UsageError]) -> None:
+def refuse_forbidden(reference: str, error: type[UsageError]) -> None:
     """Raise for a reference that a file gave; not even its file is read."""
     if isinstance(reference, ForbiddenReference):
         raise error(f"{reference.where}: {reference.refusal}")

@@ -22,10 +22,10 @@ from prunekit.measure.latency_profile.network_timing import conditions
 from prunekit.recipe.loading import load
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.deployment import LatencySettings, Target
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.utils import user_code
 

@@ -27,8 +27,8 @@ from prunekit.utils.display import table
 from prunekit.utils.user_code import load_object
 
 COMMANDS = (
-    "finetune", "prune", "calibrate", "frontier", "sensitivity", "evaluate", "predict", "profile", "bench", "explain",
-    "export", "diagnose", "inspect",
+    "finetune", "prune", "calibrate", "frontier", "sensitivity", "evaluate", "predict", "profile", "bench", "kit",
+    "explain", "export", "diagnose", "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "filters", "histograms"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]

@@ -21,10 +21,10 @@ from prunekit.jobs.finetune import prune_job
 from prunekit.measure.model_size import count_memory
 from prunekit.pruning.plan_search import ATTEMPTS, Planned, PlanSearch
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.deployment import LatencySettings
+from prunekit.settings.deployment import LatencySettings, Target
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 
 MEMORY = PruneSettings(BudgetSettings(memory_mb=1.5, macs=0.9), target=Target(batch=8))

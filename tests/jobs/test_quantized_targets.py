@@ -16,8 +16,8 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.measure.latency.comparison import choose_settings, measure_latency
 from prunekit.measure.latency.timing_job import TimingJob, file_source, run_job
 from prunekit.measure.latency_profile.network_timing import conditions
-from prunekit.settings.deployment import LatencySettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target, prune_contradictions
+from prunekit.settings.deployment import LatencySettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, prune_contradictions
 from prunekit.utils.availability import int8_note
 from prunekit.utils.files import json_values
 

@@ -18,7 +18,8 @@ from torch import nn
 from prunekit.errors import ResumeError
 from prunekit.jobs.run.resume import StageClock, cache_plan, cache_repair, cached_plan, cached_repair
 from prunekit.jobs.run.run_folder import RunFolder
-from prunekit.pruning.latency_target import Attempt, Timing
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.pruning.latency.latency_target import Attempt
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.repair.repair_report import LayerRepair, RepairMemory, RepairReport
 from prunekit.settings.pruning import BudgetSettings, PruneSettings

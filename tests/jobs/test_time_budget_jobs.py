@@ -24,15 +24,16 @@ from prunekit.jobs.finetune import prune_job
 from prunekit.jobs.run.command_subject import RECIPE_ONLY
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.pruning import latency_budget_search
-from prunekit.pruning.latency_target import LatencyResult, Timing
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.pruning.latency.latency_target import LatencyResult
 from prunekit.pruning.plan_search import Planned
 from prunekit.report.pages.profile_page import fitted
 from prunekit.report.pages.run_page import write_report
 from prunekit.settings.calibration import CalibrationSettings
-from prunekit.settings.deployment import DeploySettings, LatencySettings
+from prunekit.settings.deployment import DeploySettings, LatencySettings, Target
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.utils.tensors import lies_channels_last
 

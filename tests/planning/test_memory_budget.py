@@ -25,7 +25,8 @@ from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.candidates import Scores, free_parts
 from prunekit.planning.plan import load_plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 

@@ -24,7 +24,8 @@ from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.candidates import Scores, free_parts, labels_matching
 from prunekit.planning.plan import Plan
 from prunekit.planning.solver import make_plan
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 BUDGETS = ("macs", "channels", "params", "size_mb")

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from made_up_timings import took
 
-from prunekit.pruning.latency_target import GOAL, NEAR, Attempt, distance, mean_excess, next_share
+from prunekit.pruning.latency.latency_target import GOAL, NEAR, Attempt, distance, mean_excess, next_share
 
 
 def test_of_attempts_those_within_the_tolerance_come_first_and_of_these_those_that_are_not_slower() -> None:

@@ -15,8 +15,9 @@ from torch import nn
 from prunekit.backends.session import inputs_of
 from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.pruning import latency_budget_search
-from prunekit.pruning.latency_target import Timing
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 
 @pytest.fixture(autouse=True)

@@ -26,10 +26,11 @@ from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.planning.budgets.cost_model import Span
 from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
-from prunekit.pruning import profiling
-from prunekit.pruning.profiling import Profile, profile
+from prunekit.pruning.latency import profiling
+from prunekit.pruning.latency.profiling import Profile, profile
 from prunekit.report.pages.profile_page import fitted
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=Target(block=1))
 

@@ -16,7 +16,8 @@ from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure.model_size import count_memory
 from prunekit.planning.sensitivity_curves import cumulative_curves
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 
 class Net(nn.Module):

@@ -31,7 +31,8 @@ from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.prune import Request
 from prunekit.pruning.pruner import Pruner
 from prunekit.pruning.schedule_planner import ChannelPlanner, StepStatistics
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.settings.train import ClampSettings, TrainSettings
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.taylor_terms import STEPS, StepGradients, collect_gradients

@@ -30,13 +30,15 @@ from prunekit.measure.latency_profile.staircase_fit import TimedNetwork
 from prunekit.measure.measurement_effort import Effort, effort_of
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.plan import Plan
-from prunekit.pruning import latency_budget_search, profiling
+from prunekit.pruning import latency_budget_search
+from prunekit.pruning.latency import profiled_networks
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.pruning.latency.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget
+from prunekit.pruning.latency.profiling import NetworkPrediction, Profile, profile
 from prunekit.pruning.latency_budget_search import TimedPlanSearch, with_profile
-from prunekit.pruning.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.pruning.plan_search import PlanSearch
-from prunekit.pruning.profiling import NetworkPrediction, Profile, profile
-from prunekit.settings.deployment import DeploySettings
-from prunekit.settings.pruning import WITHOUT_EFFECT, BudgetSettings, PruneSettings, Target
+from prunekit.settings.deployment import DeploySettings, Target
+from prunekit.settings.pruning import WITHOUT_EFFECT, BudgetSettings, PruneSettings
 from prunekit.utils.tensors import lies_channels_last
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
@@ -402,7 +404,7 @@ def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.Monkey
         whole.append(not next(network.parameters()).is_meta)
         return compact(network, plan)
 
-    monkeypatch.setattr(profiling, "compact", spied)
+    monkeypatch.setattr(profiled_networks, "compact", spied)
     found = []
     for expected in (True, False):
         whole.clear()

@@ -22,14 +22,16 @@ from torch import nn
 
 from prunekit.errors import ArtifactError
 from prunekit.measure.latency.comparison import LatencyReport
-from prunekit.pruning.latency_target import LatencyResult, LatencyTarget, Timing
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.pruning.latency.latency_target import LatencyResult, LatencyTarget
 from prunekit.report import rendering
 from prunekit.report.figures.charts import curves, rates
 from prunekit.report.headline import blocks, clamped, compared, masked, searched, sentence, tiles
 from prunekit.report.pages.run_page import again, lines, missing, write_report
 from prunekit.report.rendering import how
 from prunekit.report.run_data import read_run
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Target
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 SECTIONS = (

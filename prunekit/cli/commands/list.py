@@ -44,6 +44,12 @@ def _with_availability(registry: Registry[Any]) -> Callable[[], Iterator[Row]]:
     return rows
 
 
+def _devices() -> Iterator[Row]:
+    from prunekit.pruning.latency.device_clock import device_rows
+
+    yield from device_rows()
+
+
 def _recipes() -> Iterator[Row]:
     from prunekit.recipe.loading import recipe_names, recipe_summary
 
@@ -77,6 +83,7 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "criteria": _criteria,
     "budgets": _of(BUDGETS, "unit", "about"),
     "runtimes": _with_availability(RUNTIMES),
+    "devices": _devices,
     "formats": _with_availability(FORMATS),
     "tasks": _of(TASKS, "data", "measures"),
     "sections": _of(SECTIONS, "about"),
@@ -92,8 +99,8 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
 def list_command(what: str, pattern: str, as_json: bool) -> None:
     """List what a recipe can choose, a line each; PATTERN is a glob over the names, such as 'resnet*'.
 
-    What packages and you register is included. A job collects by itself what its criterion needs; criteria that don't
-    need labels work on any images.
+    Devices are other machines, with the kits that they measured. What packages and you register is included. A job
+    collects by itself what its criterion needs; criteria that don't need labels work on any images.
     """
     rows = [row for row in KINDS[what]() if fnmatch(row["name"], pattern)]
     headings = tuple(rows[0]) if rows else ()

@@ -10,7 +10,7 @@ from ultralytics.utils.nms import non_max_suppression
 from prunekit.backends.session import Timer
 from prunekit.errors import PlanError, UsageError
 from prunekit.jobs.analyses.bench import bench
-from prunekit.settings.pruning import Target
+from prunekit.settings.deployment import Target
 from prunekit.utils.context import threads, training_mode
 
 CONFIDENCE, OVERLAP = 0.001, 0.7
@@ -27,6 +27,8 @@ def without_suppression(
     """
     if latency_ms is None and speedup is None:
         raise UsageError("suppression: expected a budget of time with it, speedup=... or latency_ms=...")
+    if target.elsewhere:
+        raise UsageError(f"suppression: expected a target on this machine, got {target.device!r}; leave it out")
     if samples is None:
         raise UsageError("suppression: expected images as data=, whose boxes are suppressed, got none")
     head = type(yolo.model.model[-1]).__name__

@@ -1,17 +1,23 @@
 """Latency profiles of a job's dense model, in a folder."""
 
+from pathlib import Path
+
 from prunekit.backends.session import inputs_like
 from prunekit.channels.trace import trace
 from prunekit.deploy.deployment_transform import transform_of
-from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
+from prunekit.errors import UsageError
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject
 from prunekit.jobs.run.job_subject import prepare
 from prunekit.jobs.run.resume import run_recipe
 from prunekit.jobs.run.run_folder import AnalysisRun, environment, run_folder, write_report
 from prunekit.measure.latency.machine import clock_mhz, describe_machine
-from prunekit.measure.measurement_effort import Effort
-from prunekit.pruning.profiling import Profile, layer_setting, profile
+from prunekit.pruning.latency.device_clock import accept_times
+from prunekit.pruning.latency.profiled_networks import kit, layer_setting
+from prunekit.pruning.latency.profiling import Profile, profile
+from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.job import JobSettings
-from prunekit.utils.files import write_csv, write_json
+from prunekit.settings.pruning import PruneSettings
+from prunekit.utils.files import StrPath, write_csv, write_json
 from prunekit.utils.progress import Log, stage
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
@@ -19,9 +25,23 @@ NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "erro
 
 
 def profile_job(
-    job: JobSettings, *, networks: int = Effort.networks, again: bool = False, log: Log = stage, own: Own = RECIPE_ONLY
+    job: JobSettings,
+    *,
+    networks: int | None = None,
+    again: bool = False,
+    times: StrPath | None = None,
+    log: Log = stage,
+    own: Own = RECIPE_ONLY,
 ) -> AnalysisRun[Profile]:
-    """Profile a job's dense model, which need not be trained, on the job's `prune.target`."""
+    """Profile a job's dense model, which need not be trained, on the job's `prune.target`.
+
+    `times` is the `times.json` of a kit, which another machine measured.
+    """
+    device = job.prune.target.device
+    if times is not None:
+        if not job.prune.target.elsewhere:
+            raise UsageError(f"prune.target.device: expected the machine that measured {times}, got {device!r}")
+        log(f"profile: {times} is of the kit {accept_times(times, device)}")
     layer_setting(job.prune.target)  # raises if the runtime is missing
     text = run_recipe(job, own)
     prepared = prepare(job, own)
@@ -50,3 +70,21 @@ def profile_job(
         write_json(run.path / "fits.json", {"layers": result.fits(prepared.model)})
         write_json(run.path / "profile.json", metrics)
     return AnalysisRun(run.path, result, metrics)
+
+
+def kit_of(
+    subject: Subject, settings: PruneSettings, deploy: DeploySettings, output: Path, networks: int | None, log: Log
+) -> Path:
+    """Write the kit for a profile of a model on the other machine that the target of the settings names."""
+    layer_setting(settings.target)  # raises if the runtime is missing
+    example = subject.example_inputs
+    return kit(
+        subject.model,
+        example,
+        output=output,
+        target=settings.target,
+        settings=settings,
+        networks=networks,
+        transform=transform_of(subject.model, example, deploy),
+        log=log,
+    )

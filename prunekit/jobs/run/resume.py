@@ -24,8 +24,8 @@ from prunekit.jobs.run.job_subject import JobSubject, code_of_job
 from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, object_in, weights_digest
 from prunekit.models.names import is_weights_file
 from prunekit.planning.plan import load_plan
+from prunekit.pruning.latency.latency_target import Attempt
 from prunekit.pruning.latency_budget_search import time_binds
-from prunekit.pruning.latency_target import Attempt
 from prunekit.pruning.plan_search import Planned
 from prunekit.reading.records import as_record
 from prunekit.reading.text_files import read_json

@@ -26,7 +26,7 @@ from prunekit.measure.model_size import count_bytes, count_macs, count_memory, c
 from prunekit.measure.stored_size import stored_sizes
 from prunekit.measure.verification import Verification
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.pruning.latency_target import LatencyResult
+from prunekit.pruning.latency.latency_target import LatencyResult
 from prunekit.pruning.plan_search import Planned
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import facts_of

@@ -74,7 +74,7 @@ def features_of(channel_map: ChannelMap) -> list[ModuleFeatures]:
             products = found.setdefault(operator.module, _ModuleProducts())
             products.names.append(operator.name)
             products.arguments.append(_plain(operator.call[:2]))
-            for weight, factors in _written(operator):
+            for weight, factors in written_elements(operator):
                 products.add(weight / batch, factors)
     for term in trace.flow.macs:
         products = found.setdefault(term.module, _ModuleProducts())
@@ -108,7 +108,7 @@ def _added_up(products: list[WidthProduct]) -> Iterator[WidthProduct]:
         yield WidthProduct(tuple(one.weights[0] for one in alike), tuple(one.factors[0] for one in alike))
 
 
-def _written(operator: TracedOperator) -> Iterator[tuple[float, tuple[Labels, ...]]]:
+def written_elements(operator: TracedOperator) -> Iterator[tuple[float, tuple[Labels, ...]]]:
     """Yield the number of elements of every result: a constant, and the labels of each width."""
     for shape, fields in zip(operator.call[2], operator.outputs, strict=True):
         factors, covered = apart(fields)
@@ -165,7 +165,7 @@ def fit_latency_table(
     whole = np.array([sample.whole_ms(dense_ms) for sample in samples])
     kept = [sample.keep[channel_map.traced.final] for sample in samples]
     features = features_of(channel_map)
-    columns = _WidthColumns(kept, channel_map)
+    columns = WidthColumns(kept, channel_map)
     took = {
         one.module: scale * np.array([sample.times.modules_ms.get(one.module, 0.0) for sample in samples])
         for one in features
@@ -189,7 +189,7 @@ def fit_latency_table(
 
 
 def _fit_modules(
-    features: Sequence[ModuleFeatures], columns: _WidthColumns, took: Mapping[str, Numbers], weights: Numbers
+    features: Sequence[ModuleFeatures], columns: WidthColumns, took: Mapping[str, Numbers], weights: Numbers
 ) -> tuple[LayerLatency, ...]:
     """Return the fits of all modules, in order."""
     alike = _by(features, lambda one: one.signature)
@@ -213,7 +213,7 @@ _Steps = tuple[int, int, int]
 """Steps of the first width of a product, of its others, and of a width alone."""
 
 
-class _WidthColumns:
+class WidthColumns:
     """Products of widths in all networks, each computed once for each of its steps."""
 
     def __init__(self, kept: Sequence[Keep], channel_map: ChannelMap) -> None:
@@ -223,6 +223,7 @@ class _WidthColumns:
         self.columns: dict[tuple[WidthProduct, tuple[int, ...]], Numbers] = {}
 
     def width(self, factor: Any) -> Numbers:
+        """Return (networks,) numbers of labels that are kept."""
         key = factor.tobytes()
         if key not in self.widths:
             self.widths[key] = np.array([np.count_nonzero(kept[factor]) for kept in self.kept])
@@ -262,7 +263,7 @@ def steps_of(factors: Sequence[Any], steps: _Steps) -> tuple[int, ...]:
 
 
 def _best_steps(
-    groups: list[list[ModuleFeatures]], columns: _WidthColumns, took: Mapping[str, Numbers], weights: Numbers
+    groups: list[list[ModuleFeatures]], columns: WidthColumns, took: Mapping[str, Numbers], weights: Numbers
 ) -> _Steps:
     """Return the steps with which all modules of a kind fit best; steps of 1 if they are not clearly better."""
 
@@ -279,7 +280,7 @@ def _best_steps(
 
 
 def _stacked(
-    group: list[ModuleFeatures], steps: _Steps, columns: _WidthColumns, took: Mapping[str, Numbers], weights: Numbers
+    group: list[ModuleFeatures], steps: _Steps, columns: WidthColumns, took: Mapping[str, Numbers], weights: Numbers
 ) -> tuple[Numbers, Numbers]:
     """Return the weighted design and times of all modules, one after the other."""
     design = np.concatenate([columns.design(one, steps) * weights[:, None] for one in group])
@@ -287,7 +288,7 @@ def _stacked(
 
 
 def _fit_group(
-    group: list[ModuleFeatures], steps: _Steps, columns: _WidthColumns, took: Mapping[str, Numbers], weights: Numbers
+    group: list[ModuleFeatures], steps: _Steps, columns: WidthColumns, took: Mapping[str, Numbers], weights: Numbers
 ) -> dict[str, LayerLatency]:
     """Return the fits of modules that do the same."""
     cut_at = _widths(group)

@@ -17,7 +17,8 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets.cost_model import CostModel, GroupPart, Numbers, Term, cost_model
 from prunekit.planning.budgets.latency_table import LatencyTable
-from prunekit.settings.pruning import BudgetFacts, PruneSettings, Target, noted_facts
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import BudgetFacts, PruneSettings, noted_facts
 from prunekit.utils.registry import Registry
 
 BUDGETS: Registry[Budget] = known_names.BUDGETS

@@ -20,9 +20,10 @@ from prunekit.measure.latency.row_text import setting_text
 from prunekit.planning.budgets.latency_table import LatencyTable
 from prunekit.planning.feasibility import conflicting_limits, least_possible
 from prunekit.planning.solver import feasible_plan
-from prunekit.pruning.profiling import Profile
+from prunekit.pruning.latency.device_clock import Timing
+from prunekit.pruning.latency.profiling import Profile
 from prunekit.settings.pruning import PruneSettings, facts_of
-from prunekit.utils.display import factor, interval, share, shares_left
+from prunekit.utils.display import factor, share, shares_left
 from prunekit.utils.files import json_values
 
 TOLERANCE = 0.03
@@ -33,35 +34,6 @@ NEAR = 0.01
 """An attempt this near to the goal ends the search."""
 PROFILE_SHARE, SEARCH_SHARE, FINAL_SHARE = 0.4, 0.35, 0.25
 """The shares of the seconds of `target.limit_s` that the profile, the plans and the final model may take."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The time of a model on the target, measured beside the dense one in new processes."""
-
-    # ms, ms_low, ms_high: of a forward pass of the batch: the median over processes of their medians, and an interval
-    # that holds the 95 % intervals of all
-    ms: float
-    ms_low: float
-    ms_high: float
-    # speedup, speedup_low, speedup_high: median and interval, as for ms, of the ratios to the dense model, pair by pair
-    speedup: float
-    speedup_low: float
-    speedup_high: float
-    stable: bool  # whether the figures support a claim
-    doubts: tuple[str, ...]  # why the figures are not stable
-    notes: tuple[str, ...] = ()  # why it was not measured in processes of its own, if so
-    processes: int = 1  # the number of processes that measured it
-
-    def excess(self, asked: dict[str, float]) -> float:
-        """Return the time over the time asked for, the largest of all budgets of time."""
-        return max(facts_of(name).excess(value, self.ms, self.speedup) for name, value in asked.items())
-
-    def __str__(self) -> str:
-        return (
-            f"{self.ms:.3g} ms [{self.ms_low:.3g}, {self.ms_high:.3g}], {factor(self.speedup)} "
-            f"{interval(self.speedup_low, self.speedup_high)}{'' if self.stable else ', unstable'}"
-        )
 
 
 @dataclass(frozen=True)
@@ -243,6 +215,8 @@ class LatencyResult:
         two figures for the same speedup would confuse.
         """
         target = self.target.settings.target
+        if target.elsewhere:  # where the report times nothing
+            return report
         asked = target.as_latency
         (setting,) = choose_settings(asked, devices(target.device, asked))[0]
         same = {"model": model} | {key: value for key, value in asdict(setting).items() if key != "memory_format"}

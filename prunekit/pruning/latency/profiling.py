@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,29 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from prunekit.backends.session import Setting, inputs_like
 from prunekit.channels.labels.label_union import Labels
-from prunekit.channels.trace import trace
-from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.channels.trial.trial import run_trial
-from prunekit.compaction.compact_model import compact
+from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.deploy.deployment_transform import AS_IT_IS, Transform
 from prunekit.errors import NotMeasuredError
-from prunekit.hooks.model_copy import named_tensors, with_tensors
-from prunekit.hooks.wrappers import unwrapped
-from prunekit.measure.latency.comparison import choose_settings, devices
 from prunekit.measure.latency_profile.network_timing import (
     LayerTimes,
     Network,
-    has_layer_clock,
     read_times,
-    sample_widths,
     time_networks,
     with_keys,
 )
 from prunekit.measure.latency_profile.staircase_fit import TimedNetwork, fit_latency_table
+from prunekit.measure.latency_profile.whole_fit import check_whole_fit, fit_whole_table
 from prunekit.measure.measurement_effort import current_effort
 from prunekit.modes.public_call import public_call
-from prunekit.planning.budgets.cost_model import GroupPart, round_up
+from prunekit.planning.budgets.cost_model import round_up
 from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency
-from prunekit.planning.candidates import free_parts
-from prunekit.planning.depth_search import all_that_may_go, blocks_of
-from prunekit.planning.plan import Plan
-from prunekit.settings.pruning import PruneSettings, Target
-from prunekit.utils.context import paused_garbage_collection
-from prunekit.utils.display import NOTHING, Displayed, Table, share, shares_left
+from prunekit.pruning.latency.device_clock import DeviceClock
+from prunekit.pruning.latency.profiled_networks import asked_networks
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import PruneSettings
+from prunekit.utils.display import NOTHING, Displayed, Table, share
 from prunekit.utils.files import StrPath, user_cache
-from prunekit.utils.inputs import as_examples
 from prunekit.utils.progress import Log, reporting, stage, tracked
 
 HELD_OUT = 5
@@ -338,32 +327,31 @@ def profile(
         >>> len(again.samples)  # all of them from the cache
         10
     """
-    model = unwrapped(model)
-    start, effort = time.perf_counter(), current_effort()
-    settings = settings or PruneSettings()
-    target = target or settings.target
-    setting, notes = layer_setting(target)
-    notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
-    wanted = replace(settings, target=target, ratios={}).in_blocks
-    given = list(as_examples(model, [example, *more_examples]))
-    inputs = inputs_like(given[0])
-    channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
-    parts = _parts(channel_map, wanted)
-    blocks = blocks_of(channel_map, parts, np.zeros(channel_map.n_labels), wanted)
-    keeps = list(sample_widths(channel_map, parts, networks or effort.networks, blocks=blocks))
-    made = _networks(model, channel_map, keeps, transform)
+    start, target = time.perf_counter(), target or (settings or PruneSettings()).target
+    asked = asked_networks(model, example, target, settings, channel_map, more_examples, networks, transform)
+    channel_map, keeps, notes = asked.channel_map, asked.keeps, list(asked.notes)
     kept_in = user_cache("latency") if cache is None else Path(cache)
-    dense, rounds = transform(model), effort.network_rounds
-    if measure:
-        log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
+    dense, rounds = transform(asked.model), current_effort().network_rounds
+    if target.elsewhere:
+        with reporting(progress, "profile"):
+            times = DeviceClock(target, log).times(asked.kit, measure=measure, again=again)
+        known = [times.networks.get(name) for name in asked.kit.names]
+        samples = tuple(TimedNetwork(keep, one.layer_times) for keep, one in zip(keeps, known, strict=True) if one)
+        notes += [f"measured on {target.device}: {times.described}", *times.doubts]
+        if len(samples) < FEWEST:
+            raise NotMeasuredError(f"{len(samples)} networks ran on {target.device}, at least {FEWEST} are needed")
+    elif measure:
+        where = asked.setting.runtime
+        log(f"profile: {len(keeps)} networks of all widths, timed in {where} with the dense one beside each")
         limit = math.inf if limit_s is None else limit_s
 
-        def timing(asked: Iterable[Network]) -> Iterator[LayerTimes]:
+        def timing(wanted: Iterable[Network]) -> Iterator[LayerTimes]:
             rest: dict[str, Any] = {"repeats": rounds, "cache": kept_in, "again": again, "log": log}
-            return time_networks(dense, asked, inputs, setting, limit_s=limit / FEWEST, **rest)
+            return time_networks(dense, wanted, asked.inputs, asked.setting, limit_s=limit / FEWEST, **rest)
 
         with reporting(progress, "profile"):
-            timed = _settled_within(limit, tracked(made, "profile", total=len(keeps), unit="network"), timing, log)
+            made = tracked(asked.networks, "profile", total=len(keeps), unit="network")
+            timed = _settled_within(limit, made, timing, log)
             samples = tuple(TimedNetwork(keep, found) for keep, found in zip(keeps, timed, strict=False))
         if len(samples) < len(keeps):
             notes.append(
@@ -371,31 +359,30 @@ def profile(
                 "larger target.limit_s, or an idle machine, makes predictions better"
             )
     else:
-        keys = (key for _, key in with_keys(dense, made, inputs, setting, rounds))
-        known = (read_times(kept_in / f"{key}.json") for key in keys)
+        keys = (key for _, key in with_keys(dense, asked.networks, asked.inputs, asked.setting, rounds))
+        before = (read_times(kept_in / f"{key}.json") for key in keys)
         samples = tuple(
-            TimedNetwork(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None
+            TimedNetwork(keep, found) for keep, found in zip(keeps, before, strict=True) if found is not None
         )
         there = f"{len(samples)} of {len(keeps)} networks of the profile are in {kept_in}"
         if len(samples) < FEWEST:
             raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
         notes += [f"{there}, measured before"]
-    table = fit_latency_table(channel_map, samples, asdict(setting))
-    predictions = _predicted(channel_map, samples, table.setting)
+    if target.elsewhere:
+        table, check = (
+            fit_whole_table(channel_map, samples, asdict(asked.setting)),
+            check_whole_fit(channel_map, samples),
+        )
+        pairs = zip(samples, check.predicted_ms, strict=True)
+        predictions = tuple(_prediction(channel_map, *pair, table.dense_ms, held_out=True) for pair in pairs)
+        notes.append(check.more_would_help)
+    else:
+        table = fit_latency_table(channel_map, samples, asdict(asked.setting))
+        predictions = tuple(_predicted(channel_map, samples, table.setting))
     found = Profile(channel_map, table, predictions, samples, tuple(notes), 0.0)
     if found.doubts:
         notes.append(f"{found.noise}; when it is quiet, {REMEDY} measures such networks again")
     return replace(found, notes=tuple(notes), seconds=time.perf_counter() - start)
-
-
-def layer_setting(target: Target) -> tuple[Setting, list[str]]:
-    """Return the setting in which a target's layers are timed, and notes on it; raise if the runtime lacks it."""
-    settings = target.as_latency
-    (wanted,), _ = choose_settings(settings, devices(target.device, settings))
-    if has_layer_clock(target.runtime):
-        return wanted, []
-    note = f"{target.runtime} cannot tell how long each layer takes: the table is of eager, and plans are measured"
-    return replace(wanted, runtime="eager"), [note]
 
 
 def _settled_within(
@@ -426,58 +413,19 @@ def _settled_within(
     return list(found.values())
 
 
-def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[GroupPart]:
-    return free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
-
-
-def _tried(
-    model: nn.Module, channel_map: ChannelMap, wanted: PruneSettings, examples: Sequence[tuple[Any, ...]]
-) -> ChannelMap:
-    """Return the channel map with what only a trial finds: locks, and sizes in the model's Python attributes."""
-
-    def choose(chart: ChannelMap) -> Keep:
-        parts = _parts(chart, wanted)
-        _, narrow = sample_widths(chart, parts, 2)
-        blocks = blocks_of(chart, parts, np.zeros(chart.n_labels), wanted)
-        for block in all_that_may_go(parts, blocks, wanted) if shallow else []:
-            for index in block.parts:
-                narrow[parts[index].labels] = False
-        return chart.completed(narrow)
-
-    for shallow in (False, True):  # at last with all blocks gone that may go
-        if not shallow or (wanted.blocks_may_go and channel_map.branches.found):
-            with paused_garbage_collection():
-                tried = run_trial(model, channel_map, choose, list(examples), plain=wanted.plain_classes)
-                channel_map = tried.channel_map
-    return channel_map
-
-
-def _networks(
-    model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Keep], transform: Transform
-) -> Iterator[Network]:
-    """Yield networks that are cut out of the model on demand; their outlines on the meta device copy no weights."""
-    outline = with_tensors(model, {name: tensor.detach().to("meta") for name, tensor in named_tensors(model)})
-
-    def cut(whole: nn.Module, keep: Keep) -> nn.Module:
-        return transform(compact(whole, Plan(channel_map, keep, {})))
-
-    for index, keep in enumerate(keeps):
-        name = f"profile: network {index + 1} of {len(keeps)}, {shares_left({'macs': channel_map.macs_left(keep)})}"
-        yield Network(name, cut(outline, keep), partial(cut, model, keep))
-
-
 def _predicted(
     channel_map: ChannelMap, samples: Sequence[TimedNetwork], setting: Mapping[str, Any]
-) -> tuple[NetworkPrediction, ...]:
-    """Return the times of all networks, predicted by a table that was fitted without those held out."""
+) -> Iterator[NetworkPrediction]:
+    """Yield the times of all networks, predicted by a table that was fitted without those held out."""
     held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
     rest = fit_latency_table(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
-    return tuple(
-        NetworkPrediction(
-            rest.at(channel_map, sample.keep),
-            sample.whole_ms(rest.dense_ms),
-            channel_map.macs_left(sample.keep),
-            index in held_out,
-        )
-        for index, sample in enumerate(samples)
-    )
+    for index, sample in enumerate(samples):
+        predicted_ms = rest.at(channel_map, sample.keep)
+        yield _prediction(channel_map, sample, predicted_ms, rest.dense_ms, held_out=index in held_out)
+
+
+def _prediction(
+    channel_map: ChannelMap, sample: TimedNetwork, predicted_ms: float, dense_ms: float, *, held_out: bool
+) -> NetworkPrediction:
+    left = channel_map.macs_left(sample.keep)
+    return NetworkPrediction(predicted_ms, sample.whole_ms(dense_ms), left, held_out)

@@ -1,0 +1,235 @@
+"""The clock of another machine: kits are written for it, measured there by hand or by a command, and read back.
+
+Kits are kept in the user's cache by device, under a name that says what is in them: the same call finds the times of
+the same kit, whoever brought them. So a call that needs times which are not there writes the kit, says what to do, and
+ends; called again, it goes on.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from prunekit.backends.session import Inputs, Setting
+from prunekit.errors import ArtifactError, NotMeasuredError, RunError, TimesNeededError, UsageError
+from prunekit.known_names import DTYPES
+from prunekit.measure.device.kit import MANIFEST, SCRIPT, TIMES, Kit, kit_backend
+from prunekit.measure.device.times import DeviceTimes, TimedFile, read_kit, read_times
+from prunekit.measure.latency.timing import median_interval, paired_ratio
+from prunekit.measure.latency_profile.network_timing import Network
+from prunekit.settings.deployment import Target
+from prunekit.settings.pruning import facts_of
+from prunekit.utils.display import factor, interval
+from prunekit.utils.files import StrPath, atomic_file, user_cache
+from prunekit.utils.progress import Log
+from prunekit.utils.user_code import refuse_forbidden
+
+LAST_LINES = 12
+"""Lines of what a command printed that its error shows."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a model on the target, measured beside the dense one in new processes."""
+
+    # ms, ms_low, ms_high: of a forward pass of the batch: the median over processes of their medians, and an interval
+    # that holds the 95 % intervals of all
+    ms: float
+    ms_low: float
+    ms_high: float
+    # speedup, speedup_low, speedup_high: median and interval, as for ms, of the ratios to the dense model, pair by pair
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    stable: bool  # whether the figures support a claim
+    doubts: tuple[str, ...]  # why the figures are not stable
+    notes: tuple[str, ...] = ()  # why it was not measured in processes of its own, if so
+    processes: int = 1  # the number of processes that measured it
+
+    def excess(self, asked: dict[str, float]) -> float:
+        """Return the time over the time asked for, the largest of all budgets of time."""
+        return max(facts_of(name).excess(value, self.ms, self.speedup) for name, value in asked.items())
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ms:.3g} ms [{self.ms_low:.3g}, {self.ms_high:.3g}], {factor(self.speedup)} "
+            f"{interval(self.speedup_low, self.speedup_high)}{'' if self.stable else ', unstable'}"
+        )
+
+
+@dataclass(frozen=True)
+class DeviceClock:
+    """The clock of a target that is another machine."""
+
+    target: Target
+    log: Log
+
+    def times(
+        self, kit: Kit, *, what: str = "networks of its widths", measure: bool = True, again: bool = False
+    ) -> DeviceTimes:
+        """Return what the device measured with a kit; one that it knows is not measured again, unless `again`.
+
+        Raises:
+            TimesNeededError: the kit is written, and somebody has to measure it.
+            NotMeasuredError: it was not measured, and `measure` is False.
+            RunError: the command failed, or left no times.
+        """
+        folder = self._folder(kit)
+        if not measure and not (folder / TIMES).exists():
+            raise NotMeasuredError(f"{self.target.device} has not timed {what} yet: `prunekit profile RECIPE`")
+        manifest = read_kit(self.written(kit))
+        if again and self.target.command:
+            (folder / TIMES).unlink(missing_ok=True)
+        if not (folder / TIMES).exists():
+            if not self.target.command:
+                raise TimesNeededError(_to_do(self.target.device, what, folder))
+            self._run(folder)
+        found = read_times(folder / TIMES, manifest)
+        for name, reason in found.failed.items():
+            self.log(f"{self.target.device}: {name} was not measured: {reason[:200]}")
+        said = "".join(f"; {doubt}" for doubt in found.doubts)
+        self.log(f"{self.target.device} ({found.described}): {len(found.networks)} networks were measured{said}")
+        return found
+
+    def written(self, kit: Kit) -> Path:
+        """Return the folder in which a kit is kept, which is written if it is not there."""
+        folder = self._folder(kit)
+        if not (folder / MANIFEST).exists() or read_kit(folder)["kit"] != kit.key:
+            kit.write(folder, self.log)
+        return folder
+
+    def _folder(self, kit: Kit) -> Path:
+        return devices_folder() / self.target.device / kit.folder_name
+
+    def timings(self, dense: nn.Module, models: Sequence[nn.Module], inputs: Inputs, what: str) -> list[Timing | None]:
+        """Return the times of models beside the dense one, with intervals; None of one that failed there."""
+        named = [Network(f"{what} {number}", one, partial(_itself, one)) for number, one in enumerate((dense, *models))]
+        kit = Kit(type(dense).__name__, named, inputs, device_setting(self.target))
+        found = self.times(kit, what=what).networks
+        return [_timing(found[name]) if name in found else None for name in kit.names[1:]]
+
+    def _run(self, folder: Path) -> None:
+        """Run the user's command, which takes the kit to the device and brings its times."""
+        refuse_forbidden(self.target.command, UsageError)
+        command = self.target.command.replace("{kit}", shlex.quote(str(folder)))
+        self.log(f"{self.target.device}: {command}")
+        with subprocess.Popen(
+            command,
+            shell=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=self.target.limit_s)
+                ended = f"it ended with exit code {process.returncode}" if process.returncode else ""
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                printed, ended = (
+                    process.communicate()[0],
+                    f"it took more than target.limit_s, {self.target.limit_s:g} s",
+                )
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if not ended and not (folder / TIMES).exists():
+            ended = f"it left no {TIMES} in {folder}"
+        if ended:
+            last = "\n".join(f"  {line}" for line in printed.splitlines()[-LAST_LINES:])
+            raise RunError(
+                f"target.command: {ended}; the kit {folder} stays, and the same call goes on from it. Its last lines:\n"
+                f"{last or '  (it printed nothing)'}"
+            )
+
+
+def device_setting(target: Target) -> Setting:
+    """Return the setting in which another machine times networks; raise if its runtime runs no files."""
+    setting = Setting(
+        target.runtime, target.device, target.batch, target.threads, DTYPES[target.dtype], target.memory_format
+    )
+    kit_backend(setting)
+    return setting
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _timing(found: TimedFile) -> Timing:
+    """Return the time of a network beside the dense one."""
+    own, dense = found.array
+    doubts = tuple(found.doubts)
+    return Timing(*median_interval(own), *paired_ratio(dense, own), stable=not doubts, doubts=doubts)
+
+
+def _to_do(device: str, what: str, folder: Path) -> str:
+    """Return what somebody has to do before a call can go on."""
+    return (
+        f"{device!r} is no device of this machine, and has not timed {what} yet. The kit for it is in {folder}:\n"
+        f"  1. copy that folder to {device}, for example: scp -r {shlex.quote(str(folder))} {device}:\n"
+        f"  2. there: python3 {folder.name}/{SCRIPT}\n"
+        f"  3. copy its {TIMES} back into {folder}, or give it to `prunekit profile RECIPE --times {TIMES}`\n"
+        "  4. run the same again, which goes on from there\n"
+        "Or name a command that does it all: target.command, "
+        f'such as "scp -r {{kit}} {device}:k && ssh {device} python3 k/{SCRIPT} && scp {device}:k/{TIMES} {{kit}}"'
+    )
+
+
+def devices_folder() -> Path:
+    """Return the folder in which the kits of all devices are kept."""
+    return user_cache("devices")
+
+
+def stored_kits(device: str = "*") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the folders of kits, and what their manifests say; those that are damaged are left out."""
+    for path in sorted(devices_folder().glob(f"{device}/*/{MANIFEST}")):
+        try:
+            yield path.parent, read_kit(path.parent)
+        except ArtifactError:
+            continue
+
+
+def accept_times(file: StrPath, device: str) -> Path:
+    """Copy a `times.json` to the kit of a device that it is of, and return that kit's folder.
+
+    Raises:
+        UsageError: no kit that is kept for the device is the one that was measured.
+        ArtifactError: the file is damaged, or was changed.
+    """
+    path, errors = Path(file), list[ArtifactError]()
+    for folder, manifest in stored_kits(device):
+        try:
+            read_times(path, manifest)
+        except ArtifactError as error:
+            errors.append(error)
+            continue
+        if path.resolve() != (folder / TIMES).resolve():
+            with atomic_file(folder / TIMES) as temporary:
+                shutil.copyfile(path, temporary)
+        return folder
+    if errors:
+        raise errors[-1]
+    raise UsageError(f"{path}: no kit was written for {device!r} yet; `prunekit kit RECIPE` writes one")
+
+
+def device_rows() -> Iterator[dict[str, Any]]:
+    """Yield a row for each kit that is kept, with what it was measured on."""
+    for folder, manifest in stored_kits():
+        row = {"name": folder.parent.name, "model": manifest["model"], "runtime": manifest["runtime"]}
+        row |= {"networks": len(manifest["networks"]), "kit": str(folder)}
+        try:
+            row["measured"] = read_times(folder / TIMES, manifest).described
+        except (ArtifactError, RunError) as error:
+            row["measured"] = f"no: {error}" if (folder / TIMES).exists() else "not yet"
+        yield row
