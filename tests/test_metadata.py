@@ -15,10 +15,6 @@ ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DISTRIBUTIONS = {"PIL": "pillow", "ruamel": "ruamel.yaml", "pytorch_lightning": "lightning"}
 """Distributions of modules that have another name; a dash stands for an underscore in the others."""
-OPTIONAL = {
-    "executorch": "its pages say which package fits which torch",
-}
-"""Modules that no extra installs, each with the reason."""
 
 
 def imported() -> dict[str, str]:
@@ -45,10 +41,9 @@ def test_every_import_is_declared_and_everything_declared_is_imported() -> None:
         [each for name, requirements in extras.items() if name != "test" for each in requirements]
     )
     wanted = {DISTRIBUTIONS.get(name, name.replace("_", "-")): path for name, path in imported().items()}
-    missing = {name: path for name, path in wanted.items() if name not in known and name not in OPTIONAL}
+    missing = {name: path for name, path in wanted.items() if name not in known}
     assert missing == {}
     assert declared(PROJECT["project"]["dependencies"]) - wanted.keys() == set()
-    assert OPTIONAL.keys() - wanted.keys() == set()
 
 
 def test_the_long_description_leads_nowhere_but_to_addresses() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from prunekit import known_names
 from prunekit.backends.files.export_source import ExportSource, Run
+from prunekit.backends.files.program import with_axes
 from prunekit.backends.int8.quantizer import Batch, Log, Quantized, Quantizer, Score, quantized_file
 from prunekit.backends.session import INT8, MODULE, FileKey, Sample, Session, Setting, Source
-from prunekit.errors import ArtifactError, UsageError
+from prunekit.errors import ArtifactError, RunError, UsageError, raised_as
 from prunekit.hooks.model_copy import copied
 from prunekit.models.interface import ModelInterface, interface_of, with_batch
 from prunekit.settings.deployment import QuantizeSettings
@@ -118,6 +120,7 @@ class FileBackend(Backend):
 
     tolerance: ClassVar[float] = 1e-4  # largest relative difference of a correct file's outputs from the model's
     most_samples: ClassVar[int | None] = None  # largest batch that every file takes; None if there is no limit
+    fixes_batch: ClassVar[bool] = False  # whether a file takes one batch size alone
     reads_folder: ClassVar[bool] = False  # whether a pruned model is written from its model folder
     runs_for_interface: ClassVar[bool] = False  # whether files are loaded to read their interface, too
     loader: ClassVar[str] = ""  # what loads its files, for messages
@@ -245,6 +248,61 @@ class ProgramBackend(FileBackend):
         """Load a file that has no code in it, and return a function that runs it."""
         self.require_no_code(path)
         return self.open_trusted(path, threads=threads)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A file that its runtime has loaded, as the three steps of a run."""
+
+    feed: Callable[[tuple[Any, ...]], Any]  # from an example to what the runtime takes
+    forward: Callable[[Any], Any]  # runs one forward: what is timed
+    tensors: Callable[[Any], list[Tensor]]  # copies of what the last forward returned, as the interface has them
+
+
+class DeviceBackend(ProgramBackend):
+    """A backend whose runtime computes in float32 on the CPU, and is given its number of threads when it loads."""
+
+    advice = ""  # for errors of a run, from "; " on
+
+    @abstractmethod
+    def load(self, path: Path, threads: int) -> Loaded:
+        """Load a file whatever is in it."""
+
+    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
+        """Load a file whatever is in it, and return a function that runs it."""
+        loaded = self.load(path, threads)
+
+        def run(example: tuple[Any, ...]) -> list[Tensor]:
+            given = loaded.feed(example)
+            with raised_as(RunError, f"{path}: {self.loader} cannot run it: ", self.advice):
+                return loaded.tensors(loaded.forward(given))
+
+        return run
+
+    def file_session(
+        self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
+    ) -> Session:
+        """Open a file to be timed without the steps before and after a forward."""
+        if not trusted:
+            self.require_no_code(path)
+        loaded = self.load(path, setting.threads)
+        return Session(partial(loaded.forward, loaded.feed(sample)), loaded.tensors)
+
+    def refuse(self, setting: Setting) -> str:
+        """Return why it cannot run a setting."""
+        if setting.dtype != "float32":
+            return "its files are written and computed in float32"
+        return "" if setting.memory_format == "contiguous" else "it chooses layouts itself"
+
+    def require_sizes(self, source: ExportSource, *besides: str) -> None:
+        """Raise if an axis is to be of any size, but those whose names are given."""
+        for spec in with_axes(source.interface, source.options).inputs:
+            for axis, name in enumerate(spec.shape):
+                if isinstance(name, str) and name not in besides:
+                    raise UsageError(
+                        f"{self.format}: expected inputs of fixed sizes, got {name} of any size (axis {axis} of "
+                        f"{spec.name}); leave out --dynamic, and give the batch: --batch 1 (batch=1)"
+                    )
 
 
 class FunctionBackend(Backend):

@@ -1,14 +1,13 @@
-"""Export of a model to ExecuTorch, with operators of XNNPACK, for phones and small devices."""
+"""ExecuTorch: programs with XNNPACK's operators, for phones and small devices, are written, opened and timed."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-from torch import Tensor
-
-from prunekit.backends.backend import ProgramBackend, register_backend
-from prunekit.backends.files.export_source import KEY, ExportSource, Run, fed, interface_of_json
+from prunekit.backends.backend import DeviceBackend, Loaded, register_backend
+from prunekit.backends.files.export_source import KEY, ExportSource, fed, interface_of_json
 from prunekit.backends.files.program import (
     SAMPLES,
     Program,
@@ -18,22 +17,30 @@ from prunekit.backends.files.program import (
     program_of,
     tracing,
 )
+from prunekit.backends.session import Sample, Session, Setting
 from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.models.interface import ModelInterface
 from prunekit.utils.private_torch import OpOverload
 
+_OPEN: WeakSet[Any] = WeakSet()
+"""Methods that are loaded: they hold on to the pool of threads, which must not be replaced meanwhile."""
+
 
 @register_backend(
     format="executorch",
+    runtime="executorch",
     about="ExecuTorch program with XNNPACK's operators, for phones and small devices",
+    runs="ExecuTorch's runtime with XNNPACK's kernels, on the exported file",
     suffix=".pte",
     packages=("executorch",),
+    install="pip install 'prunekit[executorch]'",
 )
-class Executorch(ProgramBackend):
+class Executorch(DeviceBackend):
     """Programs of ExecuTorch; their interface is what the method `prunekit` returns, as JSON."""
 
     most_samples = SAMPLES
     loader = "ExecuTorch's runtime"
+    advice = "; inputs may be no larger than memory was planned for, as its export noted"
     runs_for_interface = True
 
     def write(self, source: ExportSource, path: Path) -> list[str]:
@@ -48,17 +55,34 @@ class Executorch(ProgramBackend):
         """Return that a program is not checked by what runs it."""
         return "it is a program of ExecuTorch, whose runtime takes the addresses in it on trust"
 
-    def open_trusted(self, path: Path, *, threads: int = 1) -> Run:
-        """Return a function that runs a program in ExecuTorch's own runtime, which has threads of its own number."""
-        interface, method = self.interface(path), _method(path, "forward")
-        advice = "; inputs may be no larger than memory was planned for, as its export noted"
+    def load(self, path: Path, threads: int) -> Loaded:
+        """Load a program; its runtime has one pool of threads, of the number that the first open program asks for."""
+        from executorch.extension.pybindings import portable_lib
 
-        def run(example: tuple[Any, ...]) -> list[Tensor]:
-            given = fed(example, interface)
-            with raised_as(RunError, f"{path}: ExecuTorch cannot run it: ", advice):
-                return [one.clone() for one in method.execute([tensor.contiguous() for tensor in given.values()])]
+        interface = self.interface(path)
+        if portable_lib._threadpool_get_thread_count() != threads and not _OPEN:
+            portable_lib._unsafe_reset_threadpool(threads)
+        method = _method(path, "forward")
+        _OPEN.add(method)
+        return Loaded(
+            lambda example: [tensor.contiguous() for tensor in fed(example, interface).values()],
+            method.execute,
+            lambda found: [one.clone() for one in found],
+        )
 
-        return run
+    def file_session(
+        self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
+    ) -> Session:
+        """Open a program to be timed; raise if others that are open keep the pool at another number of threads."""
+        session = super().file_session(path, interface, sample, setting, trusted=trusted)
+        from executorch.extension.pybindings import portable_lib
+
+        if (found := portable_lib._threadpool_get_thread_count()) != setting.threads:
+            raise RunError(
+                f"executorch: expected {setting.threads} threads, and its pool has {found} while other programs are "
+                "open in this process; time it in a process of its own"
+            )
+        return session
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface that a program carries."""

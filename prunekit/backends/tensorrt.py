@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import FORMATS, ProgramBackend, register_backend
-from prunekit.backends.files.export_source import ExportSource, Run, fed, interface_of_json
+from prunekit.backends.files.export_source import ExportSource, Run, beside, fed, read_beside
 from prunekit.backends.files.onnx_program import onnx_program_of
 from prunekit.backends.files.program import largest_sizes
 from prunekit.backends.session import Sample, Session, Setting, Source
@@ -54,7 +54,7 @@ class TensorRt(ProgramBackend):
             engine = built_engine(file, engine_logger(), shapes, exact=True)
             packed = two_of_four_weights(file)
         path.write_bytes(engine)
-        _beside(path).write_text(json.dumps(program.interface.as_dict()), encoding="utf-8")
+        beside(path).write_text(json.dumps(program.interface.as_dict()), encoding="utf-8")
         notes = [f"the engine takes a {name} of at most {size}" for name, size in most.items()]
         return [
             *program.notes,
@@ -83,10 +83,7 @@ class TensorRt(ProgramBackend):
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface in the JSON beside an engine."""
-        beside = _beside(path)
-        if not beside.is_file():
-            raise ArtifactError(f"{path}: expected its interface in {beside.name} beside it, and there is none")
-        return interface_of_json(beside.read_text(encoding="utf-8"), str(beside))
+        return ModelInterface.from_dict(read_beside(path), str(beside(path)))
 
     def refuse(self, setting: Setting) -> str:
         """Return why it cannot run a setting."""
@@ -103,10 +100,6 @@ class TensorRt(ProgramBackend):
         engine = _Engine(built_engine(file, logger), interface, device, logger, "tensorrt")
         engine.bind(sample)
         return Session(engine.run, lambda _: engine.outputs)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.json")
 
 
 def _shapes(interface: ModelInterface, example: tuple[Any, ...], most: Mapping[str, int]) -> dict[str, Sizes]:

@@ -121,7 +121,7 @@ def test_an_interface_with_a_number_of_samples_is_exported_with_it(tmp_path: Pat
     require_same(model, FORMATS.get("onnx").open(file), example)
 
 
-@pytest.mark.parametrize("name", ["pt2", "aoti", "executorch", "tensorrt"])
+@pytest.mark.parametrize("name", ["pt2", "aoti", "executorch", "litert", "ncnn", "tensorrt"])
 def test_half_is_refused_where_the_format_has_none(name: str, tmp_path: Path) -> None:
     source = source_of(nn.Linear(3, 2), (torch.randn(2, 3),), options=ExportOptions(half=True))
     with pytest.raises(UsageError, match=r"half: .* use onnx or openvino"):
@@ -130,7 +130,7 @@ def test_half_is_refused_where_the_format_has_none(name: str, tmp_path: Path) ->
 
 def test_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("prunekit.utils.availability.find_spec", lambda name: None)
-    for name in ("onnx", "openvino", "executorch", "tensorrt"):
+    for name in ("onnx", "openvino", "executorch", "litert", "ncnn", "tensorrt"):
         assert "pip install" in FORMATS.get(name).unusable()
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.models.interface import ModelInterface
-from prunekit.reading.text_files import parse_json
+from prunekit.reading.text_files import parse_json, read_json
 from prunekit.utils.inputs import Keywords, split
 from prunekit.utils.tensors import gather
 
@@ -72,6 +72,23 @@ def metadata_of(interface: ModelInterface) -> dict[str, str]:
 def interface_of_json(text: str, where: str) -> ModelInterface:
     """Return an interface from the JSON of a file's metadata."""
     return ModelInterface.from_dict(parse_json(text, where, "the interface as JSON in its metadata"), where)
+
+
+def beside(path: Path) -> Path:
+    """Return the JSON beside a file whose format has no place for an interface."""
+    return path.with_name(f"{path.name}.json")
+
+
+def read_beside(path: Path) -> Any:
+    """Return the mapping in the JSON beside a file."""
+    file = beside(path)
+    if not file.is_symlink() and not file.is_file():
+        raise ArtifactError(f"{path}: expected its interface in {file.name} beside it, and there is none")
+    require_own_file(path, file.name, "its interface")
+    found = read_json(file, "the interface as JSON")
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{file}: expected the interface as a JSON object, got {type(found).__name__}")
+    return found
 
 
 def as_exported(

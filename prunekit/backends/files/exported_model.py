@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.backends.files.export_source import Run
+from prunekit.backends.files.export_source import Run, beside
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.known_names import FORMATS, is_export_name
 from prunekit.models.interface import ModelInterface
@@ -98,10 +98,10 @@ class ExportedModel(nn.Module):
 
     @property
     def files(self) -> list[Path]:
-        """The file, and those beside it that belong to it: OpenVINO's weights, and external data of ONNX."""
-        beside = [self.path.with_suffix(".bin")] if self.path.suffix == ".xml" else []
-        beside += [self.path.with_name(f"{self.path.name}.data")]
-        return [self.path, *(file for file in beside if file.is_file())]
+        """The file, and those beside it that belong to it: weights of OpenVINO, ncnn and ONNX, and an interface."""
+        weights = [self.path.with_suffix(".bin")] if self.path.suffix in (".xml", ".param") else []
+        others = [*weights, self.path.with_name(f"{self.path.name}.data"), beside(self.path)]
+        return [self.path, *(file for file in others if file.is_file())]
 
     @property
     def fixed_batch(self) -> int | None:

@@ -323,7 +323,7 @@ def _traced(
             shapes[tensor] = {axis: hint(max=most[name]) if most else hint for axis, name in called.items()}
     positional, named = split(example) if names is not None else (tuple(tensors), {})
     given = positional, dict(named)  # a plain one, for torch.export
-    with tracing(), _forward(model, example, names):
+    with tracing(), forward_of_tensors(model, example, names):
         wanted = shapes.dynamic_shapes(model, *given) if any(axes) else None  # type: ignore[no-untyped-call]
         try:
             return torch.export.export(model, *given, dynamic_shapes=wanted, strict=False)
@@ -348,7 +348,9 @@ def tracing() -> Iterator[None]:
         logging.disable(before)
 
 
-def _forward(model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None) -> AbstractContextManager[None]:
+def forward_of_tensors(
+    model: nn.Module, example: tuple[Any, ...], names: Sequence[str] | None = None
+) -> AbstractContextManager[None]:
     """Let a model take an example's tensors one by one and return a tuple, or return one of Python's own classes."""
     forward = model.forward
 

@@ -219,6 +219,8 @@ def export_float(
     model = one_copy(target.model)
     reference = with_half_weights(model) if request.options.half else model
     samples, real = real_samples(target)
+    fixed = kind.fixes_batch and request.batch is None and is_batched(samples)
+    request = replace(request, batch=1) if fixed else request
     examples = list(checked_batches(samples, request.batch))
     interface = described_interface(model, examples[0], target, request.dynamic, request.batch)
     known = {**({} if target.build is None else {BUILD: target.build}), **(facts or {})}
@@ -237,6 +239,8 @@ def export_float(
             notes.append("compared with the model with weights rounded to float16, as the file stores them")
         if len(usable) < len(resized):
             notes.append("other sizes were not checked, because the model itself does not run on half of this one")
+        if fixed:
+            notes.append(f"{kind.format} files take one batch size, 1 here; for another, give --batch (batch=)")
         notes += exported_zeros_notes(zero_patterns(model), kind.format)
         for parity in parities:
             log(f"export: {parity.inputs}: differs from eager by {parity.max_relative_difference:.1e}")
