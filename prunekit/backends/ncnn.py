@@ -50,8 +50,9 @@ class Ncnn(DeviceBackend):
         self.require_writable(source, "an ncnn network stores weights")
         self.require_sizes(source, BATCH)
         program = program_of(source, flat=True)
-        first = [spec.shape[:1] for spec in (*program.interface.inputs, *program.interface.outputs)]
-        if not is_batched(program.example) or len(set(first)) != 1:
+        shapes = [spec.shape for spec in (*program.interface.inputs, *program.interface.outputs)]
+        whole = all(isinstance(size, int) for shape in shapes for size in shape[1:])
+        if not is_batched(program.example) or len({shape[:1] for shape in shapes}) != 1 or not whole:
             raise RunError(
                 f"{type(source.model).__name__} cannot be exported to ncnn, which runs sample after sample: expected "
                 "the batch on the first axis of every input and output; use another format, such as onnx"
@@ -120,8 +121,11 @@ class Ncnn(DeviceBackend):
 
         def tensors(found: list[list[Any]]) -> list[Tensor]:
             each = zip(interface.outputs, zip(*found, strict=True), strict=True)
-            arrays = ((spec, np.stack([np.array(mat).reshape(spec.shape[1:]) for mat in mats])) for spec, mats in each)
-            return [torch.from_numpy(array).to(getattr(torch, spec.dtype)) for spec, array in arrays]
+            arrays = ((spec, np.stack([np.array(mat) for mat in mats])) for spec, mats in each)
+            return [
+                torch.from_numpy(array).reshape(len(array), *map(int, spec.shape[1:])).to(getattr(torch, spec.dtype))
+                for spec, array in arrays
+            ]
 
         return Loaded(feed, forward, tensors)
 
