@@ -58,6 +58,7 @@ EXAMPLES: dict[str, Any] = {
     "JobSettings.device": "cuda:0",
     "JobSettings.threads": 4,
     "LatencySettings.runtimes": ["eager", "onnxruntime"],
+    "Target.command": "scp -r {kit} pi5:k && ssh pi5 python3 k/measure.py && scp pi5:k/times.json {kit}",
     "LatencySettings.dtypes": ["fp32", "bf16"],
     "LatencySettings.memory_formats": ["contiguous", "channels_last"],
     "ModelSettings.name": "resnet18",

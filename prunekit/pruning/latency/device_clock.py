@@ -118,8 +118,9 @@ class DeviceClock:
 
     def _run(self, folder: Path) -> None:
         """Run the user's command, which takes the kit to the device and brings its times."""
-        refuse_forbidden(self.target.command, UsageError)
-        command = self.target.command.replace("{kit}", shlex.quote(str(folder)))
+        given = self.target.command or ""
+        refuse_forbidden(given, UsageError)
+        command = given.replace("{kit}", shlex.quote(str(folder)))
         self.log(f"{self.target.device}: {command}")
         with subprocess.Popen(
             command,

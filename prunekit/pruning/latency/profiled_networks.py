@@ -95,6 +95,8 @@ def layer_setting(target: Target) -> tuple[Setting, list[str]]:
     """Return the setting in which a target's layers are timed, and notes on it; raise if the runtime lacks it."""
     if target.elsewhere:
         return device_setting(target), []
+    if target.command:
+        raise UsageError(f"target.command: expected none for {target.device}, which is of this machine; name a device")
     settings = target.as_latency
     (wanted,), _ = choose_settings(settings, devices(target.device, settings))
     if has_layer_clock(target.runtime):
