@@ -32,6 +32,7 @@ from prunekit.measure.score_drop import Drop, Evaluate, HeldOut
 from prunekit.modes.public_call import public_call
 from prunekit.planning.keywords import PlanKeywords, prune_settings, shows_keywords
 from prunekit.planning.plan import Plan
+from prunekit.pruning.latency.device_clock import DeviceClock
 from prunekit.pruning.latency_budget_search import with_profile
 from prunekit.pruning.plan_search import PlanSearch
 from prunekit.pruning.prune import Calibration, Request, pruned_by
@@ -214,12 +215,23 @@ def _timed(
     log: Log,
 ) -> Frontier:
     """Return the frontier with the speedup of every point in the first setting, all timed in turn."""
+    target = search.settings.target
+    if target.elsewhere:
+        clock = DeviceClock(target, log)
+        timings = clock.timings(dense, small, inputs_like(search.examples[0]), "the points of the frontier")
+        timed = [
+            point
+            if one is None
+            else replace(point, speedup=(one.speedup, one.speedup_low, one.speedup_high), stable=one.stable)
+            for point, one in zip(found.points, timings, strict=True)
+        ]
+        return replace(found, points=tuple(timed))
     names = [f"point {number}" for number in range(1, len(small) + 1)]
     report = measure_latency(
         {"dense": dense, **dict(zip(names, small, strict=True))},
         inputs_like(search.examples[0]),
         settings,
-        devices(search.settings.target.device, settings),
+        devices(target.device, settings),
         log=log,
     )
     rows = {row["model"]: row for row in reversed(report.speedup)}  # of the first setting

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter
 from typing import Self
 
@@ -38,6 +38,7 @@ from prunekit.pruning.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned
 from prunekit.settings.deployment import DeploySettings
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.display import plural, share
+from prunekit.utils.files import json_values
 from prunekit.utils.progress import Log
 
 CERTAIN = 0.0125
@@ -128,7 +129,10 @@ class TimedPlanSearch(PlanSearch):
             if trip < TRIPS:
                 self.log(f"latency: none is within {share(TOLERANCE)}: {best}; a further kit has plans around it")
         attempts.append(attempts.pop(attempts.index(best)))  # the last is the one that is taken
-        return replace(self.as_asked(found[best.plan], target.asked_figures), attempts=tuple(attempts))
+        planned, timed = self.as_asked(found[best.plan], target.asked_figures), asdict(self.settings.target)
+        provenance = {**planned.plan.provenance, "timed": json_values({**timed, **asdict(best.timing)})}
+        plan = replace(planned.plan, provenance=provenance)
+        return replace(planned, plan=plan, attempts=tuple(attempts))
 
     def predict(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
         """Return a plan within budgets of time by prediction, or else the fastest one."""

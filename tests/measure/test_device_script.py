@@ -320,8 +320,9 @@ def test_times_of_trtexec_are_those_of_the_gpu() -> None:
 
 def test_layers_of_onnxruntime_are_means_over_the_last_passes() -> None:
     def one_pass(*durations: int) -> list[dict[str, Any]]:
-        nodes = [{"name": f"{name}_kernel_time", "dur": dur} for name, dur in zip("ab", durations, strict=True)]
+        kinds = zip(("Conv", "Add"), "ab", durations, strict=True)
+        nodes = [{"name": f"{name}_kernel_time", "dur": dur, "args": {"op_name": kind}} for kind, name, dur in kinds]
         return [{"name": "a_fence_before", "dur": 9}, *nodes, {"name": "model_run", "dur": 99}]
 
     events = [*one_pass(100, 100), *one_pass(10, 20), *one_pass(12, 22)]
-    assert measure.onnxruntime_layers(events, 2) == {"a": 11.5, "b": 21.5}
+    assert measure.onnxruntime_layers(events, 2) == {"Conv a": 11.5, "Add b": 21.5}

@@ -100,9 +100,13 @@ def test_a_call_goes_on_once_the_device_has_measured_its_kits() -> None:
     assert not found.delivered.shortfalls
     (said,) = on_time({"delivered": found.delivered.summary(), "plan": found.plan.provenance})
     assert re.search(r"2\.0\d× \[\d\.\d\d, \d\.\d\d\] and .* ms delivered.* \(weights on pi5, batch 1", said)
+    assert found.plan.provenance["timed"]["device"] == "pi5"
+    assert found.plan.provenance["timed"]["speedup"] == found.delivered.final.speedup
     by_command = prune()
     assert (by_command.plan.keep == found.plan.keep).all()
     assert [row["measured"] for row in device_rows()] == ["made up, 4 cores, weights 0"] * 2
+    with pytest.raises(TimesNeededError, match=r"of Net it knows runtime weights, batch 1, threads 1, dtype float32\)"):
+        prune(by_hand(batch=2))
 
 
 def prune_by_hand() -> pk.Pruned:
@@ -128,6 +132,14 @@ def test_a_score_decides_and_the_device_times_what_is_delivered() -> None:
     assert found.score is not None
     assert found.delivered is not None
     assert found.delivered.final.speedup > 1.05
+
+
+def test_the_points_of_a_frontier_are_timed_in_one_kit() -> None:
+    images = torch.randn(300, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    target = by_hand(command=COMMAND)
+    found = pk.frontier(net(), calibration=images, points=[0.8, 0.5], repair=False, target=target, progress=False)
+    assert [point.speedup is not None and point.speedup[0] > 1.05 for point in found.points] == [True, True]
+    assert sorted(row["networks"] for row in device_rows()) == [3, 16]
 
 
 def test_weights_are_packed_and_change_no_kit(tmp_path: Path) -> None:
@@ -209,7 +221,7 @@ def test_a_command_that_fails_is_told_with_what_it_printed(command: str, said: s
 
 
 def test_what_cannot_be_measured_elsewhere_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"runtime 'eager' runs the model itself.* give one of onnxruntime"):
+    with pytest.raises(UsageError, match=r"runtime 'eager' runs the model itself.* give one of .*onnxruntime"):
         prune(by_hand(runtime="eager"))
     with pytest.raises(UsageError, match="expected fp32 or int8, got bfloat16"):
         prune(by_hand(dtype="bf16"))

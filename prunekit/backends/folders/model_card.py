@@ -21,7 +21,7 @@ from prunekit.utils.display import count, is_number, percent, size
 RUN = "run"
 """Name of the facts of a run among the facts of an export."""
 MODELS = ("dense", "control", "pruned", "deployed")
-_COPIED = ("name", "task", "sparsity", "latency", "speedup", "shortfalls", "fine_tuned", "repair")
+_COPIED = ("name", "task", "sparsity", "latency", "speedup", "delivered", "shortfalls", "fine_tuned", "repair")
 _MACHINE = ("python", "platform", "cpu", "torch", "torchvision", "prunekit")
 _PIPELINES = {
     "image_classification": "image-classification",
@@ -225,6 +225,13 @@ def _latency(facts: CardFacts) -> str:
         ratio = f"{same[0]['median']:.2f}× ({same[0]['low']:.2f} to {same[0]['high']:.2f}){sure}" if same else "–"
         setting = [plain(row.get(k, "–")) for k in key]
         rows.append([plain(row["model"]), *setting, f"{row['median_ms']:.3g} ms{settled}", ratio])
+    found = facts.run.get("delivered") or {}
+    if found and not any(row[1] == plain(found["target"]["device"]) for row in rows):  # another machine timed it
+        target, final = found["target"], found["final"]
+        ratio = f"{final['speedup']:.2f}× ({final['speedup_low']:.2f} to {final['speedup_high']:.2f})"
+        settled = "" if final["stable"] else ", unstable"
+        setting = [plain(target.get(k, "–")) for k in key]
+        rows.append([plain(facts.run.get("model", "pruned")), *setting, f"{final['ms']:.3g} ms{settled}", ratio])
     if not rows:
         return ""
     environment = facts.run.get("environment") or {}

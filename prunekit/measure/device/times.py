@@ -1,13 +1,17 @@
 """Times that a device measured with a kit: `times.json` of a stranger, checked against the kit before it is used."""
 
+import gzip
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import numpy as np
 from pydantic import Field
 
+from prunekit.backends.files.onnx_program import NodeModules
 from prunekit.errors import ArtifactError, RunError
 from prunekit.measure.device.kit import FORMAT, MANIFEST, TIMES, described_device
 from prunekit.measure.latency.timing import Times, doubts
@@ -18,6 +22,8 @@ from prunekit.utils.files import require_checksum
 
 MOST_BYTES = 2**24
 """The largest `times.json`, and the largest list of a kit, that are read."""
+LONGEST = 500
+"""The longest name of an operator, in signs."""
 FEWEST = 5
 """Rounds, at least, that a network was timed in."""
 AGAIN = "measure the kit again (python3 measure.py --again), and copy its times.json here"
@@ -42,11 +48,26 @@ class TimedFile:
         own, dense = self.array
         return doubts(dense / own, None)
 
-    @property
-    def layer_times(self) -> LayerTimes:
-        """The times that a table of whole networks is fitted to: lower quartiles."""
+    def layer_times(self, file: Path | None) -> LayerTimes:
+        """Return the times that a table is fitted to, lower quartiles; of layers too by the packed ONNX file."""
         own, dense = np.percentile(self.array, 25, axis=1).tolist()
-        return LayerTimes(own, dense, {}, 0.0, tuple(self.doubts))
+        modules = {} if file is None else _modules_ms(file, self.layers_us)
+        rest_ms = modules.pop(None, 0.0)
+        return LayerTimes(own, dense, cast("dict[str, float]", modules), rest_ms, tuple(self.doubts))
+
+
+def _modules_ms(file: Path, layers_us: Mapping[str, float]) -> dict[str | None, float]:
+    """Return milliseconds by module of an ONNX file that is packed; None is for operators that a runtime adds."""
+    with TemporaryDirectory(prefix="prunekit-") as folder:
+        plain = Path(folder, file.stem)
+        plain.write_bytes(gzip.decompress(file.read_bytes()))
+        modules = NodeModules(plain)
+    found: dict[str | None, float] = defaultdict(float)
+    for key, us in layers_us.items():
+        kind, _, name = key.rpartition(" ")
+        path = modules.of(name, convolution=kind.removeprefix("Fused").removeprefix("QLinear") == "Conv")
+        found[path] += us / 1000
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,9 @@ def read_times(path: Path, kit: Mapping[str, Any]) -> DeviceTimes:
             raise ArtifactError(f"{path}: networks.{name[:40]}: the kit has no such network; {AGAIN}")
         if len(timed.ms) < FEWEST or not all(0 < ms < np.inf for pair in timed.ms for ms in pair):
             raise ArtifactError(f"{path}: networks.{name}.ms: expected at least {FEWEST} pairs above 0; {AGAIN}")
+        names_of = timed.layers_us
+        if not all(0 <= us < np.inf and 0 < len(key) < LONGEST and key.isprintable() for key, us in names_of.items()):
+            raise ArtifactError(f"{path}: networks.{name}.layers_us: expected microseconds by operator; {AGAIN}")
     missing = [name for name in names if name not in found.networks and name not in found.failed]
     if missing or not found.complete:
         raise RunError(

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from prunekit.known_names import DTYPES
 from prunekit.measure.device.kit import MANIFEST, SCRIPT, TIMES, Kit, kit_backend
 from prunekit.measure.device.times import DeviceTimes, TimedFile, read_kit, read_times
 from prunekit.measure.latency.timing import median_interval, paired_ratio
-from prunekit.measure.latency_profile.network_timing import Network
+from prunekit.measure.latency_profile.network_timing import LayerTimes, Network
 from prunekit.settings.deployment import Target
 from prunekit.settings.pruning import facts_of
 from prunekit.utils.display import factor, interval
@@ -90,7 +90,7 @@ class DeviceClock:
             (folder / TIMES).unlink(missing_ok=True)
         if not (folder / TIMES).exists():
             if not self.target.command:
-                raise TimesNeededError(_to_do(self.target.device, what, folder))
+                raise TimesNeededError(_to_do(self.target.device, what, folder, manifest))
             self._run(folder)
         found = read_times(folder / TIMES, manifest)
         for name, reason in found.failed.items():
@@ -98,6 +98,16 @@ class DeviceClock:
         said = "".join(f"; {doubt}" for doubt in found.doubts)
         self.log(f"{self.target.device} ({found.described}): {len(found.networks)} networks were measured{said}")
         return found
+
+    def layer_times(self, kit: Kit, found: DeviceTimes) -> list[LayerTimes | None]:
+        """Return what the device measured of each network in a kit, by layer where it did for all; None: it failed."""
+        files, timed = self._folder(kit) / "files", [found.networks.get(name) for name in kit.names]
+        layered = all(one.layers_us for one in found.networks.values())
+        packed = [files / f"{name}.onnx.gz" for name in kit.names]
+        return [
+            None if one is None else one.layer_times(file if layered and file.exists() else None)
+            for one, file in zip(timed, packed, strict=True)
+        ]
 
     def written(self, kit: Kit) -> Path:
         """Return the folder in which a kit is kept, which is written if it is not there."""
@@ -174,10 +184,18 @@ def _timing(found: TimedFile) -> Timing:
     return Timing(*median_interval(own), *paired_ratio(dense, own), stable=not doubts, doubts=doubts)
 
 
-def _to_do(device: str, what: str, folder: Path) -> str:
-    """Return what somebody has to do before a call can go on."""
+def _to_do(device: str, what: str, folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Return what somebody has to do before a call can go on, and what the device has timed of the same model."""
+    facts = ("runtime", "batch", "threads", "dtype")
+    known = {
+        ", ".join(f"{key} {one.get(key)}" for key in facts)
+        for place, one in stored_kits(device)
+        if one["model"] == manifest["model"] and (place / TIMES).exists()
+    }
+    other = known - {", ".join(f"{key} {manifest.get(key)}" for key in facts)}
+    has = f" (of {manifest['model']} it knows {'; '.join(sorted(other))})" if other else ""
     return (
-        f"{device!r} is no device of this machine, and has not timed {what} yet. The kit for it is in {folder}:\n"
+        f"{device!r} is no device of this machine, and has not timed {what} yet{has}. The kit for it is in {folder}:\n"
         f"  1. copy that folder to {device}, for example: scp -r {shlex.quote(str(folder))} {device}:\n"
         f"  2. there: python3 {folder.name}/{SCRIPT}\n"
         f"  3. copy its {TIMES} back into {folder}, or give it to `prunekit profile RECIPE --times {TIMES}`\n"

@@ -2,9 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,15 @@ class AskedNetworks:
     model: nn.Module  # dense
     channel_map: ChannelMap
     keeps: list[Keep]
-    networks: Sequence[Network]
+    networks: Iterable[Network]  # cut out one after the other
     inputs: Inputs
     setting: Setting
     notes: tuple[str, ...]
 
-    @property
+    @cached_property
     def kit(self) -> Kit:
         """The kit of the networks, for another machine."""
-        return Kit(type(self.model).__name__, self.networks, self.inputs, self.setting)
+        return Kit(type(self.model).__name__, list(self.networks), self.inputs, self.setting)
 
 
 def asked_networks(
@@ -131,18 +131,18 @@ def _tried(
     return channel_map
 
 
-def _networks(model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Keep], transform: Transform) -> list[Network]:
-    """Return networks that are cut out of the model on demand; their outlines on the meta device copy no weights."""
+def _networks(
+    model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Keep], transform: Transform
+) -> Iterator[Network]:
+    """Yield networks that are cut out of the model on demand; their outlines on the meta device copy no weights."""
     outline = with_tensors(model, {name: tensor.detach().to("meta") for name, tensor in named_tensors(model)})
 
     def cut(whole: nn.Module, keep: Keep) -> nn.Module:
         return transform(compact(whole, Plan(channel_map, keep, {})))
 
-    def named(index: int, keep: Keep) -> Network:
+    for index, keep in enumerate(keeps):
         name = f"profile: network {index + 1} of {len(keeps)}, {shares_left({'macs': channel_map.macs_left(keep)})}"
-        return Network(name, cut(outline, keep), partial(cut, model, keep))
-
-    return [named(index, keep) for index, keep in enumerate(keeps)]
+        yield Network(name, cut(outline, keep), partial(cut, model, keep))
 
 
 @public_call

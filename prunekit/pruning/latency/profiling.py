@@ -131,7 +131,7 @@ class Profile(Displayed):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each module that takes time, the slowest first."""
-        times = self.samples[0].times.modules_ms
+        times = self._dense_ms
         total = sum(times.values())
         return [
             {
@@ -149,6 +149,8 @@ class Profile(Displayed):
     def fits(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the times of every module in all networks, with the fit, by its widths; the slowest first.
 
+        There are none where networks were timed as a whole.
+
         Args:
             model: that was profiled; its layers tell which width is of outputs and which of inputs.
         """
@@ -156,7 +158,7 @@ class Profile(Displayed):
         kept = [sample.keep[final] for sample in self.samples]
         scales = [self.table.dense_ms / sample.times.dense_ms for sample in self.samples]
         found = []
-        for layer in self._slowest():
+        for layer in self._slowest() if self.samples[0].times.modules_ms else ():
             free, terms = _in_free_widths(layer, final)
             times = [sample.times.modules_ms.get(layer.module, 0.0) for sample in self.samples]
             measured = [
@@ -179,9 +181,15 @@ class Profile(Displayed):
 
     def _slowest(self) -> list[LayerLatency]:
         """Return the layers that take time, the slowest first."""
-        times = self.samples[0].times.modules_ms
+        times = self._dense_ms
         taking = (layer for layer in self.table.layers if times.get(layer.module, 0.0) > 0)
         return sorted(taking, key=lambda layer: -times[layer.module])
+
+    @property
+    def _dense_ms(self) -> Mapping[str, float]:
+        """Milliseconds of the dense model's modules: measured, or by the table where networks were timed as a whole."""
+        whole = np.ones(self.channel_map.traced.final.size, dtype=bool)
+        return self.samples[0].times.modules_ms or {layer.module: layer.at(whole) for layer in self.table.layers}
 
     @property
     def accuracy(self) -> str:
@@ -206,7 +214,7 @@ class Profile(Displayed):
                 share(row["share"], 1),
                 row["steps"] or NOTHING,
                 row["changes_at"] or NOTHING,
-                share(row["error"], 1),
+                NOTHING if row["error"] is None else share(row["error"], 1),
             )
             for row in self.rows()
         ]
@@ -334,9 +342,10 @@ def profile(
     dense, rounds = transform(asked.model), current_effort().network_rounds
     if target.elsewhere:
         with reporting(progress, "profile"):
-            times = DeviceClock(target, log).times(asked.kit, measure=measure, again=again)
-        known = [times.networks.get(name) for name in asked.kit.names]
-        samples = tuple(TimedNetwork(keep, one.layer_times) for keep, one in zip(keeps, known, strict=True) if one)
+            clock = DeviceClock(target, log)
+            times = clock.times(asked.kit, measure=measure, again=again)
+        known = clock.layer_times(asked.kit, times)
+        samples = tuple(TimedNetwork(keep, one) for keep, one in zip(keeps, known, strict=True) if one)
         notes += [f"measured on {target.device}: {times.described}", *times.doubts]
         if len(samples) < FEWEST:
             raise NotMeasuredError(f"{len(samples)} networks ran on {target.device}, at least {FEWEST} are needed")
@@ -368,18 +377,18 @@ def profile(
         if len(samples) < FEWEST:
             raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
         notes += [f"{there}, measured before"]
-    if target.elsewhere:
-        table, check = (
-            fit_whole_table(channel_map, samples, asdict(asked.setting)),
-            check_whole_fit(channel_map, samples),
-        )
-        pairs = zip(samples, check.predicted_ms, strict=True)
-        predictions = tuple(_prediction(channel_map, *pair, table.dense_ms, held_out=True) for pair in pairs)
+    named = asdict(asked.setting)
+    if samples[0].times.modules_ms:
+        predictions = tuple(_predicted(channel_map, samples, named))
+        found = Profile(channel_map, fit_latency_table(channel_map, samples, named), predictions, samples, (), 0.0)
+    if target.elsewhere:  # whose layers are timed otherwise than its networks, if at all
+        check, whole = check_whole_fit(channel_map, samples), fit_whole_table(channel_map, samples, named)
+        if not samples[0].times.modules_ms or check.error < found.error:
+            pairs = zip(samples, check.predicted_ms, strict=True)
+            predictions = tuple(_prediction(channel_map, *pair, whole.dense_ms, held_out=True) for pair in pairs)
+            samples = tuple(replace(one, times=replace(one.times, modules_ms={})) for one in samples)
+            found = Profile(channel_map, whole, predictions, samples, (), 0.0)
         notes.append(check.more_would_help)
-    else:
-        table = fit_latency_table(channel_map, samples, asdict(asked.setting))
-        predictions = tuple(_predicted(channel_map, samples, table.setting))
-    found = Profile(channel_map, table, predictions, samples, tuple(notes), 0.0)
     if found.doubts:
         notes.append(f"{found.noise}; when it is quiet, {REMEDY} measures such networks again")
     return replace(found, notes=tuple(notes), seconds=time.perf_counter() - start)
