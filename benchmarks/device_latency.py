@@ -11,7 +11,11 @@ first networks that a profile makes; `chosen`, with those that say the most abou
 by the simulator with noise, and read back. `delivered` is the speedup by the device's own clock without noise, `off`
 how far it is from what was asked, `trips` the kits that were measured, `said` what a result says of its shortfall.
 
-    python benchmarks/device_latency.py [--what table|budget] [--models A,B] [--devices A,B] [--networks 12,16,24]
+`--what here`: the same of the runtimes of devices, measured by `measure.py` under a bare Python of another environment,
+on one core of this machine; `clock` is what it measured, `low` and `high` its interval.
+
+    python benchmarks/device_latency.py [--what table|budget|here] [--python FILE] [--runtimes A,B]
+        [--models A,B] [--devices A,B] [--networks 12,16,24]
         [--speedups 1.5,2,3] [--size 224] [--out FILE] [--json] [--keep]
 """
 
@@ -300,37 +304,48 @@ def measure(kit: Path, device: SimulatedDevice) -> None:
 
 def budgets(options: argparse.Namespace, rows: Rows) -> Iterator[dict[str, Any]]:
     """The rows of `--what budget`."""
-    register_layers()
-    for name, device in product(options.models, options.devices):
-        for asked in options.speedups:
-            row = {"model": name, "size": options.size, "device": device, "asked": asked}
-            if (known := rows.get(**row)) is None:
-                log(f"{name} on {device}, {asked} times")
-                known = {**row, **request(name, options.size, device, asked)}
-                rows.add(known)
-            yield known
+    here = options.what == "here"
+    if not here:
+        register_layers()
+    for name, where_, asked in product(options.models, options.runtimes if here else options.devices, options.speedups):
+        row = {"model": name, "size": options.size, "device": where_, "asked": asked}
+        if (known := rows.get(**row)) is None:
+            log(f"{name} on {where_}, {asked} times")
+            alone = f"taskset -c {options.core} {options.python} {{kit}}/measure.py --minutes {options.minutes:g}"
+            simulated = f"{sys.executable} {Path(__file__).resolve()} --devices {where_} --measure {{kit}}"
+            target = (
+                pk.Target(where_, "bare", command=alone) if here else pk.Target("layers", where_, command=simulated)
+            )
+            known = {**row, **request(name, options.size, target, asked)}
+            rows.add(known)
+        yield known
 
 
-def request(name: str, size: int, device: str, asked: float) -> dict[str, Any]:
+def request(name: str, size: int, target: pk.Target, asked: float) -> dict[str, Any]:
     """Ask for a speedup on a device, and return what was delivered."""
     torch.manual_seed(0)
     model, example = torchvision.models.get_model(name, weights=None).eval(), torch.zeros(1, 3, size, size)
-    command = f"{sys.executable} {Path(__file__).resolve()} --devices {device} --measure {{kit}}"
     start = time.perf_counter()
     with TemporaryDirectory() as cache:
         os.environ["PRUNEKIT_CACHE"] = cache
-        target = pk.Target("layers", device=device, command=command)
         try:
             found = pk.prune(model, example, speedup=asked, target=target, progress=False)
         except pk.PrunekitError as error:
             return {"delivered": None, "said": str(error)[:200], "seconds": time.perf_counter() - start}
         trips = len(list(Path(cache).glob("devices/*/*/times.json")))
     assert found.delivered is not None
-    dense, pruned = (DEVICES[device].network_ms(list(layers_of(one, example).values())) for one in (model, found.model))
+    final, device = found.delivered.final, DEVICES.get(target.device)
+    times = (
+        [device.network_ms(list(layers_of(one, example).values())) for one in (model, found.model)] if device else []
+    )
+    delivered = times[0] / times[1] if times else final.speedup
     return {
-        "delivered": dense / pruned,
-        "off": dense / pruned / asked - 1,
-        "clock": found.delivered.final.speedup,
+        "delivered": delivered,
+        "off": delivered / asked - 1,
+        "clock": final.speedup,
+        "low": final.speedup_low,
+        "high": final.speedup_high,
+        "stable": final.stable,
         "trips": trips,
         "macs": found.plan.channel_map.macs_left(found.plan.keep),
         "expected": found.delivered.target.profile.error,
@@ -343,7 +358,7 @@ def of_budgets(options: argparse.Namespace) -> None:
     """Makes the rows of budgets, prints them, and how many are within 3 %."""
     keys, columns = (
         ("model", "size", "device", "asked"),
-        ("model", "device", "asked", "delivered", "off", "clock", "trips"),
+        ("model", "device", "asked", "delivered", "off", "clock", "low", "high", "trips"),
     )
     found = list(budgets(options, Rows(options.out, keys, as_json=options.json)))
     near = [row for row in found if row["delivered"] is not None and abs(row["off"]) <= 0.03]
@@ -357,7 +372,10 @@ def of_budgets(options: argparse.Namespace) -> None:
     print(said, file=sys.stderr)
     if options.keep:
         setting = {"size": options.size, "noise": NOISE, "rounds": ROUNDS}
-        print(keep("device_budgets", found, setting, where()), file=sys.stderr)
+        print(
+            keep("device_runtimes" if options.what == "here" else "device_budgets", found, setting, where()),
+            file=sys.stderr,
+        )
 
 
 def errors(found_ms: NDArray[np.float64], wanted_ms: NDArray[np.float64]) -> dict[str, float]:
@@ -384,7 +402,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Makes the rows, prints them, and their means."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("table", "budget"), default="table")
+    parser.add_argument("--what", choices=("table", "budget", "here"), default="table")
     parser.add_argument("--speedups", type=lambda text: [float(one) for one in names(text)], default="1.5,2,3")
     parser.add_argument(
         "--measure", type=Path, metavar="KIT", help="write the times of a kit on the first device, and end"
@@ -393,6 +411,10 @@ def main() -> None:
     parser.add_argument("--devices", type=names, default=",".join(DEVICES), metavar="A,B", help="simulated")
     parser.add_argument("--networks", type=lambda text: [int(one) for one in names(text)], default="12,16,24")
     parser.add_argument("--size", type=int, default=224, help="pixels")
+    parser.add_argument("--runtimes", type=names, default="onnxruntime,openvino,litert,ncnn,executorch", metavar="A,B")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="that has the runtimes, for `here`")
+    parser.add_argument("--core", type=int, default=0, help="that it is pinned to")
+    parser.add_argument("--minutes", type=float, default=2.0, help="that it may take for a kit")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows, one a line; those in it are not made again")
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/device_latency.json and .md")
@@ -400,7 +422,7 @@ def main() -> None:
     if options.measure is not None:
         measure(options.measure, DEVICES[options.devices[0]])
         return
-    if options.what == "budget":
+    if options.what != "table":
         of_budgets(options)
         return
     found = list(tables(options, Rows(options.out, KEYS, as_json=options.json)))

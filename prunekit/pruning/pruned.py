@@ -113,7 +113,8 @@ class Pruned(Displayed):
         if self.delivered is not None:
             target, final = self.delivered.target, self.delivered.final
             asked = f"{target.in_words} asked for" if target.given else "as far as max_drop allows"
-            said.append(f"time: {asked}, {final} measured")
+            where = f" on {target.settings.target.device}" if target.settings.target.elsewhere else ""
+            said.append(f"time: {asked}, {final} measured{where}")
         if self.repair is not None:
             errors = f"{share(self.repair.before, 2)} -> {share(self.repair.after, 2)}"
             said.append(f"repair: error of the output on held-out samples {errors} of its variance")
