@@ -335,10 +335,10 @@ def request(name: str, size: int, target: pk.Target, asked: float) -> dict[str, 
         trips = len(list(Path(cache).glob("devices/*/*/times.json")))
     assert found.delivered is not None
     final, device = found.delivered.final, DEVICES.get(target.device)
-    times = (
-        [device.network_ms(list(layers_of(one, example).values())) for one in (model, found.model)] if device else []
-    )
-    delivered = times[0] / times[1] if times else final.speedup
+    delivered = final.speedup
+    if device is not None:
+        each = [list(layers_of(one, example).values()) for one in (model, found.model)]
+        delivered = device.network_ms(each[0]) / device.network_ms(each[1])
     return {
         "delivered": delivered,
         "off": delivered / asked - 1,
@@ -372,10 +372,8 @@ def of_budgets(options: argparse.Namespace) -> None:
     print(said, file=sys.stderr)
     if options.keep:
         setting = {"size": options.size, "noise": NOISE, "rounds": ROUNDS}
-        print(
-            keep("device_runtimes" if options.what == "here" else "device_budgets", found, setting, where()),
-            file=sys.stderr,
-        )
+        called = "device_runtimes" if options.what == "here" else "device_budgets"
+        print(keep(called, found, setting, where()), file=sys.stderr)
 
 
 def errors(found_ms: NDArray[np.float64], wanted_ms: NDArray[np.float64]) -> dict[str, float]:
