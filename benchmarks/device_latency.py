@@ -110,7 +110,7 @@ class SimulatedDevice:
         inputs, channels = layer.inputs // layer.groups, min(layer.inputs, layer.outputs)
         macs = float(_up(layer.outputs, self.step) * layer.kernel * _up(layer.positions, self.tile))
         macs *= _up(inputs, self.step) if layer.groups == 1 else inputs
-        peak = self.gmacs[layer.kind] * min(1.0, channels / self.full) ** self.power
+        peak: float = self.gmacs[layer.kind] * min(1.0, channels / self.full) ** self.power
         if layer.kernel == 9 and layer.groups == 1 and layer.read == layer.positions and channels >= self.full / 2:
             peak *= self.winograd
         weights = 4 * inputs * layer.outputs * layer.kernel
