@@ -114,7 +114,7 @@ class SimulatedDevice:
         if layer.kernel == 9 and layer.groups == 1 and layer.read == layer.positions and channels >= self.full / 2:
             peak *= self.winograd
         weights = 4 * inputs * layer.outputs * layer.kernel
-        moved = 4 * (layer.inputs * layer.read + layer.outputs * layer.positions)
+        moved: float = 4 * (layer.inputs * layer.read + layer.outputs * layer.positions)
         moved += weights * (self.beyond if weights > self.cache else 1)
         return max(macs / peak, moved / self.gbytes) / 1e6 + self.launch_us / 1e3
 
