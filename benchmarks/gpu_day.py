@@ -289,12 +289,6 @@ def tensorrt(setup: Setup) -> Figures:
         return {"agreement": str(made.agreement)}
 
 
-@check("--find-batch-size ends where memory does")
-def batch_size(setup: Setup) -> Figures:
-    setup.require_cuda()
-    return recipe(setup, "--find-batch-size")
-
-
 def rows(setup: Setup, minutes: float, only: str) -> Iterator[dict[str, Any]]:
     """A row for each check, as it is made."""
     end = time.monotonic() + 60 * minutes

@@ -98,7 +98,7 @@ class NonFiniteError(RunError):
 
 
 class MemoryShortageError(RunError):
-    """A batch does not fit into memory; the message has its size, and how to find the largest that does."""
+    """A batch does not fit into memory; the message has its size, and what takes less."""
 
 
 class VerificationError(RunError):

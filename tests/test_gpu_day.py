@@ -54,5 +54,5 @@ def test_the_table_has_what_holds_fails_and_is_skipped(
 def test_every_part_that_the_pages_call_unmeasured_is_checked(gpu_day: object) -> None:
     assert {
         "marked_tests", "agreement", "hooks_never_wait", "masked_steps", "speed", "repair", "training", "processes",
-        "sparse_tensor_cores", "tensorrt", "batch_size",
+        "sparse_tensor_cores", "tensorrt",
     } == set(gpu_day.CHECKS)  # type: ignore[attr-defined] # fmt: skip

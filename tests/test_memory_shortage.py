@@ -27,8 +27,10 @@ from prunekit.data.user_data import sample_splits
 from prunekit.errors import MemoryShortageError, ModelError, is_shortage
 from prunekit.models.preprocessing import opened
 from prunekit.settings.inputs import DataSettings
+from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import get_task
 from prunekit.training.compatibility import check_fits
+from prunekit.training.loop import fit
 
 ROOT = Path(prunekit.__file__).parent
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
@@ -75,15 +77,17 @@ def test_other_errors_are_not(error: BaseException) -> None:
 
 
 class _Starved(nn.Module):
-    """A classifier of images that finds no memory."""
+    """A classifier of images that finds no memory for more of them than it takes."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, takes: int = 0) -> None:
         super().__init__()
         self.fc = nn.Linear(192, 10)
-        self.error = error
+        self.error, self.takes = error, takes
 
     def forward(self, x: Tensor) -> Tensor:
-        raise self.error
+        if len(x) > self.takes:
+            raise self.error
+        return self.fc(x.flatten(1))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("could not create a primitive")], ids=repr)
@@ -93,6 +97,18 @@ def test_a_model_without_memory_is_not_told_to_take_other_sizes(error: Exception
     assert caught.value is error
     with pytest.raises(type(error)):
         pk.predict(_Starved(error), torch.randn(2, 192))
+
+
+def test_a_batch_that_does_not_fit_is_named_with_what_takes_less() -> None:
+    starved, splits = _Starved(RuntimeError("std::bad_alloc"), takes=5), load_splits(DataSettings(image_size=8))
+    with pytest.raises(MemoryShortageError) as caught:
+        fit(starved, splits, TrainSettings(epochs=1), device=torch.device("cpu"), seed=0, batch=6)
+    message = str(caught.value)
+    assert message.startswith(
+        "out of memory on cpu in epoch 1, step 1: a batch of 6 images of 3x8x8 does not fit (Runtime"
+    )
+    assert "`accumulate: 2` with half of data.batch" in message
+    assert is_shortage(caught.value)
 
 
 def test_images_for_which_memory_is_short_are_not_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.run import get_args_parser
 
 from prunekit.channels.rules.rule import RULES
 from prunekit.cli import cli
-from prunekit.jobs import batch_size
 from prunekit.recipe.loading import load
 from prunekit.settings.deployment import Target
 from prunekit.settings.job import JobSettings
@@ -161,7 +160,6 @@ def test_every_kind_of_command_is_shown() -> None:
 @pytest.mark.usefixtures("little_effort")
 def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
-    monkeypatch.setattr(batch_size, "free_memory", lambda: 60_000_000)  # so that few batches are tried
     for arguments in commands(OF_CHECKOUT):
         run(arguments, checkout / "runs" / "resnet34")
     assert (next((checkout / "runs" / "resnet34").glob("2*")) / "report.html").is_file()

@@ -192,9 +192,8 @@ def naming_batch(batch: int, shape: Sequence[int], device: torch.device, at: Pos
         said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is said'}"
         raise MemoryShortageError(
             f"out of memory on {device} in epoch {at.epoch}, step {at.trained or 1}: a batch of {batch} images of "
-            f"{'x'.join(map(str, shape))}{each} does not fit ({said}); `prunekit finetune RECIPE --find-batch-size` "
-            "names the largest data.batch that does; `accumulate: 2` with half of data.batch makes the same steps in "
-            "less memory, and so does `gradient_checkpointing: true` where the model offers it"
+            f"{'x'.join(map(str, shape))}{each} does not fit ({said}); `accumulate: 2` with half of data.batch "
+            "makes the same steps in less memory, and so does `gradient_checkpointing: true` where the model offers it"
         ) from error
 
 

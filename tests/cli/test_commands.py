@@ -19,11 +19,9 @@ from torch import nn
 from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data.sources import load_splits
-from prunekit.jobs import batch_size
 from prunekit.jobs import dry_run as dry_run_module
 from prunekit.jobs import finetune as finetune_module
 from prunekit.jobs import finetune as jobs_finetune
-from prunekit.jobs.batch_size import LargestBatch, TriedBatch
 from prunekit.jobs.finetune import RunResult
 from prunekit.jobs.run import baseline_cache
 from prunekit.jobs.run.command_subject import Own, Subject
@@ -193,24 +191,6 @@ def test_nothing_is_resumed_by_a_dry_run(recipe: str) -> None:
     result = run("finetune", recipe, "--resume", "auto", "--dry-run")
     assert result.exit_code == 2
     assert "expected one of --dry-run and --resume" in result.stderr
-
-
-def test_the_largest_batch_is_named_and_nothing_is_run(
-    monkeypatch: pytest.MonkeyPatch, finetune: Callable[..., None], recipe: str, jobs: list[JobSettings]
-) -> None:
-    finetune()
-    tried = (TriedBatch(2, 10**7), TriedBatch(48, 9 * 10**8), TriedBatch(64, None))
-    largest = LargestBatch(48, 9 * 10**8, "cuda:1", 10**9, "memory", tried)
-    monkeypatch.setattr(batch_size, "find_batch_size", lambda job, *, log, own: largest)
-    said = "Largest batch that fits on cuda:1: data.batch=48, 900 MB of the 1000 MB that were free; more does not fit"
-    assert run("finetune", recipe, "--find-batch-size").stdout.strip() == said
-    payload = json.loads(run("finetune", recipe, "--find-batch-size", "--json").stdout)
-    assert (payload["batch"], payload["tried"][2]) == (48, {"batch": 64, "bytes": None})
-    assert jobs == []
-    for other in (("--dry-run",), ("--resume", "auto")):
-        refused = run("finetune", recipe, "--find-batch-size", *other)
-        assert refused.exit_code == 2
-        assert f"--find-batch-size runs no job: expected it without {other[0]}, got both" in refused.stderr
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed(recipe: str, tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ def test_without_its_source_torchvision_itself_says_what_it_has(monkeypatch: pyt
         ("sensitivity resnet34 export=[tensorrt] latency.runtimes=[tensorrt]", "analyses.sensitivity.analyze"),
         ("profile resnet34 export=[tensorrt] latency.runtimes=[tensorrt]", "analyses.profile.profile_job"),
         ("finetune resnet34 export=[tensorrt] --dry-run", "dry_run.dry_run"),
-        ("finetune resnet34 export=[tensorrt] --find-batch-size", "batch_size.find_batch_size"),
     ],
 )
 def test_what_writes_no_file_needs_no_package_of_its_format(

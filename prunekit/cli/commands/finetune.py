@@ -48,11 +48,6 @@ job_options = combined(
 @register_command(
     "finetune", about="Prune, fine-tune, compact, verify and measure, from a recipe.", place=2, together=True
 )
-@click.option(
-    "--find-batch-size",
-    is_flag=True,
-    help="Only find the largest data.batch that fits into memory, by training steps of this recipe.",
-)
 @job_options
 def finetune_command(**arguments: Any) -> None:
     """Run the whole job of a recipe.
@@ -87,19 +82,15 @@ def run_recipe(
     allow_code: bool,
     as_json: bool,
     resume: str | None,
-    find_batch_size: bool = False,
     **options: Any,
 ) -> None:
-    """Run a recipe, with fine-tuning or without, or only show its plan, or find the largest batch that fits."""
+    """Run a recipe, with fine-tuning or without, or only show its plan."""
     if dry_run and resume is not None:
         raise click.UsageError("--dry-run runs nothing that could be resumed: expected one of --dry-run and --resume")
     if no_measure and not dry_run:
         raise click.UsageError("--no-measure goes with --dry-run: a run measures what it delivers")
     if full and not dry_run:
         raise click.UsageError("--full goes with --dry-run: the recipe that a run keeps has all keys")
-    if find_batch_size and (dry_run or resume is not None):
-        other = "--dry-run" if dry_run else "--resume"
-        raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
     if max_drop is not None:
         if any(override.startswith("prune.budget") for override in overrides):
@@ -107,29 +98,16 @@ def run_recipe(
         overrides = (*overrides, f"prune.budget={{max_drop: {max_drop}}}")
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     require_job(job, model=factory, data=data, optimizer=optimizer)
-    if not find_batch_size:
-        require_packages(job, dry=dry_run, training=training)
+    require_packages(job, dry=dry_run, training=training)
     if resume not in (None, AUTO):
         require_run(Path(resume))
     from prunekit.jobs.run.command_subject import Own
 
     own = Own(factory, data, optimizer)
-    if find_batch_size:
-        _find_batch_size(job, own, console)
-    elif dry_run:
+    if dry_run:
         _dry_run(job, own, console, measure=not no_measure, full=full)
     elif _run(job, own, console, resume, training=training):
         click.get_current_context().exit(1)
-
-
-def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
-    from prunekit.jobs.batch_size import find_batch_size
-
-    with console.running():
-        found = find_batch_size(job, log=console.log, own=own)
-    ends = {"memory": "more does not fit", "images": "there are no more training images"}[found.by]
-    text = f"Largest batch that fits on {found.device}: data.batch={found.batch}, {found.bytes / 1e6:.0f} MB of the "
-    console.result(plain(found), f"{text}{found.available / 1e6:.0f} MB that were free; {ends}")
 
 
 def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool, full: bool) -> None:
