@@ -216,11 +216,6 @@ METHODS = {
     "zeros, calibration images": "Share of exact zeros on the images that the threshold was found on.",
     "zeros, test images": "Share of exact zeros on the test images, which the threshold has not seen.",
     "weight in the budget": "Share of all that zeros can save, as MACs of the layers that read them, or as values.",
-    "dead": "Channels of any module's output that never change on the calibration images.",
-    "redundant": (
-        "Channels that an earlier channel of their layer can replace: by the correlation of their outputs, or by the "
-        "cosine of their weights."
-    ),
     "kept": "Output channels after over before.",
     "Score against size and time": _DROP,
     "at least": _DROP,
@@ -258,8 +253,6 @@ METHODS = {
     "total": "Sum over the layers that read the group, each weighted by its effect on the model's output.",
     "fast": "From calibration statistics, with the readers' weights fitted to the kept channels.",
     "measured": "With the group masked in the running model, nothing fitted.",
-    "correlation": "Pearson correlation of the outputs of the two channels on the calibration images.",
-    "cosine of weights": "Cosine of the weights of the two channels, without biases.",
     "Ideal": "Ratio of the models' multiply-accumulates, dense over pruned: the speedup if time followed them.",
     "Outside operators": "Time of a forward pass outside of operators: Python, and the framework.",
     "Median error of the prediction": "Of predicted over measured time, on networks that the table was not fitted to.",

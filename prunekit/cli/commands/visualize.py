@@ -3,13 +3,12 @@
 - `features`: what layers make of an image.
 - `filters`: what the first layer detects.
 - `cam` and `saliency`: where models see a class in an image.
-- `histograms`: distributions of weights and activations, dead and redundant channels.
+- `histograms`: distributions of weights and activations.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from prunekit.cli.models import ModelOptions, find_model_pair, image_options, mo
 from prunekit.cli.options import allow_code_option, combined, data_option, own_model_option, task_option
 from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
-from prunekit.utils.display import numbered, table
+from prunekit.utils.display import table
 
 if TYPE_CHECKING:
     from prunekit.inspection.visualize.image_grids import Pixels
@@ -233,25 +232,16 @@ def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> I
         yield f"{side}, class {wanted}: {100 * float(one.probabilities[0]):.1f} %{note}", drawn
 
 
-@visualize_group.command(
-    "histograms", short_help="Show distributions of weights and activations, dead and redundant channels."
-)
+@visualize_group.command("histograms", short_help="Show distributions of weights and activations.")
 @click.argument("arguments", nargs=-1, metavar="RUN|RECIPE [KEY=VALUE]...")
 @click.option(
     "--layers",
     multiple=True,
     metavar="GLOB",
-    help="Whose activations and correlations.  [default: convolutions and linear]",
-)
-@click.option(
-    "--threshold",
-    default=0.99,
-    show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
-    help="From which correlation, or cosine of weights, on a channel is redundant.",
+    help="Whose activations.  [default: convolutions and linear]",
 )
 @model_command(
-    "the page and its tables.  [default: histograms, for a run in its folder]",
+    "the page and its table.  [default: histograms, for a run in its folder]",
     runs=True,
     options=combined(allow_code_option, task_option, data_option, own_model_option),
 )
@@ -260,17 +250,15 @@ def histograms_command(
     given: ModelOptions,
     arguments: tuple[str, ...],
     layers: tuple[str, ...],
-    threshold: float,
     device: str | None,
     output: Path | None,
 ) -> None:
-    """Show distributions of weights, activations and importance scores by layer, and dead and redundant channels.
+    """Show distributions of weights, activations and importance scores by layer.
 
-    The page has histograms of the dense model beside the pruned one, and a table of the channels; CSV files have both.
+    The page has histograms of the dense model beside the pruned one; a CSV file has their numbers.
 
     A run's folder, or a recipe (its dense model, trained first where it has no weights), of any task. Activations are
-    those on the calibration samples of the recipe. The report of a run says how many channels were found, and links to
-    the page.
+    those on the calibration samples of the recipe. The report of a run links to the page.
     """
     from prunekit.jobs.analyses.pictures import write_statistics
     from prunekit.report.sections.pictures import write_histograms
@@ -280,25 +268,9 @@ def histograms_command(
         pair = find_model_pair(arguments, given, console)
         folder = pictures_folder(pair, output, "histograms")
         where = resolve_device(device or (pair.job.device if pair.job else "cpu"))
-        payload = plain(write_statistics(pair, folder, where, list(layers) or None, threshold))
+        payload = plain(write_statistics(pair, folder, where, list(layers) or None))
     save(payload, folder, "histograms.json", console)
     page = write_histograms(folder, pair.run)
     shown = "\n".join(map(str, [page, *report_of(pair, folder, "histograms")]))
-    console.result({**payload, "page": str(page)}, f"{_histograms_text(payload)}\nTables: {folder}\n{shown}")
-
-
-def _histograms_text(payload: dict[str, Any]) -> str:
-    from prunekit.report.sections.pictures import by_layer
-
-    rows = [
-        (row["layer"], row["model"], *(numbered(row[finding], 6) for finding in ("dead", "redundant")))
-        for row in by_layer(payload["findings"])
-    ]
-    found = Counter((row["model"], row["finding"]) for row in payload["findings"])
-    totals = [
-        f"{name}: {found[name, 'dead']} dead, {found[name, 'redundant']} redundant, in layers of {channels} channels"
-        for name, channels in payload["channels"].items()
-    ]
-    headings = ("layer", "model", "dead", "redundant")
     first = f"{payload['model']} on {payload['images']} {payload['samples']}"
-    return "\n".join([first, table(headings, rows, headings), "", *totals])
+    console.result({**payload, "page": str(page)}, f"{first}\nTable: {folder / 'histograms.csv'}\n{shown}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -319,24 +319,11 @@ def _is_host(module: nn.Module) -> bool:
     return substitute_of(type(module)) is not None or isinstance(module, SizedAttention)
 
 
-def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
-    """Return convolutions and linear layers by their paths."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
-
-
-def channels_of(model: nn.Module) -> dict[str, int]:
-    """Return the number of output channels of each layer whose correlations can be computed, by its path."""
-    modules: dict[str, Any] = dict(layers_with_channels(model))
-    made = {path: int(getattr(module, "out_channels", 0) or module.out_features) for path, module in modules.items()}
-    return made | {path: len(weight) for path, weight in attention_weights(model).items()}
-
-
 def weights_with_channels(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of convolutions, of linear layers and of attention's projections by their paths."""
-    of_layers = {path: weight_of(module) for path, module in layers_with_channels(model).items()}
+    """Return the weights of convolutions, of linear layers and of attention's projections by their paths.
+
+    A weight may be computed, as by `torch.nn.utils.parametrizations`.
+    """
+    modules = ((path, module) for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear)))
+    of_layers = {path: module.weight.detach() for path, module in modules}
     return of_layers | {path: weight.detach() for path, weight in attention_weights(model).items()}
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a layer, which may be computed, as by `torch.nn.utils.parametrizations`."""
-    return cast(Tensor, module.weight).detach()

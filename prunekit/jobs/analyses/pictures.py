@@ -1,16 +1,15 @@
 """Pictures and figures of what models compute: feature and class maps, distributions."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_hooks import Layers, channels_of, select_layers
-from prunekit.inspection.capture.redundancy import CorrelationCollector, redundant_channels
+from prunekit.inspection.capture.layer_hooks import Layers
 from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.feature_maps import feature_maps
@@ -18,8 +17,6 @@ from prunekit.inspection.visualize.filters import draw_filters, first_filters
 from prunekit.inspection.visualize.image_grids import draw, write_png
 from prunekit.jobs.run.job_subject import chosen_batches
 from prunekit.jobs.run.model_pair import ModelPair
-from prunekit.statistics.channel_stats_collector import StatsCollector
-from prunekit.statistics.observers import watch
 from prunekit.utils.context import threads
 from prunekit.utils.files import write_csv
 
@@ -83,15 +80,11 @@ def class_maps(
     return ClassMaps(maps, correlation(*values)[0] if len(values) == 2 else None)
 
 
-Row = dict[str, Any]
 HISTOGRAM_COLUMNS = ("model", "kind", "layer", "low", "high", "count")
-CHANNEL_COLUMNS = ("model", "layer", "channel", "finding", "like", "correlation", "cosine")
 
 
-def write_statistics(
-    pair: ModelPair, folder: Path, device: torch.device, layers: Layers | None, threshold: float
-) -> dict[str, Any]:
-    """Run models of any task on their recipe's calibration samples; write `histograms.csv` and `channels.csv`."""
+def write_statistics(pair: ModelPair, folder: Path, device: torch.device, layers: Layers | None) -> dict[str, Any]:
+    """Run models of any task on their recipe's calibration samples; write `histograms.csv`."""
     if pair.job is None:
         raise UsageError(
             f"{pair.name}: expected a run's folder or a recipe, whose calibration samples the models can be shown; "
@@ -99,9 +92,7 @@ def write_statistics(
         )
     job, splits = pair.job, pair.of_job()
     images = chosen_batches(job, splits.train)
-    histograms: list[Row] = []
-    findings: list[Row] = []
-    channels = {}
+    histograms: list[dict[str, Any]] = []
     with threads(job.threads):
         for name, model in pair.models.items():
             model.to(device)
@@ -109,22 +100,14 @@ def write_statistics(
             activations = activation_distributions(model, images, layers, device=device)
             for kind, each in (("weights", weights), ("activations", activations)):
                 histograms += rows_of(each, model=name, kind=kind)
-            found, channels[name] = channel_findings(model, images, device, threshold, layers)
-            findings += [{"model": name, **row} for row in found]
             model.cpu()
     write_csv(folder / "histograms.csv", histograms, HISTOGRAM_COLUMNS)
-    # As text: next to empty fields, whole numbers would be written with a decimal point.
-    likes = [{**row, "like": None if row["like"] is None else str(row["like"])} for row in findings]
-    write_csv(folder / "channels.csv", likes, CHANNEL_COLUMNS)
     return {
         "model": pair.name,
         "models": list(pair.models),
         "filters": _filters(pair, folder),
         "images": images.images,
         "samples": splits.task.samples,
-        "threshold": threshold,
-        "channels": channels,
-        "findings": findings,
     }
 
 
@@ -134,35 +117,3 @@ def _filters(pair: ModelPair, folder: Path) -> str | None:
     except UsageError:  # the model takes no images
         return None
     return write_png(folder / "filters.png", draw_filters(found, pair.name)).name
-
-
-def channel_findings(
-    model: nn.Module, batches: Any, device: torch.device, threshold: float = 0.99, layers: Layers | None = None
-) -> tuple[list[Row], int]:
-    """Return dead channels, which are constant on the data, and redundant ones, see `redundant_channels`."""
-    widths = channels_of(model)
-    chosen = (
-        list(widths)
-        if layers is None
-        else [path for path in select_layers(model, layers, "layers").paths if path in widths]
-    )
-    stats = StatsCollector(model, inputs=False)
-    pairs = [CorrelationCollector(model, chosen)] if chosen else []
-    watch(model, batches, stats, *pairs, device=device)
-    found, products = stats.stats(), [product for one in pairs for product in one.correlations()]
-    dead: list[tuple[str, Iterable[int]]] = [
-        (f"{key.module}, call {key.call + 1}" if key.call else key.module, channels)
-        for key, channels in found.dead().items()
-    ]
-    called = {key.module for key in found}
-    dead += [(seen.layer, seen.constant) for seen in products if seen.layer not in called]
-    empty = {"like": None, "correlation": None, "cosine": None}
-    rows: list[Row] = [
-        {"layer": layer, "channel": int(channel), "finding": "dead", **empty}
-        for layer, channels in dead
-        for channel in channels
-    ]
-    for like in redundant_channels(model, products, threshold):
-        facts = asdict(like)
-        rows.append({"layer": facts.pop("layer"), "channel": facts.pop("channel"), "finding": "redundant", **facts})
-    return rows, sum(len(seen.shift) for seen in products)

@@ -1,8 +1,7 @@
 """Sections that show pictures in the folder of a run, and the pages that `prunekit visualize` makes of them."""
 
 import base64
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from prunekit.report.run_data import Run, read_run
 from prunekit.report.sections.section import register_section
 
 FACTS, PAGE = "histograms.json", "histograms.html"
-MOST_ROWS = 200
-"""Limit of rows of a table; all are in the CSV file."""
 LARGEST = 1_000_000
 """Limit of bytes of feature maps in a page, which take a third more as text; other pictures are named by their file."""
 LARGEST_MAPS = 650_000
@@ -65,21 +62,11 @@ def filters(run: Run) -> dict[str, Any] | None:
     return facts and {"filters": {**facts, "data": as_data(read_picture(folder / "filters.png"))}}
 
 
-@register_section("statistics", about="dead and redundant channels", order=130)
+@register_section("statistics", about="distributions of weights and activations", order=130)
 def statistics(run: Run) -> dict[str, Any] | None:
-    """Return how many channels of each model are dead and redundant, with a link to all histograms."""
-    folder, keys = run.folder / "histograms", {"images", "threshold", "channels", "findings"}
-    facts = read_facts(folder / FACTS, keys, "channels and findings") if (folder / PAGE).is_file() else None
-    if facts is None:
-        return None
-    found = Counter((row["model"], row["finding"]) for row in facts["findings"])
-    rows = [
-        {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}
-        for model, channels in facts["channels"].items()
-    ]
-    page = linked(folder / PAGE, run.page_folder / "report.html")
-    known = {"images": facts["images"], "threshold": facts["threshold"]}
-    return {"statistics": {**known, "page": page, "rows": rows}}
+    """Return a link to the page of histograms."""
+    page = run.folder / "histograms" / PAGE
+    return {"statistics": linked(page, run.page_folder / "report.html")} if page.is_file() else None
 
 
 def write_histograms(folder: Path, run: Path | None = None) -> Path:
@@ -95,21 +82,9 @@ def write_histograms(folder: Path, run: Path | None = None) -> Path:
         "histograms.html",
         facts=facts,
         filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
-        most=MOST_ROWS,
         parts={kind: figures.figure_or_none(figures.distributions, part) for kind, part in kinds.items()},
         scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
-        summary=by_layer(facts["findings"]),
     )
-
-
-def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the dead and the redundant channels of each model and layer."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in findings:
-        key = one["model"], one["layer"]
-        row = rows.setdefault(key, {"model": key[0], "layer": key[1], "dead": [], "redundant": []})
-        row[one["finding"]].append(one["channel"])
-    return list(rows.values())
 
 
 def write_features(folder: Path) -> Path:

@@ -10,7 +10,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from prunekit.errors import UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.capture.redundancy import ChannelCorrelations, ChannelProducts, redundant_channels
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 
@@ -122,12 +121,6 @@ def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
     assert set(weight_distributions(model, 4)) == set(found)
     assert sum(found["self_attn.out_proj"].counts) == 3 * 5 * 8
     assert sum(weight_distributions(model, 4)["linear1"].counts) == 16 * 8
-    assert "linear1" in {pair.layer for pair in redundant_channels(model, [_none("linear1", 16)], 0.05)}
-
-
-def _none(layer: str, channels: int) -> ChannelCorrelations:
-    zeros = np.zeros(channels)
-    return ChannelCorrelations(layer, 0, zeros, ChannelProducts(0, zeros.copy(), np.outer(zeros, zeros)))
 
 
 def test_what_is_not_finite_or_all_the_same() -> None:
