@@ -409,11 +409,9 @@ class FinetuneRun:
         return metrics
 
     @computed_by_main
-    def conclude(
-        self, dense: nn.Module, plan: Plan, compacted: tuple[nn.Module, Verification], metrics: dict[str, Any]
-    ) -> dict[str, Any]:
+    def conclude(self, plan: Plan, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics in every process, once the log says what fell short."""
-        write_summary(self.folder, self.job, self.search.channel_map, plan, (dense, compacted[0]), metrics)
+        write_summary(self.folder, self.job, self.search.channel_map, plan, metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
@@ -461,14 +459,13 @@ def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
         (True, Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable)),
         (True, Stage("measure", work.measure, MEASURED, ("metrics",))),
         (bool(job.export), Stage("export", work.export, EXPORTED, ("metrics",), require=require_formats)),
-        (True, Stage("conclude", work.conclude, CONCLUDED, ("metrics",), counted=False)),
+        (True, Stage("conclude", work.conclude, ("plan", "metrics"), ("metrics",), counted=False)),
     )
     return [each for runs, each in stages if runs]
 
 
 MEASURED = ("dense", "control", "model", "planned", "compacted", "deployed")
 EXPORTED = ("dense", "deployed", "metrics")
-CONCLUDED = ("dense", "plan", "compacted", "metrics")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -263,8 +263,7 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that nothing needs the whole weights in each process under `sharding: full`."""
-    prune, watch = _section(values, "prune"), _section(values, "watch")
-    shown = watch.get("tensorboard", True) is True
+    prune = _section(values, "prune")
     for name in ("baseline", "sparsify", "finetune"):
         section = _section(values, name)
         if section.get("sharding") != "full":
@@ -279,9 +278,6 @@ def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
             yield ("prune", "schedule"), f"expected null, {because}, got {show(prune['schedule'])}"
         if name != "baseline" and values.get("gradient_flow") is True:
             yield ("gradient_flow",), f"expected false, {because}, got true"
-        for key in ("histograms", "images"):
-            if shown and watch.get(key) is True:
-                yield ("watch", key), f"expected false, {because}, got true"
 
 
 def _data(values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -294,12 +294,6 @@ class WatchSettings(Checked):
 
     tensorboard: bool = True
     """Writes TensorBoard's events; else only `scalars/<training>.csv`."""
-    histograms: bool = False
-    """Writes histograms of every parameter: values, mask, and gradient in the epoch's first step."""
-    images: bool = False
-    """Writes images of first filters and of every layer's sparsity."""
-    every: Annotated[int, Ge(1)] = 1
-    """Epochs between histograms or images; scalars are written in each."""
 
 
 def finetune_contradictions(job: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:

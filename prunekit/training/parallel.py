@@ -43,7 +43,6 @@ from prunekit.training.callbacks.callback import Callback
 from prunekit.training.callbacks.gradient_flow import GradientFlow
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
-from prunekit.training.callbacks.tensorboard import TensorBoardLogger
 from prunekit.training.compatibility import two_samples
 from prunekit.utils.context import same_random_state, seeded, training_mode
 from prunekit.utils.inputs import inputs_as_example, split, to_device
@@ -168,8 +167,6 @@ def in_shards(settings: TrainSettings) -> bool:
 def require_shardable(settings: TrainSettings, callbacks: Sequence[Callback], *, pauses: bool) -> None:
     """Raise UsageError if a run needs whole weights in each process."""
     whole = [type(callback).__name__ for callback in callbacks if isinstance(callback, WHOLE)]
-    loggers = [callback for callback in callbacks if isinstance(callback, TensorBoardLogger)]
-    whole += ["watched histograms or images" for logger in loggers if logger.reads_weights]
     whole += ["a run that is paused"] * pauses
     whole += ["precision fp16, whose loss scale"] * (settings.precision == "fp16")
     if whole:

@@ -31,7 +31,7 @@ def sound(tmp_path: Path) -> tuple[Path, Any]:
     ("rest", "problem"),
     [
         ("seed: !!bool maybe", r"r\.yaml:5:7: expected YAML, but it is no bool"),
-        ("watch:\n  images: !!int x", r"r\.yaml:6:11: expected YAML, but it is no int"),
+        ("calibration:\n  images: !!int x", r"r\.yaml:6:11: expected YAML, but it is no int"),
         ("seed: 2001-99-99", r"r\.yaml:5:7: expected YAML, but it is no timestamp"),
         ("seed: " + "9" * 5000, r"r\.yaml:5:7: .* it is no int"),
         ("seed: " + "9" * 100, r"r\.yaml:5:7: .* a whole number has 333 bits, more than 128"),

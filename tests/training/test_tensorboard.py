@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from torch import nn
@@ -20,7 +18,7 @@ from prunekit.planning.plan import Plan
 from prunekit.settings.train import AverageSettings, CheckpointSettings, ClampSettings, TrainSettings, WatchSettings
 from prunekit.training.callbacks.callback import Callback, ContextCallback, History
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
-from prunekit.training.callbacks.tensorboard import TensorBoardLogger, histogram
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 
@@ -31,11 +29,11 @@ SETTINGS = TrainSettings(
     clamp_weight_grad=ClampSettings(limit=0.01),
     precision="bf16",
 )
-ALL = WatchSettings(histograms=True, images=True, every=2)
+WATCH = WatchSettings()
 
 
 def read(folder: Path) -> EventAccumulator:
-    everything = dict.fromkeys(("scalars", "histograms", "images", "tensors"), 0)
+    everything = dict.fromkeys(("scalars", "tensors"), 0)
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
 
 
@@ -44,32 +42,12 @@ def pruned() -> tuple[nn.Sequential, Plan]:
     return model, prunekit.plan(model, (torch.zeros(2, 3, 8, 8),), channels=0.5)
 
 
-class Seen(Callback):
-    """Gradients as the watching part is to see them, and weights at the end of an epoch, before the average."""
-
-    def __init__(self) -> None:
-        self.gradients: list[torch.Tensor] = []
-        self.weights: list[torch.Tensor] = []
-
-    def active(self, training: Any) -> Any:
-        self.training = training
-        return super().active(training)
-
-    def before_step(self, step: int) -> None:
-        if step % self.training.steps == 1:
-            self.gradients.append(self.training.model[0].weight.grad.clone())
-
-    def after_step(self, step: int, made: bool) -> None:
-        if step % self.training.steps == 0:
-            self.weights.append(self.training.model[0].weight.detach().clone())
-
-
 def train(
     folder: Path, watch: WatchSettings | None, *, checkpoints: Checkpoints | None = None, stop: Callback | None = None
-) -> tuple[nn.Module, Plan, History, Seen]:
+) -> tuple[nn.Module, Plan, History]:
     model, plan = pruned()
-    seen, images = Seen(), splits()
-    parts: list[Callback] = [ContextCallback(lambda training: prunekit.masked(model, plan, training.optimizer)), seen]
+    images = splits()
+    parts: list[Callback] = [ContextCallback(lambda training: prunekit.masked(model, plan, training.optimizer))]
     parts += build_callbacks(SETTINGS, CallbackInputs(images, 16, masks=lambda: plan))
     if watch is not None:
         parts.insert(0, TensorBoardLogger(watch, folder / "events", folder / "scalars.csv", lambda: plan))
@@ -77,19 +55,19 @@ def train(
     history = fit(
         model, images, SETTINGS, device=CPU, seed=1, batch=16, callbacks=parts, checkpoints=checkpoints, label="watched"
     )
-    return model, plan, history, seen
+    return model, plan, history
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, Plan, History, Seen]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, Plan, History]:
     folder = tmp_path_factory.mktemp("watched")
-    return folder, *train(folder, ALL)
+    return folder, *train(folder, WATCH)
 
 
 def test_scalars_of_epochs_layers_and_clamps_are_read_back(
-    watched: tuple[Path, nn.Module, Plan, History, Seen],
+    watched: tuple[Path, nn.Module, Plan, History],
 ) -> None:
-    folder, model, plan, history, _ = watched
+    folder, model, plan, history = watched
     events = read(folder / "events")
     for tag, name in (("loss/train", "train_loss"), ("top1/validation", "validation_top1"), ("lr", "lr")):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
@@ -118,7 +96,7 @@ def test_scalars_of_epochs_layers_and_clamps_are_read_back(
     assert all(values[tag, e.step] == pytest.approx(e.value) for tag in tags for e in events.Scalars(tag))
 
 
-def test_scalars_that_belong_together_share_a_chart(watched: tuple[Path, nn.Module, Plan, History, Seen]) -> None:
+def test_scalars_that_belong_together_share_a_chart(watched: tuple[Path, nn.Module, Plan, History]) -> None:
     events = read(watched[0] / "events")
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
@@ -126,59 +104,14 @@ def test_scalars_that_belong_together_share_a_chart(watched: tuple[Path, nn.Modu
     assert charts["sparsity"] == ["sparsity/.*"]
 
 
-def test_histograms_of_weights_masks_and_gradients_are_read_back(
-    watched: tuple[Path, nn.Module, Plan, History, Seen],
-) -> None:
-    folder, model, plan, _, seen = watched
-    events = read(folder / "events")
-    names = [name for name, _ in model.named_parameters()]
-    masked = [name for name in names if plan.mask(name) is not None]
-    assert masked
-    expected = {*(f"{kind}/{name}" for kind in ("weights", "gradients") for name in names)}
-    assert set(events.Tags()["histograms"]) == expected | {f"masks/{name}" for name in masked}
-    for name, parameter in model.named_parameters():
-        if name not in masked:
-            continue
-        (found,) = events.Histograms(f"masks/{name}")
-        kept = plan.channel_map.parameters_kept(plan.keep, [name])
-        assert found.step == 2
-        assert list(found.histogram_value.bucket) == [parameter.numel() - kept, kept]
-        assert found.histogram_value.num == parameter.numel()
-    for kind, values in (("weights", seen.weights[1]), ("gradients", seen.gradients[1])):
-        (found,) = events.Histograms(f"{kind}/0.weight")
-        assert (found.step, found.histogram_value.num) == (2, values.numel())
-        assert (found.histogram_value.min, found.histogram_value.max) == (values.min().item(), values.max().item())
-        assert found.histogram_value.sum == pytest.approx(values.sum().item(), rel=1e-4)
-        counts, limits = list(found.histogram_value.bucket), list(found.histogram_value.bucket_limit)
-        zero = next(place for place, limit in enumerate(limits) if limit >= 0)
-        assert counts[zero] >= (values == 0).sum() > 0.3 * values.numel()
-        assert sum(counts[:zero]) <= (values < 0).sum() <= sum(counts[: zero + 1])
-
-
-def test_images_and_figures_are_read_back(watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path) -> None:
-    folder, _, plan, _, _ = watched
-    events = read(folder / "events")
-    assert set(events.Tags()["images"]) == {"filters", "sparsity"}
-    (image,), (figure,) = events.Images("filters"), events.Images("sparsity")
-    assert (image.step, figure.step) == (2, 2)
-    (tmp_path / "filters.png").write_bytes(image.encoded_image_string)
-    with Image.open(tmp_path / "filters.png") as opened:
-        pixels = np.asarray(opened).astype(int)
-    kept = plan.kept("0.weight", 0).tolist()
-    for place in range(8):  # filters of 3x3 in a row, a pixel of white around each
-        one = pixels[1:4, 4 * place + 1 : 4 * place + 4]
-        assert (np.ptp(one) > 10) == (place in kept)
-        assert place in kept or abs(one - 127).max() <= 1
-
-
 def test_nothing_is_drawn_or_trained_otherwise_without_it(
-    watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path
+    watched: tuple[Path, nn.Module, Plan, History], tmp_path: Path
 ) -> None:
-    model, _, _, _ = train(tmp_path / "none", None)
+    model, _, _ = train(tmp_path / "none", None)
     for name, value in watched[1].state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
     assert not (tmp_path / "none").exists()
-    train(tmp_path / "table", WatchSettings(tensorboard=False, histograms=True, images=True))
+    train(tmp_path / "table", WatchSettings(tensorboard=False))
     assert [path.name for path in (tmp_path / "table").iterdir()] == ["scalars.csv"]
     lines = [(folder / "scalars.csv").read_text().splitlines() for folder in (watched[0], tmp_path / "table")]
     values = [[line for line in found if line.split(",")[1] not in ("seconds", "images_per_s")] for found in lines]
@@ -196,28 +129,25 @@ class Stops(Callback):
 
 
 @pytest.mark.slow
-def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path) -> None:
+def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, History], tmp_path: Path) -> None:
     """It stops in epoch 2, behind its first step and a checkpoint; epoch 1 is there already, in another file."""
 
     def checkpoints() -> Checkpoints:
         return Checkpoints(tmp_path / "checkpoints", CheckpointSettings(every_steps=1))
 
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, ALL, checkpoints=checkpoints(), stop=Stops(7))
+        train(tmp_path, WATCH, checkpoints=checkpoints(), stop=Stops(7))
     left = read(tmp_path / "events")
     assert [event.step for event in left.Scalars("loss/train")] == [1]
-    left_writer = TensorBoardLogger(ALL, tmp_path / "events", tmp_path / "scalars.csv")
-    left_writer.load_state_dict({"events": {"epoch": 1}, "clamped": {}, "gradients": {}})
+    left_writer = TensorBoardLogger(WATCH, tmp_path / "events", tmp_path / "scalars.csv")
+    left_writer.load_state_dict({"events": {"epoch": 1}, "clamped": {}})
     left_writer.scalars(watched[3].rows[1])  # as if it had come further than its checkpoint
     left_writer.close()
-    train(tmp_path, ALL, checkpoints=checkpoints(), stop=Stops(0))
+    train(tmp_path, WATCH, checkpoints=checkpoints(), stop=Stops(0))
     events, whole = read(tmp_path / "events"), read(watched[0] / "events")
-    assert events.Tags()["histograms"] == whole.Tags()["histograms"]
     for tag in whole.Tags()["scalars"]:
         here, there = ([(e.step, e.value) for e in found.Scalars(tag)] for found in (events, whole))
         assert here == there or tag in ("seconds", "images_per_s"), tag
-    for tag in whole.Tags()["histograms"]:
-        assert [e.histogram_value for e in events.Histograms(tag)] == [e.histogram_value for e in whole.Histograms(tag)]
     tables = [(folder / "scalars.csv").read_text().splitlines() for folder in (tmp_path, watched[0])]
     first, second = ([line.split(",")[:2] for line in table] for table in tables)
     assert first == second
@@ -233,20 +163,3 @@ def test_a_full_disk_ends_the_watching_alone(tmp_path: Path) -> None:
     assert len(history.rows) == 2
     assert len(said) == 1
     assert "no more is written of this training, which goes on" in said[0]
-
-
-def test_histograms_are_of_what_is_finite() -> None:
-    values = torch.tensor([1.0, float("nan"), -2.0, float("inf"), 0.0, 0.0])
-    found = histogram(values)
-    assert found is not None
-    assert (found.min, found.max, found.sum, found.sum_squares) == pytest.approx((-2.0, 1.0, -1.0, 5.0))
-    assert sum(found.bucket_counts) == 4
-    assert len(found.bucket_counts) == len(found.bucket_limits)
-    assert histogram(torch.tensor([float("nan")])) is None
-    alike = histogram(torch.full((5,), 0.3, dtype=torch.bfloat16))
-    assert alike is not None
-    assert alike.bucket_counts == [5.0]
-    places, values = torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0])
-    sparse = histogram(torch.sparse_coo_tensor(places, values, (3,), check_invariants=True))
-    assert sparse is not None
-    assert (sparse.min, sparse.max, sum(sparse.bucket_counts)) == (3.0, 4.0, 2.0)

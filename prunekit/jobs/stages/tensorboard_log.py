@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,14 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.jobs.run.run_folder import RunFolder
 from prunekit.planning.plan import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, EpochRow
-from prunekit.training.callbacks.tensorboard import TensorBoardLogger, add_sparsity, filters
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger
 from prunekit.utils.availability import missing_packages
 from prunekit.utils.files import flattened
 
@@ -51,18 +48,10 @@ def _places(run: Path, name: str) -> tuple[Path, Path]:
     return run / "tensorboard" / name, run / "scalars" / f"{name}.csv"
 
 
-def write_summary(
-    run: RunFolder,
-    job: JobSettings,
-    chart: ChannelMap,
-    plan: Plan,
-    models: tuple[nn.Module, nn.Module],
-    metrics: Mapping[str, Any],
-) -> None:
+def write_summary(run: RunFolder, job: JobSettings, chart: ChannelMap, plan: Plan, metrics: Mapping[str, Any]) -> None:
     """Write `tensorboard/run`: recipe and results as one row of hyper-parameters, and the model's graph.
 
-    With `watch.images` also the filters of the dense (step 0) and the compact model (step 1), and the share of each
-    weight that was removed. What an earlier attempt left there is replaced.
+    What an earlier attempt left there is replaced.
     """
     if job.watch is None or not job.watch.tensorboard or missing_packages(["tensorboard"]):
         return
@@ -75,11 +64,6 @@ def write_summary(
         graph = model_graph(chart, plan).SerializeToString()
         writer._get_file_writer().add_event(Event(graph_def=graph))
         writer.add_hparams(dict(_hyperparameters(asdict(job))), dict(_outcome(metrics)), run_name=".")
-        if job.watch.images:
-            for step, model in enumerate(models):
-                if (image := filters(model)) is not None:
-                    writer.add_image("filters", image, step)
-            add_sparsity(writer, _pruned_shares(plan), 0)
 
 
 def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -101,13 +85,6 @@ def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         where = f"{row['device']}, {row['runtime']}, batch {row['batch']}, {row['dtype']}"
         yield f"speedup/{row['model']} ({where})", float(row["median"])
     yield "parity/max_relative_difference", float(metrics["parity"]["max_relative_difference"])
-
-
-def _pruned_shares(plan: Plan) -> dict[str, float]:
-    """Return the share of each weight with two axes or more that was removed."""
-    shapes = {name: shape for name, shape in plan.channel_map.shapes.items() if len(shape) >= 2}
-    left = {name: plan.channel_map.parameters_kept(plan.keep, [name]) / math.prod(shapes[name]) for name in shapes}
-    return {f"sparsity/{name.rpartition('.')[0] or name}": 1 - share for name, share in left.items()}
 
 
 def model_graph(chart: ChannelMap, plan: Plan) -> GraphDef:

@@ -1,6 +1,6 @@
 """The log of a training for TensorBoard, epoch by epoch, and its scalars as a CSV table.
 
-Scalars, sparsity and clamped gradients of every layer, and on request histograms and images.
+Among them are the sparsity and the clamped gradients of every layer.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.distributed.process_group import is_main, is_sharded, local_part, total
 from prunekit.masks.module_values import count_zeros
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 COLUMNS = ("epoch", "tag", "value")
-BINS = 64
 CHARTS = {
     "training": {
         "loss": ["Multiline", ["loss/.*"]],
@@ -43,16 +40,13 @@ CHARTS = {
     },
 }
 """Scalars that belong together, each group in one chart of the tab of custom scalars; tags as regular expressions."""
-MOST_FILTERS = 256
 
 
 class TensorBoardLogger(Callback):
     """A callback that writes what happens in each epoch, and changes nothing; the first of all callbacks.
 
     Scalars are everything in an `EpochRow`; under masks the share of exact zeros in every layer's weights, as they were
-    trained; for every clamped layer the share that was beyond the limit in the epoch. On request: histograms of every
-    parameter, of its mask and of its gradient in the epoch's first step (under its mask, before it is clamped, without
-    the loss scale), the filters of the first convolution as an image, and a figure of the sparsity.
+    trained; for every clamped layer the share that was beyond the limit in the epoch.
 
     In several processes the main one writes. A file that cannot be written ends the log, not the training. When a
     training is resumed, rows after the epoch where it continues are removed from the table, and hidden in TensorBoard
@@ -67,15 +61,13 @@ class TensorBoardLogger(Callback):
         plan: CurrentPlan = lambda: None,  # returns the plan that masks the model, or that made it compact
         warn: Callable[[str], None] = lambda message: None,  # called with a message if something cannot be written
     ) -> None:
-        if missing_packages(["tensorboard"]):  # the table has all scalars
-            settings = replace(settings, tensorboard=False)
-        self._settings, self._plan, self._warn = settings, plan, warn
-        self._folder, self._table = events if settings.tensorboard else None, table
+        shown = settings.tensorboard and not missing_packages(["tensorboard"])  # the table has all scalars
+        self._plan, self._warn = plan, warn
+        self._folder, self._table = events if shown else None, table
         self._epoch = 0  # the last one that is written
         self._rows: list[tuple[int, str, float]] | None = None
         self._writer: SummaryWriter | None = None
         self._clamped: ClampCounts = {}
-        self._gradients: dict[str, Histogram] = {}
         self._failed = not is_main()
 
     @contextmanager
@@ -88,35 +80,11 @@ class TensorBoardLogger(Callback):
             with self._safely():
                 self.close()
 
-    @property
-    def reads_weights(self) -> bool:
-        """True if weights themselves are shown, and not only figures about them."""
-        return self._settings.tensorboard and (self._settings.histograms or self._settings.images)
-
-    def before_step(self, step: int) -> None:
-        """Take histograms of gradients in the first step of an epoch."""
-        epoch, place = divmod(step - 1, self._run.steps)
-        if not place and self._settings.histograms and self._due(epoch + 1):
-            scale = self._run.scale()
-            named = self._run.model.named_parameters()
-            gradients = {name: parameter.grad / scale for name, parameter in named if parameter.grad is not None}
-            found = {name: histogram(gradient) for name, gradient in gradients.items()}
-            self._gradients = {name: shape for name, shape in found.items() if shape is not None}
-
-    def _due(self, epoch: int) -> bool:
-        return not self._failed and self._settings.tensorboard and epoch % self._settings.every == 0
-
     @contextmanager
     def around_validation(self) -> Iterator[None]:
         """Read the weights as they were trained: before an average replaces them, or the next plan masks them."""
         model = self._run.model
         self._sparsity = {} if self._failed and not is_sharded(model) else layer_sparsity(model, self._plan())
-        due = self._due(self._epoch + 1)
-        self._shapes: dict[str, Histogram] = {}
-        if due and self._settings.histograms:
-            gradients = {f"gradients/{name}": shape for name, shape in self._gradients.items()}
-            self._shapes = _histograms(model, self._plan()) | gradients
-        self._image = filters(model) if due and self._settings.images else None
         yield
 
     def after_epoch(self, row: EpochRow) -> None:
@@ -131,15 +99,6 @@ class TensorBoardLogger(Callback):
                 if seen > of:
                     shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (seen - of)
         with self._safely():
-            writer = self._opened()
-            if writer is not None:
-                for tag, found in self._shapes.items():
-                    writer.add_histogram_raw(tag, num=sum(found.bucket_counts), **asdict(found), global_step=row.epoch)
-                images = self._settings.images and self._due(row.epoch)
-                if images and self._image is not None:
-                    writer.add_image("filters", self._image, row.epoch)
-                if images and self._sparsity:
-                    add_sparsity(writer, self._sparsity, row.epoch)
             self.scalars(row, self._sparsity | shares)
 
     def _opened(self) -> SummaryWriter | None:
@@ -200,11 +159,10 @@ class TensorBoardLogger(Callback):
             self._warn(f"watching: {error}; no more is written of this training, which goes on")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last epoch, and the counts and histograms of the epoch that has begun."""
+        """Return the last epoch, and the counts of clamped gradients at its end."""
         return {
             "events": {"epoch": self._epoch},
             "clamped": {clamp: {path: list(both) for path, both in of.items()} for clamp, of in self._clamped.items()},
-            "gradients": {name: asdict(shape) for name, shape in self._gradients.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,7 +170,6 @@ class TensorBoardLogger(Callback):
         self.close()
         self._epoch, self._rows = int(state["events"]["epoch"]), None
         self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
-        self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
 
 
 def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
@@ -229,96 +186,9 @@ def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
         if parameter.ndim >= 2:
             path, own = name.rpartition(".")[0] or name, local_part(parameter)
             kept[path] = kept.get(path, 0) + own.numel() - int(count_zeros(own))
-            sizes[path] = sizes.get(path, 0) + _dense_size(name, parameter, plan)
+            sizes[path] = sizes.get(path, 0) + math.prod(plan.channel_map.shapes.get(name, parameter.shape))
     if is_sharded(model):
         kept = {path: int(count) for path, count in zip(kept, total(*kept.values()), strict=True)}
     found = {f"sparsity/{path}": (sizes[path] - count) / sizes[path] for path, count in kept.items()}
     whole = sum(sizes.values())
     return found | ({"sparsity/all": (whole - sum(kept.values())) / whole} if sizes else {})
-
-
-def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
-    found: dict[str, Histogram] = {}
-    for name, parameter in model.named_parameters():
-        if (shape := histogram(parameter)) is not None:
-            found[f"weights/{name}"] = shape
-        if plan is not None and (mask := plan.mask(name)) is not None:
-            size = _dense_size(name, parameter, plan)
-            kept = float(int(torch.count_nonzero(mask)) * (size // mask.numel()))
-            ends = float(kept == size), float(kept > 0)
-            found[f"masks/{name}"] = Histogram(*ends, kept, kept, [0.5, 1.0], [size - kept, kept])  # of zeros and ones
-    return found
-
-
-def _dense_size(name: str, parameter: Tensor, plan: Plan | None) -> int:
-    """Return how many entries a parameter has in the dense model."""
-    return parameter.numel() if plan is None else math.prod(plan.channel_map.shapes.get(name, parameter.shape))
-
-
-@torch.no_grad()
-def filters(model: nn.Module) -> Tensor | None:
-    """Return the filters of the first convolution in two dimensions, as one image (3, height, width) with values 0..1.
-
-    All are on one scale, with zero as mid-gray, so that pruned filters are plain gray. Filters of 1 or 3 input channels
-    are shown as they are, others as the mean over input channels. None if the model has no such convolution.
-    """
-    from torchvision.utils import make_grid
-
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is None:
-        return None
-    weight = first.weight.detach()[:MOST_FILTERS].float().cpu()  # (filters, in, height, width)
-    if weight.shape[1] not in (1, 3):
-        weight = weight.mean(1, keepdim=True)
-    scale = weight.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    image: Tensor = make_grid(0.5 + 0.5 * weight / scale, nrow=16, padding=1, pad_value=1.0)
-    return image
-
-
-def add_sparsity(writer: SummaryWriter, sparsity: Mapping[str, float], step: int) -> None:
-    """Write a figure with a bar for each layer, in the order of the model, of what `layer_sparsity` returns.
-
-    Without matplotlib there is none.
-    """
-    if missing_packages(["matplotlib"]):
-        return
-    from matplotlib.figure import Figure
-
-    layers = {tag.partition("/")[2]: share for tag, share in sparsity.items() if tag != "sparsity/all"}
-    figure = Figure(figsize=(8, 1 + 0.2 * len(layers)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(list(layers), [100 * share for share in layers.values()], color="#0f766e")
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel="zeros among the weights, %")
-    writer.add_figure("sparsity", figure, step, close=False)
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Distribution of values, with the names that TensorBoard's `add_histogram_raw` takes.
-
-    `bucket_counts[i]` of them are in (bucket_limits[i - 1], bucket_limits[i]], the first from `min` on.
-    """
-
-    min: float
-    max: float
-    sum: float
-    sum_squares: float
-    bucket_limits: list[float]
-    bucket_counts: list[float]
-
-
-def histogram(values: Tensor) -> Histogram | None:
-    """Return the histogram of all finite values, computed on their device; None if no value is finite."""
-    flat = (values.coalesce().values() if values.is_sparse else values).detach().reshape(-1).float()
-    flat = flat[flat.isfinite()]
-    if not flat.numel():
-        return None
-    least, most = (float(end) for end in torch.aminmax(flat))
-    total = float(flat.sum(dtype=torch.float64))
-    squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
-    if most - least <= 1e-6 * max(abs(least), abs(most)):  # too close for float32 to tell bins apart
-        return Histogram(least, most, total, squares, [most], [float(flat.numel())])
-    counts = torch.histc(flat, BINS, least, most).tolist()
-    limits = [least + (most - least) * (bin + 1) / BINS for bin in range(BINS - 1)]
-    return Histogram(least, most, total, squares, [*limits, most], counts)
