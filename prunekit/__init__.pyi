@@ -53,7 +53,7 @@ from prunekit.masks.thresholds import (
 from prunekit.masks.thresholds import (
     calibrate_thresholds as calibrate_thresholds,
 )
-from prunekit.measure.stored_size import stored_sizes as stored_sizes
+from prunekit.measure.model_size import stored_sizes as stored_sizes
 from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify
 from prunekit.models.preprocessing import Preprocessing as Preprocessing

@@ -8,13 +8,14 @@ ultralytics' own. Needs `pip install 'prunekit[ultralytics]'`; nothing else in p
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prunekit.errors import ArtifactError, UsageError
+from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.modes.public_call import public_call
 from prunekit.utils.availability import require_library
 
@@ -22,7 +23,9 @@ require_library("ultralytics", "ultralytics")
 
 from ultralytics import RTDETR, YOLO  # noqa: E402  # after the check, whose message says what to install
 from ultralytics.engine.model import Model  # noqa: E402
+from ultralytics.utils.nms import non_max_suppression  # noqa: E402
 
+from prunekit.backends.session import Timer  # noqa: E402
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
 from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
@@ -40,17 +43,21 @@ from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402
     settings_of,
     training_examples,
 )
-from prunekit.integrations.yolo.suppression_time import without_suppression  # noqa: E402
+from prunekit.jobs.analyses.bench import bench  # noqa: E402
 from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
 from prunekit.pruning.prune import prune  # noqa: E402
 from prunekit.settings.deployment import Target  # noqa: E402
 from prunekit.tasks.task import Task  # noqa: E402
-from prunekit.utils.context import device_of  # noqa: E402
+from prunekit.utils.context import device_of, threads, training_mode  # noqa: E402
 
 keep_structure()
 
 IMAGES = 128
 """Images for calibration; each has thousands of positions that a layer is fitted on."""
+CONFIDENCE, OVERLAP = 0.001, 0.7
+"""Thresholds of suppression in ultralytics' `val`."""
+ROUNDS = 5
+"""Times that the suppression of each batch is timed."""
 
 
 @public_call
@@ -210,3 +217,68 @@ def _size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, i
     if not all(isinstance(side, int) and side > 0 and side % stride == 0 for side in (height, width)):
         raise UsageError(f"imgsz: expected multiples of {stride} pixels, the model's stride, got {asked!r}")
     return height, width
+
+
+def without_suppression(
+    yolo: Model, samples: Tensor | None, latency_ms: float | None, speedup: float | None, target: Target
+) -> tuple[float | None, float | None, tuple[str, ...]]:
+    """Return budgets of time for the model alone, from those for model and suppression together, and a note on both.
+
+    Suppression takes longer the more boxes there are in the images `samples` (B, C, H, W).
+    """
+    if latency_ms is None and speedup is None:
+        raise UsageError("suppression: expected a budget of time with it, speedup=... or latency_ms=...")
+    if target.elsewhere:
+        raise UsageError(f"suppression: expected a target on this machine, got {target.device!r}; leave it out")
+    if samples is None:
+        raise UsageError("suppression: expected images as data=, whose boxes are suppressed, got none")
+    head = type(yolo.model.model[-1]).__name__
+    overlapping = yolo.task in {"detect", "segment", "pose", "obb"} and "RTDETR" not in head
+    if not overlapping or getattr(yolo.model.model[-1], "end2end", False):
+        raise UsageError(f"suppression: {type(yolo.model).__name__} returns its boxes without one; leave it out")
+    batch = samples[: target.batch].repeat(-(-target.batch // len(samples)), 1, 1, 1)[: target.batch]
+    alone = suppression_ms(yolo, samples, target)
+    said = f"suppression takes {alone:.3g} ms for {target.batch} images, and is no part of the model's time"
+    if latency_ms is not None:
+        latency_ms = _left_for_model(latency_ms, alone)
+    if speedup is not None:
+        measured = bench(
+            {"dense": yolo.model},
+            batch,
+            runtimes=target.runtime,
+            batch=target.batch,
+            threads=target.threads,
+            dtypes=target.dtype,
+            memory_formats=target.memory_format,
+            device=target.device,
+        )
+        whole = float(measured.latency[0]["median_ms"])
+        of_model = whole / _left_for_model((whole + alone) / speedup, alone)
+        said += f", {whole:.3g} ms; {of_model:.3g}x of the model alone are {speedup:g}x of both"
+        speedup = of_model
+    return latency_ms, speedup, (said,)
+
+
+def suppression_ms(yolo: Model, samples: Tensor, target: Target) -> float:
+    """Return the median milliseconds that suppression takes on the predictions for a batch of images."""
+    model, times, device = yolo.model, list[float](), torch.device(target.device)
+    settings = {"nc": model.model[-1].nc, "multi_label": True, "rotated": yolo.task == "obb"}
+    with threads(target.threads), training_mode(model, False), torch.no_grad():
+        for start in range(0, min(len(samples), 8 * target.batch), target.batch):
+            batch = samples[start : start + target.batch].to(next(model.parameters()).device)
+            predicted = model(batch)
+            while not isinstance(predicted, Tensor):
+                predicted = predicted[0]
+            for _ in range(ROUNDS):
+                again = predicted.to(device, copy=True)  # it is overwritten
+                times.append(Timer(partial(non_max_suppression, again, CONFIDENCE, OVERLAP, **settings), device)())
+    return sorted(times)[len(times) // 2]
+
+
+def _left_for_model(both: float, alone: float) -> float:
+    if both <= alone:
+        raise PlanError(
+            f"suppression alone takes {alone:.3g} ms, and model and suppression together are to take {both:.3g} ms; "
+            "ask for less, or raise its confidence threshold where the model runs and leave out suppression=True"
+        )
+    return both - alone

@@ -15,8 +15,7 @@ from prunekit.hooks.hook import HookWarning
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.step_hooks import optimizer_of
 from prunekit.hooks.wrappers import is_frozen, unwrapped_for_hooks
-from prunekit.masks.gradient_masks import GradientMasks
-from prunekit.masks.straight_through import StraightThrough
+from prunekit.masks.gradient_masks import GradientMasks, StraightThrough
 from prunekit.masks.weight_masks import PrunedValues, WeightMasks
 from prunekit.modes.public_call import GradientState, ModuleState, finished
 from prunekit.planning.plan import Plan, require_plan

@@ -18,8 +18,7 @@ from prunekit.masks.activation_masks import Side
 from prunekit.masks.module_values import one_of, paths_matching
 from prunekit.masks.threshold_search import MaskedActivations, search_thresholds
 from prunekit.modes.public_call import public_call
-from prunekit.reading.records import as_record
-from prunekit.reading.text_files import read_json
+from prunekit.reading.text_files import as_record, read_json
 from prunekit.settings.train import ActivationSettings
 from prunekit.tasks.batches import ModelBatches
 from prunekit.tasks.task import Task

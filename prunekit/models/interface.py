@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import with_tensors
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
-from prunekit.reading.records import as_record
+from prunekit.reading.text_files import as_record
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.inputs import (
     InputSpec,

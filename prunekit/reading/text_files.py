@@ -1,4 +1,7 @@
-"""Text, JSON and JSON lines from a file: regular, of bounded size, depth and numbers, or an error that says where."""
+"""Text, JSON, JSON lines and records from a file: regular, of bounded size, depth and numbers, checked whole.
+
+What is wrong is an error that says where.
+"""
 
 import json
 import math
@@ -6,10 +9,11 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from prunekit.errors import ArtifactError, PrunekitError, cut_short
 
+T = TypeVar("T")
 MOST_BYTES = 2**28
 """The largest text that is read where a caller names no other bound."""
 MOST_LEVELS = 100
@@ -214,3 +218,27 @@ def _reason(value: Any) -> str:
     if isinstance(value, int):
         return f"a whole number has {value.bit_length():,} bits, more than {MOST_BITS}"
     return f"{cut_short(ascii(value))} is not Unicode: it has half of a surrogate pair"
+
+
+def as_record(kind: type[T], values: Any, where: str) -> T:
+    """Return plain values as a dataclass, or a tuple or mapping of such, with the types that it declares."""
+    from pydantic import TypeAdapter, ValidationError  # `prunekit --help` reads no file
+
+    try:
+        text = json.dumps(values)
+        return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f".{part}" for part in first["loc"])
+        got = "" if first["type"] == "missing" else f", got {cut_short(repr(first['input']))}"
+        raise ArtifactError(f"{where}{place}: {first['msg']}{got}; the file is damaged") from error
+    except (TypeError, ValueError, RecursionError) as error:  # tensors, and keys that are no text
+        raise ArtifactError(f"{where}: expected plain values ({error}); the file is damaged") from error
+
+
+def require_parts(values: Any, names: Iterable[str], where: str) -> None:
+    """Raise unless values of a file are a mapping that has some names."""
+    if not isinstance(values, Mapping):
+        raise ArtifactError(f"{where}: expected values by name, got {type(values).__name__}; the file is damaged")
+    if missing := [name for name in names if name not in values]:
+        raise ArtifactError(f"{where}: {missing[0]!r} is not there; the file is damaged")

@@ -165,24 +165,15 @@ class ResumableRun(CallInterceptor):
     def run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> PassState | None:
         """Run one pass over one batch."""
         again = kept is not None and not keep_at
-        self._run_checked(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
-        return self._found if keep_at else kept
-
-    def resume(self, inputs: tuple[Any, ...], kept: PassState) -> Any:
-        """Run a pass from a saved state, which stays as it is, to its end, and return what the model returns."""
-        output = self._run_checked(inputs, kept.copied(self._fixed), 0, 0)
-        return map_tensors(output, self.real)
-
-    def _run_checked(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> Any:
         try:
-            output = self._run(inputs, kept, keep_at, stop_at)
+            self._run(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
         except Exception as error:  # of code that hides that a blank was read
             if kept is None:
                 raise
             raise DivergedError from error
         if self._leaked:
             raise DivergedError
-        return output
+        return self._found if keep_at else kept
 
     def _run(self, inputs: tuple[Any, ...], kept: PassState | None, keep_at: int, stop_at: int) -> Any:
         self._begin(kept, keep_at, stop_at)

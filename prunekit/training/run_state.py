@@ -28,7 +28,7 @@ from prunekit.distributed.process_group import (
 )
 from prunekit.errors import ArtifactError, NonFiniteError, ResumeError, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import named_tensors
-from prunekit.reading.records import as_record, require_parts
+from prunekit.reading.text_files import as_record, require_parts
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import DeviceSum, added
 from prunekit.training.callbacks.callback import CallbackList, EpochRow, PausedRun, RateRow, StartRow

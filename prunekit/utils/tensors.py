@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ArtifactError, nearest
-from prunekit.reading.records import require_parts
+from prunekit.reading.text_files import require_parts
 
 Whole = Callable[[Any], bool]
 """Function that tells whether a list or another nesting of tensors is taken as one thing."""

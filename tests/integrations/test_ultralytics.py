@@ -29,8 +29,8 @@ from ultralytics.utils.patches import torch_load
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, DataError, ModelError, PlanError, UsageError
+from prunekit.integrations import ultralytics as integration
 from prunekit.integrations.ultralytics import PruneWhileTraining, load_yolo, prune_yolo
-from prunekit.integrations.yolo import suppression_time
 from prunekit.integrations.yolo.calibration_images import calibration_images
 from prunekit.integrations.yolo.pruned_trainer import pruned_trainer
 from prunekit.integrations.yolo.pruned_yolo import predictions
@@ -390,12 +390,12 @@ def test_a_model_that_was_pruned_by_hand_is_kept_too(tmp_path: Path) -> None:
 def test_time_of_suppression_is_part_of_the_budget(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yolo, target = small_yolo(tmp_path), pk.Target()
     images = calibration_images(yolo, data, (64, 64), 8, 0)
-    assert suppression_time.suppression_ms(yolo, images, target) > 0
-    monkeypatch.setattr(suppression_time, "suppression_ms", lambda *_: 2.0)
-    assert suppression_time.without_suppression(yolo, images, 5.0, None, target)[0] == 3.0
+    assert integration.suppression_ms(yolo, images, target) > 0
+    monkeypatch.setattr(integration, "suppression_ms", lambda *_: 2.0)
+    assert integration.without_suppression(yolo, images, 5.0, None, target)[0] == 3.0
     with pytest.raises(PlanError, match="suppression alone takes 2 ms"):
-        suppression_time.without_suppression(yolo, images, 1.5, None, target)
-    _, speedup, notes = suppression_time.without_suppression(yolo, images, None, 1.2, target)
+        integration.without_suppression(yolo, images, 1.5, None, target)
+    _, speedup, notes = integration.without_suppression(yolo, images, None, 1.2, target)
     whole = float(notes[0].split("model's time, ")[1].split(" ms")[0])
     assert speedup == pytest.approx(whole / ((whole + 2) / 1.2 - 2), rel=0.05)
     dual = small_yolo(tmp_path, end2end=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 import prunekit as pk
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.measure.stored_size import stored_sizes
+from prunekit.measure.model_size import stored_sizes
 
 
 def half() -> nn.Sequential:

@@ -12,7 +12,7 @@ import torch
 from mutants import changed_values, unclean
 
 from prunekit.errors import ArtifactError
-from prunekit.reading.records import as_record, require_parts
+from prunekit.reading.text_files import as_record, require_parts
 
 
 @dataclass(frozen=True)

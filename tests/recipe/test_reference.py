@@ -7,6 +7,7 @@ import operator
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -16,11 +17,12 @@ from ruamel.yaml import YAML
 
 from prunekit.cli import cli
 from prunekit.recipe.loading import INSTALLED, apply_override, load
-from prunekit.recipe.reference import EXAMPLES, PAGE, SCHEMA, RecipeKey, all_keys, flow, json_schema, page, schema_text
+from prunekit.recipe.reference import RecipeKey, all_keys, examples, flow, json_schema, schema_text
 from prunekit.recipe.yaml_positions import Document
 from prunekit.settings.job import JobSettings
 
-AGAIN = "the settings have changed: write the reference anew with `python -m prunekit.recipe.reference`"
+WRITER = Path(__file__).parents[2] / ".ci" / "write_reference.py"
+AGAIN = "the settings have changed: write the reference anew with `python .ci/write_reference.py`"
 KINDS = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 
@@ -62,15 +64,16 @@ def problems(value: Any, schema: dict[str, Any], whole: dict[str, Any], path: st
 
 
 def test_page_and_schema_are_as_they_would_be_written_now() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), AGAIN
-    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), AGAIN
+    writer = run_path(str(WRITER))
+    assert writer["PAGE"].read_text(encoding="utf-8") == writer["page"](), AGAIN
+    assert writer["SCHEMA"].read_text(encoding="utf-8") == schema_text(), AGAIN
 
 
 @pytest.mark.parametrize("key", all_keys(), ids=lambda key: key.name)
 def test_every_key_has_a_meaning_and_an_example_that_holds(key: RecipeKey) -> None:
     assert key.meaning.endswith((".", ")")), f"{key.name}: write what it means below the field in prunekit.settings"
     assert key.meaning[0].isupper() or key.meaning[0] == "`"
-    assert key.example is not None, f"{key.name}: give an example in prunekit.recipe.reference.EXAMPLES"
+    assert key.example is not None, f"{key.name}: give an example in prunekit/recipe/examples.yaml"
     TypeAdapter(key.hint).validate_json(json.dumps(key.example), strict=True)
     example = apply_override(Document({}, places={(): None}), f"{key.name}={flow(key.example)}")  # type: ignore[dict-item]
     assert not example.problems
@@ -82,7 +85,7 @@ def test_every_key_has_a_meaning_and_an_example_that_holds(key: RecipeKey) -> No
 
 def test_examples_are_of_keys_that_there_are() -> None:
     known = {name for kind in [JobSettings, *kinds_in(JobSettings)] for name in named(kind)}
-    assert set(EXAMPLES) <= known
+    assert set(examples()) <= known
 
 
 def kinds_in(kind: Any) -> list[Any]:

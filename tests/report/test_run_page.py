@@ -357,14 +357,14 @@ def test_every_column_of_figures_says_how_they_were_measured() -> None:
         bare = set(re.findall(r"<th(?: class=\"soft\")?>([^<{]+)</th>", html))
         assert bare <= plain, template.name
         for label, other in re.findall(r'\{\{ "([^"]+)" \| how(?:\("([^"]+)"\))? \}\}', html):
-            assert (other or label) in rendering.METHODS, template.name
+            assert (other or label) in rendering.notes(), template.name
 
 
 def test_every_tile_and_every_section_with_a_figure_says_how_it_was_made(page: Page, run: Path) -> None:
     folder = Path(rendering.__file__).parent
     for file in folder.glob("*.py"):
         labels = set(re.findall(r'Tile\(\s*"([^"]+)"', file.read_text(encoding="utf-8")))
-        assert labels <= rendering.METHODS.keys(), file.name
+        assert labels <= rendering.notes().keys(), file.name
     html = (run / "report.html").read_text(encoding="utf-8")
     sections = [part for part in re.findall(r"<section.*?</section>", html, re.S) if "<figure>" in part]
     assert len(sections) > 4

@@ -1,1 +1,1 @@
-"""Commands, in a file each."""
+"""Commands, those that belong together in one file."""

@@ -20,7 +20,7 @@ from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, own_source
 from prunekit.jobs.run.job_subject import JobSubject, prepare, share_model
 from prunekit.jobs.run.run_folder import digest, weights_digest
 from prunekit.measure.latency.machine import cpu_name
-from prunekit.reading.records import as_record
+from prunekit.reading.text_files import as_record
 from prunekit.report.headline import unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings

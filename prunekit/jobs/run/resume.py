@@ -27,8 +27,7 @@ from prunekit.planning.plan import load_plan
 from prunekit.pruning.latency.latency_target import Attempt
 from prunekit.pruning.latency_budget_search import time_binds
 from prunekit.pruning.plan_search import Planned
-from prunekit.reading.records import as_record
-from prunekit.reading.text_files import read_json
+from prunekit.reading.text_files import as_record, read_json
 from prunekit.repair.repair_report import RepairReport
 from prunekit.settings.job import WITHOUT_EFFECT, JobSettings, dump
 from prunekit.training.checkpoints import require_same

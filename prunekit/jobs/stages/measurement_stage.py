@@ -22,8 +22,14 @@ from prunekit.masks.masked_model import Sparsity
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
 from prunekit.measure.latency.row_text import failure_lines, speedup_text, unstable_lines
-from prunekit.measure.model_size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
-from prunekit.measure.stored_size import stored_sizes
+from prunekit.measure.model_size import (
+    count_bytes,
+    count_macs,
+    count_memory,
+    count_parameters,
+    size_bytes,
+    stored_sizes,
+)
 from prunekit.measure.verification import Verification
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency.latency_target import LatencyResult

@@ -16,8 +16,7 @@ from prunekit.errors import ArtifactError, RunError
 from prunekit.measure.device.kit import FORMAT, MANIFEST, TIMES, described_device
 from prunekit.measure.latency.timing import Times, doubts
 from prunekit.measure.latency_profile.network_timing import LayerTimes
-from prunekit.reading.records import as_record
-from prunekit.reading.text_files import read_json
+from prunekit.reading.text_files import as_record, read_json
 from prunekit.utils.files import require_checksum
 
 MOST_BYTES = 2**24

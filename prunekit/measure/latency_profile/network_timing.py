@@ -50,8 +50,7 @@ from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied
 from prunekit.measure.measurement_effort import current_effort
 from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.depth_search import Block
-from prunekit.reading.records import as_record
-from prunekit.reading.text_files import read_json
+from prunekit.reading.text_files import as_record, read_json
 from prunekit.utils.context import set_mode
 from prunekit.utils.files import require_writable, write_json
 from prunekit.utils.inputs import call
