@@ -244,6 +244,8 @@ DOORS = {
     "measure/latency/worker_process.py: WorkerProcess.ask": "the answer of a process of its own, in a private folder",
     "measure/latency/worker_process.py: _read": "the question of the process that started it, in a private folder",
     "measure/latency/worker_process.py: serve": "the question of the process that started it, in a private folder",
+    "measure/device/measure.py: open_litert": "the runtime's own package, by constants",
+    "measure/device/measure.py: require_runtime": "the runtimes that the script knows, by constants",
     "models/zoo.py: load_factory": "--model, typed",
     "models/zoo.py: load_with_example": "--model, typed",
     "utils/availability.py: import_of_extra": "constants of its callers: packages that an extra installs",

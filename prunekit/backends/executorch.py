@@ -62,7 +62,7 @@ class Executorch(DeviceBackend):
         interface = self.interface(path)
         if portable_lib._threadpool_get_thread_count() != threads and not _OPEN:
             portable_lib._unsafe_reset_threadpool(threads)
-        method = _method(path, "forward")
+        method = method_of(path, "forward")
         _OPEN.add(method)
         return Loaded(
             lambda example: [tensor.contiguous() for tensor in fed(example, interface).values()],
@@ -86,7 +86,7 @@ class Executorch(DeviceBackend):
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface that a program carries."""
-        found = _method(path, KEY).execute([])
+        found = method_of(path, KEY).execute([])
         return interface_of_json(str(found[0]), str(path))
 
 
@@ -141,7 +141,8 @@ def _require_planned(source: ExportSource, program: Program, planned: Any, most:
                 )
 
 
-def _method(path: Path, name: str) -> Any:
+def method_of(path: Path, name: str) -> Any:
+    """Return a method of a program, in the runtime of ExecuTorch."""
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an ExecuTorch program, and there is no file")
     with tracing():  # its modules warn while they are imported

@@ -54,7 +54,7 @@ class LiteRt(DeviceBackend):
             import litert_torch
 
             litert_torch.convert(source.model, tuple(gather(program.example))).export(str(path))
-            path.write_bytes(_with_metadata(path.read_bytes(), metadata_of(program.interface)))
+            path.write_bytes(with_metadata(path.read_bytes(), metadata_of(program.interface)))
         return program.notes
 
     def code_in(self, path: Path) -> str:
@@ -107,7 +107,7 @@ class LiteRt(DeviceBackend):
         return interface_of_json(text, str(path))
 
 
-def _with_metadata(content: bytes, entries: dict[str, str]) -> bytes:
+def with_metadata(content: bytes, entries: dict[str, str]) -> bytes:
     """Return a file with further entries in its metadata."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema

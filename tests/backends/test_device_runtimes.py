@@ -227,7 +227,7 @@ def lite(monkeypatch: pytest.MonkeyPatch) -> Any:
     kind = type(FORMATS.get("litert"))
     monkeypatch.setattr(kind, "unusable", lambda self: "")
     monkeypatch.setattr(kind, "interface", lambda self, path: interfaces[-1])
-    monkeypatch.setattr(litert, "_with_metadata", keep)
+    monkeypatch.setattr(litert, "with_metadata", keep)
     return FORMATS.get("litert")
 
 
@@ -261,7 +261,7 @@ def test_the_pool_of_executorch_is_replaced_only_while_no_program_is_open(
     for name in ("executorch", "executorch.extension", "executorch.extension.pybindings"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["executorch.extension.pybindings"].portable_lib = library  # type: ignore[attr-defined]
-    monkeypatch.setattr(executorch, "_method", lambda path, name: Method())
+    monkeypatch.setattr(executorch, "method_of", lambda path, name: Method())
     example = (torch.ones(2, 3),)
     interface = interface_of(nn.ReLU(), example)
     backend = RUNTIMES.get("executorch")

@@ -188,7 +188,10 @@ def test_debug_shows_the_traceback_on_either_side_of_the_command(
         (["evaluate", "resnet18", "seed=3"], "'seed=3' changes a recipe, and no recipe was given"),
         (["evaluate", "a.yaml", "--recipe", "b.yaml"], "a.yaml has images of its own"),
         (["bench", "resnet18", "--device", "cpu,gpu"], "device: expected auto, cpu, cuda, cuda:n or mps, got 'gpu'"),
-        (["bench", "resnet18", "--runtime", "eager,onnx"], "got 'onnx'; did you mean 'onnxruntime' or 'openvino'?"),
+        (
+            ["bench", "resnet18", "--runtime", "eager,onnx"],
+            "got 'onnx'; did you mean 'onnxruntime' or 'openvino' or 'ncnn'?",
+        ),
         (["bench", "resnet18", "--dtype", "fp64"], "'fp64': did you mean"),
         (["bench", "resnet18", "--runtime", "onnxruntime", "--dtype", "bf16"], "nothing was measured"),
         (["bench", "resnet18", "--device", "gpu"], "device: expected auto, cpu, cuda, cuda:n or mps, got 'gpu'"),

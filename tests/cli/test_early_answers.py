@@ -19,7 +19,7 @@ from prunekit.models.zoo import zoo_names
 NO_MODEL = "expected a recipe, a model folder, or the name of a torchvision or CIFAR model"
 NO_FOLDER = "run: expected a recipe (.yaml) or a model folder, which holds a prunekit.json; did you mean run/model?"
 MISTAKES = {
-    "export resnet18 --to tflite": "got 'tflite'; expected one of 'aoti', 'executorch'",
+    "export resnet18 --to tflite": "got 'tflite'; did you mean 'litert'",
     "export resnet81": "did you mean 'resnet8' or 'resnet18'",
     "export resnet18 --to tensorrt": "export to tensorrt needs tensorrt, not installed here",
     "evaluate run": NO_FOLDER,

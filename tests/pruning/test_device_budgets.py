@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A cache of its own, and no clock of this machine; the runtime is forgotten afterwards."""
-    for registry in (RUNTIMES, FORMATS):
-        monkeypatch.setattr(registry, "_items", dict(registry._items))
+    before = [(registry, dict(registry._items)) for registry in (RUNTIMES, FORMATS)]
     simulated_device.register()
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
 
@@ -57,6 +56,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("this machine timed something")
 
     monkeypatch.setattr(profiling, "time_networks", timed)
+    yield
+    for registry, items in before:
+        registry._items = items
 
 
 def net() -> Net:
