@@ -5,7 +5,7 @@ cost, and `capacity` chooses widths alone. The last two start from several choic
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -88,7 +88,7 @@ def make_plan(
 
 def _origin(settings: PruneSettings, seed: int, budgets: dict[str, Any]) -> Any:
     """Return where a plan comes from, as JSON values."""
-    origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
+    origin = {"prune": settings.noted, "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
     return json_values(origin | budgets)
 
 

@@ -129,8 +129,9 @@ class TimedPlanSearch(PlanSearch):
             if trip < TRIPS:
                 self.log(f"latency: none is within {share(TOLERANCE)}: {best}; a further kit has plans around it")
         attempts.append(attempts.pop(attempts.index(best)))  # the last is the one that is taken
-        planned, timed = self.as_asked(found[best.plan], target.asked_figures), asdict(self.settings.target)
-        provenance = {**planned.plan.provenance, "timed": json_values({**timed, **asdict(best.timing)})}
+        planned, where = self.as_asked(found[best.plan], target.asked_figures), self.settings.target
+        setting = {name: getattr(where, name) for name in ("device", "runtime", "batch", "threads", "dtype")}
+        provenance = {**planned.plan.provenance, "timed": json_values({**setting, **asdict(best.timing)})}
         plan = replace(planned.plan, provenance=provenance)
         return replace(planned, plan=plan, attempts=tuple(attempts))
 

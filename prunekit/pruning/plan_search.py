@@ -8,7 +8,7 @@ use: `trace`, `require_reachable`, `find` (or `predict`), and `deliver`. For bud
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -250,7 +250,7 @@ class PlanSearch:
         """Return the plan with settings and budgets as they were given, not as they were aimed at."""
         origin = planned.plan.provenance
         budgets = {name: {**found, **figures.get(name, {})} for name, found in origin["budgets"].items()}
-        provenance = {**origin, "prune": json_values(asdict(self.settings)), "budgets": budgets}
+        provenance = {**origin, "prune": json_values(self.settings.noted), "budgets": budgets}
         return replace(planned, plan=replace(planned.plan, provenance=provenance))
 
 

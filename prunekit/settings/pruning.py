@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
@@ -409,6 +409,11 @@ class PruneSettings(Checked):
             object.__setattr__(self, "budget", BudgetSettings())
         if self.pattern is not None and self.budget.given and self.pattern.multiple > 1:
             object.__setattr__(self, "round_to", math.lcm(self.round_to or 1, self.pattern.multiple))
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """The settings that plans and model folders keep: without a command, which may name machines and people."""
+        return asdict(replace(self, target=replace(self.target, command=None)))
 
     @property
     def in_blocks(self) -> PruneSettings:

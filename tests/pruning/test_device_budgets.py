@@ -105,6 +105,7 @@ def test_a_call_goes_on_once_the_device_has_measured_its_kits() -> None:
     assert found.plan.provenance["timed"]["device"] == "pi5"
     assert found.plan.provenance["timed"]["speedup"] == found.delivered.final.speedup
     by_command = prune()
+    assert simulated_device.__file__ not in json.dumps(by_command.plan.provenance)
     assert (by_command.plan.keep == found.plan.keep).all()
     assert [row["measured"] for row in device_rows()] == ["made up, 4 cores, weights 0"] * 2
     with pytest.raises(TimesNeededError, match=r"of Net it knows runtime weights, batch 1, threads 1, dtype float32\)"):

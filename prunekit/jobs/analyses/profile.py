@@ -63,7 +63,7 @@ def profile_job(
             progress=False,
         )
         run.log("; ".join((f"profile: {result.accuracy}", *result.notes)))
-        machine |= {"clock_mhz_after": clock_mhz()}
+        machine = {} if job.prune.target.elsewhere else machine | {"clock_mhz_after": clock_mhz()}
         metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
         write_csv(run.path / "profile.csv", metrics["layers"], LAYER_COLUMNS)
         write_csv(run.path / "networks.csv", [found.row() for found in result.predictions], NETWORK_COLUMNS)

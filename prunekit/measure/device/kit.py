@@ -27,6 +27,7 @@ from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.timing_job import file_source, output_tensors
 from prunekit.measure.latency_profile.network_timing import Network, structure_hash
 from prunekit.utils.context import set_mode, without_gradients
+from prunekit.utils.display import plural
 from prunekit.utils.files import atomic_folder, sha256, write_json, write_text
 from prunekit.utils.inputs import call
 from prunekit.utils.progress import Log, tracked
@@ -178,5 +179,6 @@ def kit_backend(setting: Setting) -> Backend:
 def described_device(facts: Mapping[str, Any]) -> str:
     """Return what a device is, from its `times.json`, in a few words."""
     cores = facts.get("cores")
-    parts = [facts.get("cpu") or facts.get("machine"), f"{cores} cores" if cores else "", facts.get("runtime")]
+    many = plural(cores, "core") if isinstance(cores, int) else ""
+    parts = [facts.get("cpu") or facts.get("machine"), many, facts.get("runtime")]
     return ", ".join(str(part) for part in parts if part)

@@ -388,7 +388,7 @@ def profile(
             predictions = tuple(_prediction(channel_map, *pair, whole.dense_ms, held_out=True) for pair in pairs)
             samples = tuple(replace(one, times=replace(one.times, modules_ms={})) for one in samples)
             found = Profile(channel_map, whole, predictions, samples, (), 0.0)
-        notes.append(check.more_would_help)
+            notes.append(check.more_would_help)
     if found.doubts:
         notes.append(f"{found.noise}; when it is quiet, {REMEDY} measures such networks again")
     return replace(found, notes=tuple(notes), seconds=time.perf_counter() - start)
