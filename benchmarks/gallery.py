@@ -125,11 +125,9 @@ def _small(text: str) -> str:
     return re.sub(r"\n\s*", " ", text) + "\n"
 
 
-def picture(made: Path | Image.Image, width: int | None = None) -> bytes:
-    """Returns a picture as a small PNG, made narrower if asked for; a large one gets at most 256 colors."""
+def picture(made: Path | Image.Image) -> bytes:
+    """Returns a picture as a small PNG; a large one gets at most 256 colors."""
     image = (made if isinstance(made, Image.Image) else Image.open(made)).convert("RGB")
-    if width is not None and image.width > width:
-        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     for shown in (image, image.quantize(256)):
         stream = io.BytesIO()
         shown.save(stream, "PNG", optimize=True)
@@ -185,7 +183,6 @@ def pictures(work: Path) -> Iterator[tuple[str, Callable[[], str | bytes]]]:
     yield "coupling.svg", lambda: chart(main() / "report.html", "coupling")
     yield "training.svg", lambda: chart(main() / "report.html", "curves")
     yield "features.png", lambda: picture(next((main() / "features").glob("*.png")))
-    yield "cam.png", lambda: picture(next((main() / "maps").glob("*.png")), 640)
     yield "filters.png", lambda: picture(main() / "filters" / "filters.png")
     yield "weights.svg", lambda: chart(main() / "histograms" / "histograms.html", "weights", 4)
     yield "boxes.png", lambda: boxes(first(work, "runs/yolo-coco8") / "detections")

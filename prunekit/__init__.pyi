@@ -22,8 +22,6 @@ from prunekit.inspection.capture.recorder import Capture as Capture
 from prunekit.inspection.capture.recorder import capture as capture
 from prunekit.inspection.diagnosis.diagnose_model import diagnose as diagnose
 from prunekit.inspection.diagnosis.findings import Diagnosis as Diagnosis
-from prunekit.inspection.visualize.class_maps import class_activation_map as class_activation_map
-from prunekit.inspection.visualize.class_maps import saliency as saliency
 from prunekit.jobs.analyses.bench import Benchmark as Benchmark
 from prunekit.jobs.analyses.bench import bench as bench
 from prunekit.jobs.analyses.explain import Explanation as Explanation

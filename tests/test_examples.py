@@ -277,8 +277,6 @@ ON_OTHERS: dict[str, Callable[[], object]] = {
     "collect_gradients": lambda: pk.collect_gradients(
         SMALL, [(GRAY, torch.zeros(8, dtype=torch.int64))], nn.functional.cross_entropy
     ),
-    "class_activation_map": lambda: pk.class_activation_map(SMALL, GRAY),
-    "saliency": lambda: pk.saliency(SMALL, GRAY),
     "summary": lambda: pk.summary(SMALL, GRAY),
 }
 

@@ -41,8 +41,6 @@ EXPECTED = {
         "summary": r"<td>block1\.conv1\.0",
         "capture": r"<td>block1\.conv1\.0<td>output<td>0<td>0<td>0<td>1x24x8x8",
         "maps": r"image/png",
-        "cam": r"Class map: grad_cam of block1, 4 maps of 8x8",
-        "overlay": r"image/png",
         "stats": r"<td>block1\.conv1\.0",
         "diagnose": r"block2\.conv1\.1.*NaN",
     },

@@ -37,8 +37,8 @@ WITH_DATA = "five_minutes.md"
 """The page whose commands and Python work on the reader's own folder of images, tested by itself."""
 GALLERY = "gallery"
 """The folder of the page whose commands take a quarter of an hour; `tests/test_gallery.py` reads them."""
-OF_YOLO = "ultralytics"
-"""What Python of the README needs that is tested with the page on it."""
+OF_OTHERS = ("ultralytics", "captum")
+"""Packages that blocks of Python need and that tests of pages go without; YOLO is tested with its own page."""
 SHORTER = (
     ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet8\n  zoo: cifar"),
     ("image_size: 32", "image_size: 8"),
@@ -73,9 +73,9 @@ SMALLER = {
 
 
 def blocks(language: str, pages: Iterable[Path] = PAGES) -> list[str]:
-    """Those of the README first, as far as its Python needs no other package."""
+    """Those of the README first, as far as their Python needs no other package."""
     found = [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.S)]
-    return [block for block in found if language != "python" or OF_YOLO not in block]
+    return [block for block in found if language != "python" or not any(name in block for name in OF_OTHERS)]
 
 
 def commands(pages: Iterable[Path]) -> list[list[str]]:

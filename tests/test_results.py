@@ -18,7 +18,6 @@ from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.recorder import capture
 from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
-from prunekit.inspection.visualize.class_maps import class_activation_map, saliency
 from prunekit.jobs.analyses.bench import Benchmark, bench
 from prunekit.jobs.analyses.explain import Explanation
 from prunekit.jobs.analyses.sensitivity import Sensitivity
@@ -323,14 +322,6 @@ def test_captured_tensors_and_thresholds(model: nn.Module, example: tuple[torch.
     assert repr(record["conv1"][0]) == "<Captured: output 0 of conv1, batch 0, call 0: 1x64x16x16>"
     found = ActivationThresholds(dict.fromkeys(channels(), 0.1), dict.fromkeys(channels(), 0.5), 0.5, "output", 3)
     check(found)
-
-
-def test_a_class_map_has_a_row_for_each_image() -> None:
-    found = class_activation_map(small(), torch.zeros(2, 3, 8, 8), "2", target=(7, 1))
-    check(found)
-    assert repr(found) == "<ClassMap: grad_cam of 2, 2 maps of 4x4>"
-    assert [row["class"] for row in found.rows()] == [7, 1]
-    check(saliency(small(), torch.zeros(1, 3, 8, 8)))
 
 
 def test_gradients_of_a_run() -> None:

@@ -8,11 +8,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from prunekit.cli.options import (
     Zoo,
-    combined,
     common_options,
     device_option,
     is_recipe,
@@ -253,24 +250,13 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
     return next((str(folder / "recipe.yaml") for folder in folders if (folder / "recipe.yaml").is_file()), None)
 
 
-image_options = combined(
-    click.option(
-        "--index", default=0, show_default=True, type=click.IntRange(min=0), help="Which test image, without --image."
-    ),
-    click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="An image.  [default: a test image]"),
-)
-"""Adds `--image` and `--index`, which choose the image."""
-
-
-def find_model_pair(
-    arguments: Sequence[str], options: ModelOptions, console: Console, *, of_classes: str = ""
-) -> ModelPair:
+def find_model_pair(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
     """Return the model that a command line names; for the folder of a pruned one, its dense model too."""
     names, overrides = split_overrides(arguments)
     if any(map(is_recipe, names)):
         check_recipes(names, overrides, options)
     from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.model_pair import load_model_pair, model_folder, require_class_scores, single_model
+    from prunekit.jobs.run.model_pair import load_model_pair, model_folder, single_model
 
     job, folder = None, Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):
@@ -279,7 +265,6 @@ def find_model_pair(
             found = single_model(one_target(names, overrides, options, needs_module="look into"))
         else:
             job = job_to_read(names[0], overrides, options)
-            require_class_scores(job, of_classes)
             found = single_model(trained(job, options, console), job, Own(options.factory, options.data))
     elif options.weights or options.input_shape or options.zoo:
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
@@ -288,7 +273,6 @@ def find_model_pair(
         refuse_idle_overrides(overrides, [str(recipe)] if recipe.is_file() else [])
         if recipe.is_file():
             job = job_to_read(str(recipe), overrides, options, whole=False, seed=None)
-        require_class_scores(job, of_classes)
         found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)
     for note in found.notes:
         console.log(note)

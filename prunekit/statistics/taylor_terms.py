@@ -125,7 +125,7 @@ def collect_gradients(
     wanted_kind = torch.Tensor.is_floating_point if second_order else has_gradients
     parameters = {name: weight for name, weight in model.named_parameters() if wanted_kind(weight)}
     weights = list(parameters.values())
-    with mode, torch.enable_grad(), plain, report, taking_gradients(weights, True):
+    with mode, torch.enable_grad(), plain, report, taking_gradients(weights):
         for index, pair in enumerate(tracked(ModelBatches(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)

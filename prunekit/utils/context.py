@@ -95,12 +95,12 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
-    """Turn the gradients of parameters on or off; afterwards each is as it was."""
+def taking_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Turn the gradients of parameters on; afterwards each is as it was."""
     every = list(parameters)
     with restored(every, "requires_grad"):
         for parameter in every:
-            parameter.requires_grad_(wanted)
+            parameter.requires_grad_()
         yield
 
 
@@ -115,19 +115,11 @@ def gradients_of(
             "second derivatives: reentrant activation checkpointing has none; use use_reentrant=False, or turn "
             "checkpointing off meanwhile"
         )
-    with own_gradients(tensors):
+    with restored(tensors, "grad"):
+        for tensor in tensors:
+            tensor.grad = None
         value.backward()  # type: ignore[no-untyped-call]
         return tuple(tensor.grad for tensor in tensors)
-
-
-@contextmanager
-def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Clear the `.grad` of tensors; afterwards each has its former one."""
-    every = list(tensors)
-    with restored(every, "grad"):
-        for tensor in every:
-            tensor.grad = None
-        yield
 
 
 def is_reentrant(value: torch.Tensor) -> bool:

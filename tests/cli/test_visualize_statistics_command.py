@@ -13,6 +13,7 @@ from PIL import Image
 
 import prunekit
 from prunekit.cli import cli
+from prunekit.errors import ArtifactError
 from prunekit.jobs.run.baseline_cache import save_weights
 from prunekit.models.zoo import build_model
 from prunekit.report.pages.run_page import write_report
@@ -59,6 +60,10 @@ def test_filters_of_a_run_dense_beside_pruned(folder: Path) -> None:
     html = (folder / "report.html").read_text()
     assert 'alt="16 filters of conv1, dense beside pruned; 8 are kept"' in html
     assert "histograms.html" not in html
+    (folder / "filters" / "filters.png").rename(folder / "kept.png")
+    with pytest.raises(ArtifactError, match=r"filters\.png: cannot be read"):
+        write_report(folder)
+    (folder / "kept.png").rename(folder / "filters" / "filters.png")
 
 
 @pytest.mark.slow

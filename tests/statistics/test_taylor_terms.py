@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from prunekit.errors import NonFiniteError, UsageError
+from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.statistics.taylor_terms import collect_gradients
 
 
@@ -99,3 +100,32 @@ def test_what_is_not_finite_is_named() -> None:
         model.fc.weight[0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"in batch 1"):
         collect_gradients(model, [first], F.cross_entropy)
+
+
+class Checkpointed(nn.Module):
+    """Computes its stages again while the backward pass runs, in the way that refuses `torch.autograd.grad`."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.reentrant = nn.Conv2d(3, 8, 3), nn.Linear(8, 4), reentrant
+        self.stage = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = checkpoint(self.stage, x, use_reentrant=True) if self.reentrant else self.stage(x)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_reentrant_checkpointing_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    plain, again = Checkpointed(reentrant=False).double(), Checkpointed(reentrant=True).double()
+    again.load_state_dict(plain.state_dict())
+    x, labels = torch.randn(2, 3, 12, 12, dtype=torch.float64), torch.tensor([3, 1])
+    for parameter in again.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    terms = [collect_gradients(model, [(x, labels)], F.cross_entropy) for model in (plain, again)]
+    for axis, values in terms[0].terms.items():
+        np.testing.assert_allclose(terms[1].terms[axis], values)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in again.parameters() if p.grad is not None)
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        collect_gradients(again, [(x, labels)], F.cross_entropy, second_order=True)

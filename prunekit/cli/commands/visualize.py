@@ -2,30 +2,22 @@
 
 - `features`: what layers make of an image.
 - `filters`: what the first layer detects.
-- `cam` and `saliency`: where models see a class in an image.
 - `histograms`: distributions of weights and activations.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import ModelOptions, find_model_pair, image_options, model_command, pictures_folder, report_of
+from prunekit.cli.models import ModelOptions, find_model_pair, model_command, pictures_folder, report_of
 from prunekit.cli.options import allow_code_option, combined, data_option, own_model_option, task_option
 from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
 from prunekit.utils.display import table
-
-if TYPE_CHECKING:
-    from prunekit.inspection.visualize.image_grids import Pixels
-    from prunekit.jobs.analyses.pictures import ClassMaps, FindClassMap
-    from prunekit.jobs.run.model_pair import ModelPair
 
 
 @click.group()
@@ -39,7 +31,10 @@ register_command("visualize", about="Show what a model computes, as pictures.", 
 
 @visualize_group.command("features", short_help="Show what layers make of an image.")
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
-@image_options
+@click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="An image.  [default: a test image]")
+@click.option(
+    "--index", default=0, show_default=True, type=click.IntRange(min=0), help="Which test image, without --image."
+)
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @model_command("the pictures.  [default: features, for a run in its folder]", runs=True, device=False)
@@ -121,115 +116,6 @@ def filters_command(
     pages = report_of(pair, folder, "filters")
     lines = [f"{pair.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
-
-
-METHODS = {"grad_cam": "Grad-CAM", "gradient": "Gradient"}
-
-
-_map_options = combined(
-    model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]", runs=True),
-    click.option(
-        "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
-    ),
-    image_options,
-    click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]..."),
-)
-
-
-@visualize_group.command("cam", short_help="Show where in an image a layer sees a class.")
-@_map_options
-@click.option(
-    "--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one of at least 7 x 7 places]"
-)
-def cam_command(console: Console, given: ModelOptions, layer: str | None, **options: Any) -> None:
-    """Draw a class activation map (Grad-CAM) over an image, which shows where a model sees a class.
-
-    For classifiers of images, and for segmentation, where the score of a class is its mean over the pixels.
-
-    MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one with the correlation of
-    the two maps, which shows whether pruning changed what the model looks at; or a recipe or the name of a model.
-    Without --class and --layer the dense model's are used. Tokens of a transformer are put back in their places.
-    Pictures of a run are in its report too.
-    """
-    from prunekit.inspection.visualize.class_maps import class_activation_map
-
-    _show_maps(console, given, class_activation_map, layer, **options)
-
-
-@visualize_group.command("saliency", short_help="Show which pixels of an image a class depends on.")
-@_map_options
-def saliency_command(console: Console, given: ModelOptions, **options: Any) -> None:
-    """Draw the gradient of a class's score at every pixel.
-
-    MODEL and tasks are as for `visualize cam`. Saliency needs no layer. Pictures of a run are in its report too.
-    """
-    from prunekit.inspection.visualize.class_maps import saliency
-
-    _show_maps(console, given, saliency, None, **options)
-
-
-def _show_maps(
-    console: Console,
-    given: ModelOptions,
-    find: FindClassMap,
-    layer: str | None,
-    *,
-    arguments: tuple[str, ...],
-    image: Path | None,
-    index: int,
-    target: int | None,
-    device: str | None,
-    output: Path | None,
-) -> None:
-    from prunekit.inspection.visualize.image_grids import page, write_png
-    from prunekit.jobs.analyses.pictures import class_maps
-    from prunekit.utils.context import resolve_device
-
-    where = resolve_device(device or "auto")
-    with console.running():
-        pair = find_model_pair(arguments, given, console, of_classes=click.get_current_context().info_name or "this")
-        folder = pictures_folder(pair, output, "maps")
-        values, shown = pair.input(image, index)
-        found = class_maps(pair, values, find, layer=layer, target=target, device=where)
-        title = _maps_title(found)
-        most = "largest value" if found.first.layer else "99.5th percentile"
-        # Names differ by method, layer, image and class.
-        parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
-        name = re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-")
-        heading = title, f"dark to bright: from 0 to each map's {most}"
-        path = write_png(folder / f"{name}.png", page(list(_map_panels(pair, values, shown, found)), heading))
-    payload = {"model": pair.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
-    save(payload, folder, path.with_suffix(".json").name, console)
-    rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
-    pages = report_of(pair, folder, "maps")
-    lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
-    console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
-
-
-def _maps_title(found: ClassMaps) -> str:
-    first = found.first
-    height, width = first.values.shape[1:]
-    place = f" at {first.layer} ({height} x {width})" if first.layer else ""
-    title = f"{METHODS[first.method]}{place}, class {int(first.classes[0])}"
-    if len(found.maps) < 2:
-        return title
-    return f"{title}: " + (
-        "one map is the same everywhere, so that there is no correlation"
-        if found.correlation is None
-        else f"correlation of dense and pruned {found.correlation:.2f}"
-    )
-
-
-def _map_panels(pair: ModelPair, values: Any, shown: str, found: ClassMaps) -> Iterator[tuple[str, Pixels]]:
-    from prunekit.inspection.visualize.image_grids import enlarged, heated, overlaid
-
-    pixels = pair.picture(values[0])
-    yield shown, enlarged(pixels)
-    for side, one in found.maps.items():
-        drawn = overlaid(pixels, one.values[0]) if one.layer else heated(one.values[0])
-        predicted, wanted = int(one.predicted[0]), int(one.classes[0])
-        note = "" if predicted == wanted else f"; it predicts class {predicted}"
-        yield f"{side}, class {wanted}: {100 * float(one.probabilities[0]):.1f} %{note}", drawn
 
 
 @visualize_group.command("histograms", short_help="Show distributions of weights and activations.")

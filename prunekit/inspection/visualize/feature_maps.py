@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.layer_hooks import Layers, select_layers
 from prunekit.inspection.capture.recorder import Captured, capture
-from prunekit.inspection.visualize.spatial_outputs import layout_of
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import plural
 from prunekit.utils.inputs import running
@@ -22,6 +22,8 @@ View = Literal["maps", "tokens", "bars"]
 KeptChannels = Callable[[str, int], NDArray[np.bool_] | None]
 """A function of a module's path and the number of its call that returns which channels are kept, (C,), or None."""
 PRUNED = "pruned"
+MOST_PREFIXES = 16
+"""Limit of tokens without a place: a class token, one for distillation, registers (Darcet et al. 2024)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +139,64 @@ def aligned(
     if mask is None and dense == [left]:
         return sides, None, ""  # nothing was pruned
     return sides, None, f"which of the {what} the {left} are is not known: they stand in their own order"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a layer's output that is an image."""
+
+    # `channels_first` (B, C, h, w), `channels_last` (B, h, w, C), or `tokens` (B, prefix + h w, C)
+    order: Literal["channels_first", "channels_last", "tokens"]
+    # height, width: h and w
+    height: int
+    width: int
+    prefix: int = 0  # tokens before those of the image
+
+    def maps(self, values: Tensor) -> Tensor:
+        """Return an output in this layout as (B, C, h, w)."""
+        if self.order == "channels_first":
+            return values
+        if self.order == "tokens":
+            values = values[:, self.prefix :].reshape(len(values), self.height, self.width, -1)
+        return values.movedim(-1, 1)
+
+
+def layout_of(shape: Sequence[int], image: Sequence[int]) -> Layout | None:
+    """Return the layout of an output by its shape, for a model that reads an image (B, C, H, W).
+
+    Its height and width are those of the image over a stride. Four axes that fit no stride are taken for (B, C, h, w),
+    as convolutions without padding return them.
+    """
+    if shape[:1] != image[:1]:
+        return None
+    size = image[2], image[3]
+    if len(shape) == 4:
+        first, last = _fits(shape[2:], size), _fits(shape[1:3], size)
+        if last and not first:
+            return Layout("channels_last", shape[1], shape[2])
+        return Layout("channels_first", shape[2], shape[3]) if shape[2] * shape[3] > 1 else None
+    grid = _grid(shape[1], size) if len(shape) == 3 else None
+    return None if grid is None else Layout("tokens", *grid, prefix=shape[1] - grid[0] * grid[1])
+
+
+@lru_cache(maxsize=8)
+def _grids(size: tuple[int, int]) -> frozenset[tuple[int, int]]:
+    """Return all heights and widths of an image over a stride, with patches at its edges dropped or padded."""
+    found = {(size[0] // stride, size[1] // stride) for stride in range(1, max(size) + 1)}
+    found |= {(math.ceil(size[0] / stride), math.ceil(size[1] / stride)) for stride in range(1, max(size) + 1)}
+    return frozenset((height, width) for height, width in found if height * width > 1)
+
+
+def _fits(shape: Sequence[int], size: tuple[int, int]) -> bool:
+    return (shape[0], shape[1]) in _grids(size)
+
+
+def _grid(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the height and width that so many tokens have, with as few as possible left over."""
+    found = [grid for grid in _grids(size) if 0 <= tokens - grid[0] * grid[1] <= MOST_PREFIXES]
+    # A handful of tokens would fit nearly any grid.
+    found = [grid for grid in found if grid[0] * grid[1] > tokens - grid[0] * grid[1]]
+    return max(found, key=lambda grid: (grid[0] * grid[1], -abs(grid[0] * size[1] - grid[1] * size[0])), default=None)
 
 
 @dataclass(frozen=True, eq=False)

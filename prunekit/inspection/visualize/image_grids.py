@@ -21,12 +21,6 @@ Pixels = NDArray[np.uint8]
 """(H, W, 3) red, green and blue."""
 SCALE = "viridis"
 """Equal steps in value look equal, also in gray and to the color-blind (Smith & van der Walt 2015)."""
-HEAT = "inferno"
-"""Dark to bright in even steps, with a bright end that few photographs contain."""
-PANEL = 336
-"""Approximate pixels of a panel's longer side."""
-OPACITY = 0.75
-"""Opacity of the largest value of a map over its image."""
 
 
 def as_picture(values: Tensor, feed: Preprocessing) -> Pixels:
@@ -55,39 +49,6 @@ def write_png(path: StrPath, pixels: Pixels) -> Path:
     with atomic_file(path) as temporary:
         Image.fromarray(pixels).save(temporary, format="PNG", optimize=True)
     return path
-
-
-def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
-    """Return a map (h, w) over its image (H, W, 3), enlarged: larger values cover more of it."""
-    import matplotlib
-
-    image = enlarged(pixels).astype(np.float64)
-    gray = image @ (0.299, 0.587, 0.114)
-    given = values.detach().cpu().double()[None, None]
-    heat = F.interpolate(given, image.shape[:2], mode="bilinear", align_corners=False)[0, 0].numpy()
-    heat = heat / max(float(heat.max()), 1e-300)
-    colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
-    opacity = OPACITY * np.sqrt(heat)[..., None]  # values in the middle are visible too
-    return ((1 - opacity) * gray[..., None] + opacity * colors).round().clip(0, 255).astype(np.uint8)
-
-
-def heated(values: Tensor) -> Pixels:
-    """Return a map (H, W) as colors (H, W, 3), enlarged; colors end at the 99.5th percentile.
-
-    A few pixels have gradients far above all others (Smilkov et al. 2017, section 3).
-    """
-    import matplotlib
-
-    array = values.detach().cpu().double().numpy()
-    top = max(float(np.percentile(array, 99.5)), 1e-300)
-    return enlarged(matplotlib.colormaps[HEAT](np.clip(array / top, 0, 1), bytes=True)[..., :3])
-
-
-def enlarged(pixels: Pixels) -> Pixels:
-    """Return an image (H, W, 3) whose longer side is about `PANEL`; pixels of a small one become squares."""
-    height, width = pixels.shape[:2]
-    times = max(1, PANEL // max(height, width))
-    return pixels.repeat(times, 0).repeat(times, 1)
 
 
 def colored(values: NDArray[np.floating] | Tensor, low: float, high: float) -> NDArray[np.uint8]:

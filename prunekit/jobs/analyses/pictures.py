@@ -1,7 +1,5 @@
-"""Pictures and figures of what models compute: feature and class maps, distributions."""
+"""Pictures and figures of what models compute: feature maps, distributions."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.layer_hooks import Layers
-from prunekit.inspection.visualize.class_maps import ClassMap, correlation
 from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.feature_maps import feature_maps
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
@@ -38,46 +35,6 @@ def write_features(
         rows.append({**facts, "kept": kept, "picture": file})
     write_png(folder / INPUT, pair.picture(values[0]))
     return {"model": pair.name, "image": name, "models": list(pair.models), "input": INPUT, "layers": rows}
-
-
-FindClassMap = Callable[..., ClassMap]
-"""Returns the map of a model and an image (1, C, H, W), for a `target` class, and at a `layer` where one is given."""
-
-
-@dataclass(frozen=True, eq=False)
-class ClassMaps:
-    """The class maps of one image by the models of a pair."""
-
-    maps: Mapping[str, ClassMap]  # `dense`, `pruned` or both, in this order; of one class and one layer
-    correlation: float | None  # Pearson's, of the two maps; None if there is one alone, or if one is constant
-
-    @property
-    def first(self) -> ClassMap:
-        """The first map, whose class and layer are those of all."""
-        return next(iter(self.maps.values()))
-
-    def figures(self) -> dict[str, Any]:
-        """Return `method`, `layer`, `class`, `correlation`, and of each model `probability` and `predicted`."""
-        first = self.first
-        models = {
-            side: {"probability": float(found.probabilities[0]), "predicted": int(found.predicted[0])}
-            for side, found in self.maps.items()
-        }
-        named = {"method": first.method, "layer": first.layer, "class": int(first.classes[0])}
-        return {**named, "models": models, "correlation": self.correlation}
-
-
-def class_maps(
-    pair: ModelPair, image: Tensor, find: FindClassMap, *, layer: str | None, target: int | None, device: torch.device
-) -> ClassMaps:
-    """Return the maps of an image by every model of a pair, for the same class at the same layer."""
-    maps: dict[str, ClassMap] = {}
-    for side, model in pair.models.items():
-        named = {} if layer is None else {"layer": layer}
-        found = find(model.to(device), image.to(device), target=target, **named)
-        maps[side], layer, target = found, found.layer, int(found.classes[0])
-    values = [found.values for found in maps.values()]
-    return ClassMaps(maps, correlation(*values)[0] if len(values) == 2 else None)
 
 
 HISTOGRAM_COLUMNS = ("model", "kind", "layer", "low", "high", "count")

@@ -114,16 +114,6 @@ class ModelPair(Subject):
         return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
 
 
-def require_class_scores(job: JobSettings | None, purpose: str) -> None:
-    """Raise unless the task of a job, if there is one, gives class scores; without a purpose none are needed."""
-    if job is not None and purpose and (task := get_task(job.task)).logits is None:
-        raise UsageError(
-            f"{job.name}: {purpose} shows where in an image a class is seen, and needs a task with class scores "
-            f"(`logits`), such as image_classification and segmentation, got {task.name!r}; features and filters are "
-            "drawn for every task of images, histograms for every task"
-        )
-
-
 def single_model(subject: Subject, job: JobSettings | None = None, own: Own = RECIPE_ONLY) -> ModelPair:
     """Return one model, as a command names it."""
     notes = () if subject.trained else (f"{subject.name}: its weights are random",)

@@ -17,8 +17,6 @@ from prunekit.report.sections.section import register_section
 FACTS, PAGE = "histograms.json", "histograms.html"
 LARGEST = 1_000_000
 """Limit of bytes of feature maps in a page, which take a third more as text; other pictures are named by their file."""
-LARGEST_MAPS = 650_000
-"""Limit of bytes of class activation and saliency maps in a page."""
 LARGEST_DETECTIONS = 2_500_000
 """Limit of bytes of images with boxes in a page."""
 
@@ -31,20 +29,6 @@ def detections(run: Run) -> dict[str, Any] | None:
     if facts is None:
         return None
     return {"detections": {**facts, "images": list(_with_data(folder, facts["images"], LARGEST_DETECTIONS))}}
-
-
-@register_section("maps", about="class activation and saliency maps", order=100)
-def maps(run: Run) -> dict[str, Any] | None:
-    """Return the class activation and saliency maps, of where the models look, the newest first."""
-    left, found = LARGEST_MAPS, []
-    files = (run.folder / "maps").glob("*.json")
-    for path in sorted(files, key=lambda file: (-file.stat().st_mtime_ns, file.name)):
-        facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
-        picture = read_picture(path.with_suffix(".png"))
-        left -= len(picture)
-        name = path.with_suffix(".png").relative_to(run.folder)
-        found.append({**(facts or {}), "file": str(name), "data": as_data(picture) if left >= 0 else None})
-    return {"maps": found} if found else None
 
 
 @register_section("features", about="pictures of feature maps", order=110)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import prunekit
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.visualize.feature_maps import feature_maps, view_of
+from prunekit.inspection.visualize.feature_maps import feature_maps, layout_of, view_of
 from prunekit.inspection.visualize.image_grids import columns, draw
 
 IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -93,6 +93,37 @@ def test_the_children_are_shown_where_no_layer_is_named(sides: tuple[dict[str, n
 
 
 @pytest.mark.parametrize(
+    ("shape", "image", "expected"),
+    [
+        ((2, 512, 7, 7), (224, 224), ("channels_first", 7, 7, 0)),
+        ((2, 7, 7, 768), (224, 224), ("channels_last", 7, 7, 0)),
+        ((2, 7, 7, 7), (224, 224), ("channels_first", 7, 7, 0)),
+        ((2, 15, 20, 96), (230, 300), ("channels_last", 15, 20, 0)),
+        ((2, 6, 26, 26), (28, 28), ("channels_first", 26, 26, 0)),  # a convolution without padding
+        ((2, 197, 768), (224, 224), ("tokens", 14, 14, 1)),
+        ((2, 49, 768), (224, 224), ("tokens", 7, 7, 0)),
+        ((2, 261, 384), (224, 224), ("tokens", 16, 16, 5)),  # 14 x 14 pixels each, and four registers
+        ((2, 211, 192), (230, 250), ("tokens", 14, 15, 1)),  # patches at the edges dropped
+        ((2, 10, 64), (32, 32), ("tokens", 3, 3, 1)),
+        ((2, 512, 1, 1), (224, 224), None),
+        ((2, 1000), (224, 224), None),
+        ((128, 49, 96), (224, 224), None),  # windows
+        ((2, 64, 8, 7, 7), (224, 224), None),
+        ((2, 3, 64), (32, 32), None),
+    ],
+)
+def test_places_of_an_output_are_found_by_the_image_over_a_stride(
+    shape: tuple[int, ...], image: tuple[int, int], expected: tuple[str, int, int, int] | None
+) -> None:
+    layout = layout_of(shape, (2, 3, *image))
+    found = None if layout is None else (layout.order, layout.height, layout.width, layout.prefix)
+    assert found == expected
+    if layout is not None:
+        channels = shape[1] if layout.order == "channels_first" else shape[-1]
+        assert layout.maps(torch.empty(shape)).shape == (2, channels, layout.height, layout.width)
+
+
+@pytest.mark.parametrize(
     ("shape", "view", "sizes", "what"),
     [
         ((1, 8, 4, 4), "maps", (8, 4, 4), "8 maps of 4 x 4"),
@@ -124,6 +155,22 @@ def test_a_layer_that_is_not_there_or_a_model_that_does_not_run(
         feature_maps(models, IMAGE, "iner")
     with pytest.raises(ModelError, match=r"the dense model does not run on float32 \(1, 4, 16, 16\): RuntimeError"):
         feature_maps(models, torch.zeros(1, 4, 16, 16), "inner")
+
+
+class InList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.ModuleList([nn.Conv2d(3, 4, 1), nn.ReLU()]), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_features_of_children_in_lists() -> None:
+    found = feature_maps({"dense": InList().eval()}, torch.rand(1, 3, 8, 8))
+    assert [one.path for one in found] == ["body.0", "body.1", "head"]
 
 
 def test_tiles_fill_their_rows() -> None:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from prunekit.errors import DataError
-from prunekit.inspection.visualize.image_grids import as_picture, colored, write_png
+from prunekit.inspection.visualize.image_grids import as_picture, colored, stretched, write_png
 from prunekit.models.preprocessing import Preprocessing
 
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8))
@@ -20,6 +20,13 @@ def test_an_input_shows_the_image_that_it_was_made_of() -> None:
     gray = Preprocessing(90, 140, mean=(0.4,), std=(0.2,))
     off = as_picture(gray(PHOTO)[0], gray)[..., 1].astype(int) - np.asarray(PHOTO.convert("L"))
     assert abs(off).max() <= 1  # Pillow rounds first
+
+
+def test_any_values_become_an_image() -> None:
+    pixels = stretched(torch.tensor([[[-2.0, 0.0], [0.0, 2.0]]]))
+    assert pixels[..., 0].tolist() == [[0, 128], [128, 255]]
+    assert stretched(torch.rand(5, 4, 6)).shape == (4, 6, 3)
+    assert stretched(torch.ones(3, 2, 2)).max() == 0
 
 
 def test_a_turned_photograph_is_turned_back(tmp_path: Path) -> None:
