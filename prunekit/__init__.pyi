@@ -17,7 +17,6 @@ from prunekit.deploy.deployment_transform import channels_last as channels_last
 from prunekit.deploy.deployment_transform import flush_subnormals as flush_subnormals
 from prunekit.deploy.semi_structured import semi_structured as semi_structured
 from prunekit.errors import PrunekitError as PrunekitError
-from prunekit.inspection.capture.intervention import intervene as intervene
 from prunekit.inspection.capture.recorder import Capture as Capture
 from prunekit.inspection.capture.recorder import capture as capture
 from prunekit.inspection.diagnosis.diagnose_model import diagnose as diagnose
@@ -142,7 +141,6 @@ from prunekit.statistics.channel_stats_collector import StatsCollector as StatsC
 from prunekit.statistics.channel_stats_collector import calibrate as calibrate
 from prunekit.statistics.taylor_terms import collect_gradients as collect_gradients
 from prunekit.tasks.task import register_task as register_task
-from prunekit.training.callbacks.gradient_flow import GradientFlow as GradientFlow
 from prunekit.utils.inputs import Keywords as Keywords
 
 __version__: str

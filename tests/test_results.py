@@ -39,7 +39,6 @@ from prunekit.report.pages.model_summary import summary
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 from prunekit.statistics.channel_stats import ChannelStats
 from prunekit.statistics.layer_stats import LayerStats, StatsKey
-from prunekit.training.callbacks.gradient_flow import GradientFlow
 from prunekit.utils.display import Displayed
 
 PLAIN = (str, int, float, bool, type(None))
@@ -322,9 +321,3 @@ def test_captured_tensors_and_thresholds(model: nn.Module, example: tuple[torch.
     assert repr(record["conv1"][0]) == "<Captured: output 0 of conv1, batch 0, call 0: 1x64x16x16>"
     found = ActivationThresholds(dict.fromkeys(channels(), 0.1), dict.fromkeys(channels(), 0.5), 0.5, "output", 3)
     check(found)
-
-
-def test_gradients_of_a_run() -> None:
-    flow = GradientFlow()
-    assert repr(flow) == "<GradientFlow: gradients of 0 layers, 0 records>"
-    check(flow)

@@ -276,8 +276,6 @@ def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
             yield (name, "precision"), f"expected 'fp32' or 'bf16', {because}, got 'fp16'"
         if name == "finetune" and prune.get("schedule") is not None:
             yield ("prune", "schedule"), f"expected null, {because}, got {show(prune['schedule'])}"
-        if name != "baseline" and values.get("gradient_flow") is True:
-            yield ("gradient_flow",), f"expected false, {because}, got true"
 
 
 def _data(values: Mapping[str, Any]) -> Iterator[Finding]:

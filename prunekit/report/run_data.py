@@ -30,7 +30,6 @@ COLUMNS = {
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
     "schedule": ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"),
-    "gradients": ("run", "step", "epoch", "layer", "p10", "median", "p90", "zeros"),
     "networks": ("predicted_ms", "measured_ms", "macs_left", "held_out", "error"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
@@ -69,7 +68,6 @@ class Run:
     repair: pd.DataFrame | None = None
     sensitivity: pd.DataFrame | None = None
     schedule: pd.DataFrame | None = None
-    gradients: pd.DataFrame | None = None
     networks: pd.DataFrame | None = None
     analysis: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)

@@ -68,8 +68,6 @@ class JobSettings(Checked):
     """Trains the dense model equally long too, for a fair comparison; this takes longer than fine-tuning."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
     """Checkpoints of each training, to resume a killed run."""
-    gradient_flow: bool = False
-    """Records the size of each layer's gradients, for `gradients.csv` and the report."""
     watch: WatchSettings | None = field(default_factory=WatchSettings)
     """Logs of each training while it runs; null: only the run's own tables."""
     activations: ActivationSettings | None = None

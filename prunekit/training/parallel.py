@@ -40,7 +40,6 @@ from prunekit.hooks.owner import HookOwner
 from prunekit.settings.train import TrainSettings
 from prunekit.training.callbacks.averaging import Average
 from prunekit.training.callbacks.callback import Callback
-from prunekit.training.callbacks.gradient_flow import GradientFlow
 from prunekit.training.callbacks.pruning_schedule import PruningSchedule
 from prunekit.training.callbacks.regularizers import SparsityRegularizer
 from prunekit.training.compatibility import two_samples
@@ -153,7 +152,7 @@ def require_same_weights(model: nn.Module, when: str) -> None:
         require_equal(repr(sums), f"the weights {when}")
 
 
-WHOLE = (Average, GradientFlow, PruningSchedule, SparsityRegularizer)
+WHOLE = (Average, PruningSchedule, SparsityRegularizer)
 """Callbacks that read or write whole weights."""
 UNIT = 2**20
 """The fewest parameters of a module that is gathered by itself, and not together with the modules around it."""

@@ -200,31 +200,6 @@ def test_images_that_were_skipped_are_named_with_their_reason(page: Page, tmp_pa
         assert ("The others are in metrics.json" in text) == (count > shown)
 
 
-@pytest.mark.slow
-def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Path) -> None:
-    assert "Gradients by layer" not in page.text["curves"]
-    run = write_run(tmp_path / "runs" / "gradients", groups=2)
-    sizes = {"p10": 1e-5, "median": 1e-4, "p90": 1e-3, "zeros": 0.5}
-    rows = [
-        {"run": name, "step": step, "epoch": step / 4, "layer": layer, **sizes}
-        for name in ("pruned", "control")
-        for step in (1, 2, 3)
-        for layer in ("conv1", "<fc>")
-    ]
-    pd.DataFrame(rows).to_csv(run / "gradients.csv", index=False)
-    found = Page(write_report(run).read_text(encoding="utf-8"))
-    assert (found.open, found.requests, found.figures) == (
-        [],
-        [],
-        page.figures + 4,
-    )  # two, twice
-    clip_paths = [name for name in found.ids if re.fullmatch(r"p[0-9a-f]{10}", name)]
-    assert len(clip_paths) == len(set(clip_paths))
-    text = " ".join(found.text["curves"].split())
-    for expected in ("Gradients by layer: pruned", "Gradients by layer: control", "<fc>", "0.0001", "last tenth"):
-        assert expected in text
-
-
 def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
     assert page.text["activations"] == page.text["clamps"] == ""
     run = write_run(tmp_path / "runs" / "hooks", only=())

@@ -35,7 +35,6 @@ from prunekit.settings.train import (
 )
 from prunekit.training import loop, rate_search
 from prunekit.training.callbacks.callback import Callback, ContextCallback, History, RateRow, TrainingRun
-from prunekit.training.callbacks.gradient_flow import GradientFlow
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding, PruningSchedule
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
 from prunekit.training.checkpoints import Checkpoints
@@ -141,17 +140,15 @@ CASES: dict[str, dict[str, Any]] = {
 def test_training_is_as_if_the_rate_had_been_given(case: str, short: None) -> None:
     settings = replace(AUTO, **CASES[case])
     found, expected = (net(), net()) if settings.distill != "auto" or settings.regularize else (Odd(), Odd())
-    flows = GradientFlow(), GradientFlow()
-    history = run(found, settings, flows[0])
+    history = run(found, settings)
     start, *tried = history.rates
     assert (start.rate, start.steps) == (0, 0)
     assert [each.rate for each in tried] == list(planned_trials(settings, 12)[0])
     assert len({each.held_out_loss for each in history.rates}) == len(history.rates)
     assert history.lr is not None
-    given = run(expected, replace(settings, lr=history.lr), flows[1])
+    given = run(expected, replace(settings, lr=history.lr))
     assert figures(history) == figures(given)
     assert same(values(found), values(expected))
-    assert flows[0].rows() == flows[1].rows()
     assert isinstance(found, nn.Sequential) or torch.equal(found.draws.get_state(), expected.draws.get_state())
     assert (given.lr, given.rates) == (None, ())
 

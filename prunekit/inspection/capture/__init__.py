@@ -1,1 +1,1 @@
-"""Capture of what layers read and return while a model runs, and intervention in it."""
+"""Capture of what layers read and return while a model runs."""

@@ -43,7 +43,6 @@ from prunekit.training.callbacks.callback import (
 )
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.fake_quantization import FakeQuantization, require_quantizable
-from prunekit.training.callbacks.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
 from prunekit.training.checkpoints import Checkpoints
@@ -96,7 +95,6 @@ class Trainings:
         self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
         self._history: list[dict[str, Any]] = []
         self._clamps: list[dict[str, Any]] = []
-        self._flow: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
@@ -148,7 +146,6 @@ class Trainings:
         asked = build_callbacks(settings, inputs)
         plan = cut or (masks() if removed is None else removed)
         facts = {} if plan is None else {"plan": plan.digest}
-        flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
         adapter, seed = settings.adapters, self._job.seed
         checkpoint = self._run.path / "checkpoints" / f"{name}.safetensors"
         with nullcontext() if adapter is None else adapted(model, adapter, seed=seed):
@@ -160,7 +157,7 @@ class Trainings:
                 seed=seed,
                 batch=self._job.data.batch,
                 workers=self._job.data.reading,
-                callbacks=[*watching(self._run, self._job, name, lambda: cut or masks()), *callbacks, *asked, *flows],
+                callbacks=[*watching(self._run, self._job, name, lambda: cut or masks()), *callbacks, *asked],
                 own_optimizer=self._prepared.optimizer_for(settings),
                 progress=self._progress,
                 label=name,
@@ -186,9 +183,6 @@ class Trainings:
         self._rates += [{"run": name, **asdict(row)} for row in history.rates]
         if self._rates:
             write_csv(self._run.path / "rates.csv", self._rates)
-        for flow in flows:
-            self._flow += [{"run": name, **asdict(row)} for row in flow.records()]
-            write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
         for part in asked:
             if isinstance(part, Distillation):
                 speed = mean(row.images_per_s for row in history.rows) if history.rows else None

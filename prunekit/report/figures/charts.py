@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from prunekit.errors import ArtifactError
 from prunekit.report.figures.canvas import (
@@ -19,7 +18,6 @@ from prunekit.report.figures.canvas import (
     INK,
     PALE,
     SPARE_COLORS,
-    WIDTH,
     are_drawn,
     canvas,
     stacked,
@@ -409,85 +407,6 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
     panels[0].annotate(
         "masks final", (final, 3), xytext=(4, 0), textcoords="offset points", fontsize=8, color="#6b7280"
     )
-
-
-MOST_LAYERS = 64
-PHASES = (("first tenth of training", "#64748b", -0.17), ("last tenth", "#0f766e", 0.17))
-
-
-def shown_layers(rows: pd.DataFrame) -> list[str]:
-    """Return the layers of a figure in the order of the model: as many as are legible, evenly spread."""
-    return evenly(list(rows["layer"].drop_duplicates()), MOST_LAYERS)
-
-
-def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
-    """Return for each training run its name, its figure, the number of layers shown, and the number of all layers."""
-    if rows is None or rows.empty or not are_drawn():
-        return []
-    return [
-        (str(name), wide_and_narrow(partial(_flow, str(name), part)), len(shown_layers(part)), part["layer"].nunique())
-        for name, part in rows.groupby("run", sort=False)
-    ]
-
-
-def _flow(name: str, rows: pd.DataFrame, width: float) -> Markup:
-    """Draw two panels that share the layers: percentiles at the beginning and the end, and the median over time."""
-    layers, narrow = shown_layers(rows), width < WIDTH
-    rows, height = rows[rows["layer"].isin(layers)], 0.19 * len(layers) + 1.6
-    (across, down), ratios = ((1, 2), None) if narrow else ((2, 1), (1, 1.15))
-    made = canvas(across, down, down * height, f"gradients-{name}", width=width, ratios=ratios)
-    with made as (figure, (left, right)):
-        _percentiles(left, rows, layers)
-        drawn = _over_time(right, rows, layers)
-        labels, size = [shortened(layer, 22 if narrow else 34) for layer in layers], 9 if narrow else 7.5
-        for axes in (left, right) if narrow else (left,):
-            axes.set_yticks(range(len(layers)), labels=labels, fontsize=size)
-            axes.set_ylim(len(layers) - 0.4, -0.6)
-        right.tick_params(axis="y", left=False)
-        if drawn is not None:
-            bar = figure.colorbar(drawn, ax=right, location="right", aspect=40, pad=0.02)
-            _plain_log(bar.ax.yaxis)
-            bar.outline.set_visible(False)
-        handles, labels = left.get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside upper right", ncols=2)
-        return svg(figure, f"Percentiles of the gradients of each layer, {name}")
-
-
-def _percentiles(axes: Any, rows: pd.DataFrame, layers: list[str]) -> None:
-    first, last = rows["step"].min(), rows["step"].max()
-    tenth = (last - first) / 10
-    parts = (rows[rows["step"] <= first + tenth], rows[rows["step"] >= last - tenth])
-    # A single record is its own beginning and end.
-    for part, (label, color, offset) in list(zip(parts, PHASES, strict=True))[: 1 if first == last else 2]:
-        means = part.groupby("layer")[["p10", "median", "p90"]].agg(_geometric).reindex(layers)
-        places = np.arange(len(layers)) + offset
-        axes.hlines(places, means["p10"], means["p90"], color=color, linewidth=1.6, alpha=0.55)
-        axes.plot(means["median"], places, "o", color=color, markersize=3.2, label=label)
-    if (rows["p90"] > 0).any():
-        axes.set_xscale("log")
-        _plain_log(axes.xaxis)
-    axes.set(title="Median and 10th to 90th percentile of |gradient|", xlabel="|gradient|")
-    axes.grid(axis="x")
-
-
-def _geometric(values: pd.Series) -> float:
-    positive = values[values > 0]
-    return float(np.exp(np.log(positive).mean())) if len(positive) else math.nan
-
-
-def _over_time(axes: Any, rows: pd.DataFrame, layers: list[str]) -> Any:
-    from matplotlib.colors import LogNorm
-
-    table = rows.pivot_table(index="layer", columns="epoch", values="median", dropna=False).reindex(layers)
-    values: NDArray[np.float64] = table.to_numpy(dtype=float)
-    values = np.where(values > 0, values, np.nan)
-    axes.set(title="Median of |gradient| over training", xlabel="epoch")
-    if not np.isfinite(values).any():
-        return None
-    epochs = np.append(0.0, table.columns.to_numpy(dtype=float))
-    norm = LogNorm(np.nanmin(values), max(np.nanmax(values), np.nanmin(values) * 1.01))
-    return axes.pcolormesh(epochs, np.arange(len(layers) + 1) - 0.5, values, norm=norm, cmap="viridis", rasterized=True)
 
 
 def _plain_log(axis: Any) -> None:

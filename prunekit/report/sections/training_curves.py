@@ -7,7 +7,7 @@ import pandas as pd
 
 from prunekit.report import headline
 from prunekit.report.figures import charts as figures
-from prunekit.report.figures.charts import flow_figures, rates, schedule
+from prunekit.report.figures.charts import rates, schedule
 from prunekit.report.run_data import Run, records
 from prunekit.report.sections.section import register_section
 
@@ -20,9 +20,9 @@ CURVES = {
 }
 
 
-@register_section("curves", about="losses and gradients of the training", order=40, lines=CURVES)
+@register_section("curves", about="losses and scores of the training", order=40, lines=CURVES)
 def training(run: Run) -> dict[str, Any] | None:
-    """Return curves, notes on steps and their cost, and gradients by layer; None if nothing was trained."""
+    """Return curves, and notes on steps and their cost; None if nothing was trained."""
     if (run.history is None or run.history.empty) and run.metrics.get("fine_tuned") is False:
         return None
     labels = dict(headline.scores(run.metrics))
@@ -34,7 +34,6 @@ def training(run: Run) -> dict[str, Any] | None:
         "searched": list(headline.searched(run.metrics)),
         "fake_quantized": list(headline.fake_quantized(run.metrics)),
         "unbeaten": list(headline.unbeaten(run.metrics)),
-        "gradients": flow_figures(run.gradients),
         "skipped": _skipped(run.history),
         "compiled": list(headline.compiled(run.metrics)),
         "early": list(headline.early(run.metrics)),

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import HookWarning, count_hooks
 
 TOKENS = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -120,56 +119,3 @@ def test_a_weight_that_is_used_without_its_module() -> None:
     message = r"none of table ran while the model did; .* choose the weight: 'path.weight'"
     with pytest.warns(HookWarning, match=message), prunekit.capture(model, "table"):
         model(x)
-
-
-def test_values_are_replaced_scaled_or_computed_on_their_way(block: Block) -> None:
-    expected = reference(block, TOKENS)
-    with prunekit.intervene(block, "out", input=0.5) as change:
-        halved = block(TOKENS)
-    assert change.count == 1
-    torch.testing.assert_close(halved, block.out(0.5 * expected["own"]))
-    with prunekit.intervene(block, "out", output=torch.ones(3)):
-        assert torch.equal(block(TOKENS), torch.ones(2, 5, 3))
-    with prunekit.intervene(block, "attention.out_proj", input=lambda t: t.roll(1, 0), output=2):
-        rolled = block(TOKENS)
-    own = F.linear(2 * block.attention.out_proj(expected["heads"].roll(1, 0)), block.own)
-    torch.testing.assert_close(rolled, block.out(own))
-    with prunekit.intervene(block, "attention", input=lambda t: 2 * t, position=0):  # the query alone
-        queried = block(TOKENS)
-    attended = block.attention(2 * TOKENS, TOKENS, TOKENS, need_weights=False)[0]
-    torch.testing.assert_close(queried, block.out(F.linear(attended, block.own)))
-    assert count_hooks(block) == 0
-
-
-def test_gradients_are_changed_on_their_way(block: Block) -> None:
-    block(TOKENS).sum().backward()
-    bias, own = block.out.bias.grad.clone(), block.own.grad.clone()
-    block.zero_grad()
-    with prunekit.intervene(block, "out", grad_output=3.0, grad_input=lambda g: -g):
-        block(TOKENS).sum().backward()
-    torch.testing.assert_close(block.out.bias.grad, 3 * bias)
-    torch.testing.assert_close(block.own.grad, -3 * own)
-
-
-def test_a_capture_inside_sees_what_an_intervention_outside_gives(block: Block) -> None:
-    with prunekit.intervene(block, "out", output=0.0), prunekit.capture(block, "out") as record:
-        block(TOKENS)
-    assert not record.values()[0].any()
-
-
-def test_what_does_not_fit_is_refused(block: Block) -> None:
-    with (
-        pytest.raises(ModelError, match=r"output 0 of out, call 0 is 2 x 5 x 3; expected that, or what .* got 4"),
-        prunekit.intervene(block, "out", output=torch.ones(4)),
-    ):
-        block(TOKENS)
-    assert count_hooks(block) == 0
-    with pytest.raises(UsageError, match="expected a change of input"):
-        prunekit.intervene(block, "out")
-    with pytest.raises(UsageError, match=r"intervene: output: expected a number, a tensor or a function .*, got str"):
-        prunekit.intervene(block, "out", output="zero")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="intervene: 'ot' matches no module path; did you mean 'out'"):
-        prunekit.intervene(block, "ot", output=0.0)
-    number = prunekit.intervene(block, "out", output=lambda t: 1.0)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ModelError, match="return a tensor or None, got float"), number:
-        block(TOKENS)
