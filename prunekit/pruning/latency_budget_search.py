@@ -122,7 +122,13 @@ class TimedPlanSearch(PlanSearch):
                     self.log(f"latency: on {device}: {attempts[-1]}")
             if not attempts:
                 raise RunError(f"no candidate for {target.called} runs on {device}")
-            best = min(attempts, key=lambda one: distance(one.excess))
+            attempts.sort(key=lambda one: -abs(math.log(one.excess / GOAL)))  # the last is scaled by, if all are alike
+            best, narrowest = (
+                min(attempts, key=lambda one: distance(one.excess)),
+                min(attempts, key=lambda one: one.share),
+            )
+            if best.excess > 1 + TOLERANCE and narrowest.share <= target.least_share:
+                raise target.out_of_reach(narrowest.timing)
             if abs(best.excess - 1) <= TOLERANCE or not time_binds(found[best.plan].plan):
                 break
             center, span = next_share(attempts), span / 2

@@ -84,7 +84,10 @@ class QuantizeSettings(Checked):
 
 HERE = ("auto", "cpu", "cuda", "mps")
 """Devices of this machine, without their numbers."""
-DEVICE = r"(auto|mps|cpu|cuda(:\d+)?)|(?!(auto|mps|cpu|cuda|gpu)\d*$)[A-Za-z0-9][A-Za-z0-9_.-]{0,40}"
+DEVICE = (
+    r"(auto|mps|cpu|cuda(:\d+)?)|(?!(?i:auto|mps|cpu|cuda|gpu|xpu|hip|npu)\d*$)"
+    r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,40}[A-Za-z0-9])?"
+)
 """Names of devices; those of other machines are names of folders as well."""
 DEVICE_MEANT = "cpu, cuda, cuda:n, or the name of another machine, such as pi5, of letters, digits and _.-"
 

@@ -130,7 +130,7 @@ def test_a_network_that_computes_something_else_is_refused_and_the_rest_goes_on(
     for wrong in (numbers + 1, np.full_like(numbers, np.nan)):
         file.write_bytes(wrong.astype(np.float32).tobytes())
         done = run(kit)
-        assert done.returncode == 1
+        assert done.returncode == 0
         found = times(kit)
         assert [*found["networks"]] == ["dense"]
         assert "its outputs are off by" in found["failed"]["network-01"]
@@ -252,10 +252,11 @@ def test_wrong_usage_says_what_is_known(kit: Path, capsys: pytest.CaptureFixture
 def test_an_interrupted_run_says_how_to_go_on(
     kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns = measure.take_turns
+    turns, calls = measure.take_turns, list[int]()
 
     def stop(*given: Any) -> Any:
-        if (kit / "times.json").exists():
+        calls.append(1)
+        if len(calls) > 1:
             raise KeyboardInterrupt
         return turns(*given)
 
@@ -263,6 +264,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert measure.main(["--kit", str(kit), "--minutes", "0.01"]) == 130
     assert "the same command" in capsys.readouterr().out
     assert [*times(kit)["networks"]] == ["dense"]
+    assert times(kit)["failed"] == {"network-01": "the process ended while it was measured"}
     assert times(kit) == with_checksum(times(kit))
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,15 @@ from torch import Tensor, nn
 
 import prunekit as pk
 from prunekit.cli import cli
-from prunekit.errors import ArtifactError, NotMeasuredError, RecipeError, RunError, TimesNeededError, UsageError
+from prunekit.errors import (
+    ArtifactError,
+    NotMeasuredError,
+    PlanError,
+    RecipeError,
+    RunError,
+    TimesNeededError,
+    UsageError,
+)
 from prunekit.known_names import FORMATS, RUNTIMES
 from prunekit.pruning.latency import profiling
 from prunekit.pruning.latency.device_clock import accept_times, device_rows
@@ -48,7 +57,6 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A cache of its own, and no clock of this machine; the runtime is forgotten afterwards."""
-    before = [(registry, dict(registry._items)) for registry in (RUNTIMES, FORMATS)]
     simulated_device.register()
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
 
@@ -57,8 +65,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
     monkeypatch.setattr(profiling, "time_networks", timed)
     yield
-    for registry, items in before:
-        registry._items = items
+    for registry in (RUNTIMES, FORMATS):
+        del registry._items["weights"]
 
 
 def net() -> Net:
@@ -105,7 +113,9 @@ def test_a_call_goes_on_once_the_device_has_measured_its_kits() -> None:
     assert found.plan.provenance["timed"]["device"] == "pi5"
     assert found.plan.provenance["timed"]["speedup"] == found.delivered.final.speedup
     by_command = prune()
-    assert simulated_device.__file__ not in json.dumps(by_command.plan.provenance)
+    assert by_command.delivered is not None
+    said = json.dumps([by_command.plan.provenance, by_command.delivered.summary()])
+    assert simulated_device.__file__ not in said
     assert (by_command.plan.keep == found.plan.keep).all()
     assert [row["measured"] for row in device_rows()] == ["made up, 4 cores, weights 0"] * 2
     with pytest.raises(TimesNeededError, match=r"of Net it knows runtime weights, batch 1, threads 1, dtype float32\)"):
@@ -175,9 +185,14 @@ def damaged(times: Path, change: str) -> None:
             "another kit": {"kit": "0" * 64},
             "not to its end": {"complete": False},
             "not a time": {"networks": {"network-01": {"ms": [[1.0, -1.0]] * 9}}},
+            "without a checksum": {},
+            "beyond all bounds": {"networks": {"network-01": {"ms": [[1e300, 1e-300]] * 9}}},
             "a network of its own": {"networks": {"../x": {"ms": [[1.0, 1.0]] * 9}}},
         }[change]
         measure(kit, **changed)
+    if change == "without a checksum":
+        values.pop("checksum")
+        times.write_text(json.dumps(values))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +202,9 @@ def damaged(times: Path, change: str) -> None:
         ("cut off", ArtifactError, "the file is damaged"),
         ("another kit", ArtifactError, r"expected the times of the kit \w{8} \(Net for weights on pi5\), got those of"),
         ("not to its end", RunError, "goes on where it was stopped"),
-        ("not a time", ArtifactError, "expected at least 5 pairs above 0"),
+        ("not a time", ArtifactError, "expected at least 5 pairs of milliseconds"),
+        ("without a checksum", ArtifactError, "something in it was changed"),
+        ("beyond all bounds", ArtifactError, "expected at least 5 pairs of milliseconds"),
         ("a network of its own", ArtifactError, "the kit has no such network"),
     ],
 )
@@ -214,6 +231,7 @@ def test_a_network_that_the_device_cannot_run_is_left_out() -> None:
     [
         ("echo no route to host; exit 3; {kit}", r"exit code 3; the kit .* stays.*\n  no route to host"),
         ("true {kit}", "it left no times.json in"),
+        ("echo '{{}}' > {kit}/times.json", "what it brought cannot be used: "),
         ("sleep 30; {kit}", "it took more than target.limit_s, 1 s"),
     ],
 )
@@ -223,14 +241,83 @@ def test_a_command_that_fails_is_told_with_what_it_printed(command: str, said: s
     assert prune(by_hand(command=COMMAND)).delivered is not None
 
 
+def test_a_budget_that_the_device_cannot_meet_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"budget speedup 60.00×: the plan predicted to be fastest takes"):
+        prune(speedup=60.0)
+
+
+def test_kits_depend_on_no_values_of_inputs_and_no_addresses() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.wide, self.head = nn.Embedding(50, 32), nn.Linear(32, 64), nn.Linear(64, 5)
+
+        def extra_repr(self) -> str:
+            return repr(lambda: 0)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.head(self.wide(self.table(ids)).relu().mean(1))
+            return out
+
+    def ask() -> Path:
+        return needed(lambda: pk.profile(Tokens().eval(), torch.randint(50, (2, 7)), target=by_hand(), progress=False))
+
+    assert ask() == ask()
+
+
+def test_a_kit_of_fewer_networks_serves_budgets_once_it_is_measured(tmp_path: Path) -> None:
+    folder = pk.kit(net(), X, target=by_hand(), output=tmp_path / "kit", networks=12, progress=False)
+    kept = accept_times(measure(folder), "pi5")
+    needed(prune_by_hand)
+    (candidates,) = [row["networks"] for row in device_rows() if row["kit"] != str(kept)]
+    assert candidates < 10
+    with pytest.raises(UsageError, match=r"run there: python3 \S+/measure.py --again; copy its times.json into"):
+        pk.profile(net(), X, target=by_hand(), again=True, progress=False)
+    (tmp_path / "other.zip").write_text("mine")
+    with pytest.raises(UsageError, match=r"other.zip: expected nothing"):
+        pk.kit(net(), X, target=by_hand(), output=tmp_path / "other", progress=False)
+
+
+def test_what_a_device_says_of_itself_is_shown_without_control_codes() -> None:
+    measure(needed(prune_by_hand), device={"cpu": "\x1b[2Jowned\nline" + "x" * 900, "cores": 1, "runtime": "r"})
+    ((said,),) = [[row["measured"] for row in device_rows()]]
+    assert said.isprintable()
+    assert len(said) < 400
+
+
+@pytest.mark.slow
+def test_both_trips_by_the_script_itself(tmp_path: Path) -> None:
+    """A folder for a device, cp for scp, and ONNX Runtime: what the guide says, word for word but for these."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).eval()
+    there, python = tmp_path / "there", shlex.quote(sys.executable)
+    there.mkdir()
+    command = (
+        f"cd {there} && rm -rf k && cp -r {{kit}} k && {python} k/measure.py --minutes 0.05 && cp k/times.json {{kit}}"
+    )
+    found = pk.prune(
+        model,
+        torch.randn(1, 64),
+        speedup=1.5,
+        target=pk.Target("onnxruntime", device="there", command=command, batch=16),
+        progress=False,
+    )
+    assert found.delivered is not None
+    assert found.delivered.final.ms > 0
+    for row in device_rows():
+        assert row["measured"].endswith(f", onnxruntime {version('onnxruntime')}")
+
+
 def test_what_cannot_be_measured_elsewhere_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"runtime 'eager' runs the model itself.* give one of .*onnxruntime"):
         prune(by_hand(runtime="eager"))
     with pytest.raises(UsageError, match="expected fp32 or int8, got bfloat16"):
         prune(by_hand(dtype="bf16"))
+    with pytest.raises(UsageError, match="memory_format on 'pi5': expected contiguous"):
+        prune(by_hand(memory_format="channels_last"))
     with pytest.raises(NotMeasuredError, match="pi5 has not timed networks of its widths yet"):
         pk.profile(net(), X, target=by_hand(), measure=False, progress=False)
-    for device in ("../pi5", "cuda5", "gpu", "a b", ""):
+    for device in ("../pi5", "cuda5", "GPU", "xpu", "pi5.", "a b", ""):
         with pytest.raises(UsageError, match="device: expected cpu, cuda, cuda:n, or the name of another machine"):
             pk.Target("weights", device=device)
     with pytest.raises(UsageError, match="expected none for cpu"):

@@ -225,20 +225,19 @@ def _latency(facts: CardFacts) -> str:
         ratio = f"{same[0]['median']:.2f}× ({same[0]['low']:.2f} to {same[0]['high']:.2f}){sure}" if same else "–"
         setting = [plain(row.get(k, "–")) for k in key]
         rows.append([plain(row["model"]), *setting, f"{row['median_ms']:.3g} ms{settled}", ratio])
-    found = facts.run.get("delivered") or {}
+    found, elsewhere = facts.run.get("delivered") or {}, ""
     if found and not any(row[1] == plain(found["target"]["device"]) for row in rows):  # another machine timed it
-        target, final = found["target"], found["final"]
+        final, where = found["final"], ", ".join(f"{k} {plain(found['target'].get(k, '–'))}" for k in key)
         ratio = f"{final['speedup']:.2f}× ({final['speedup_low']:.2f} to {final['speedup_high']:.2f})"
         settled = "" if final["stable"] else ", unstable"
-        setting = [plain(target.get(k, "–")) for k in key]
-        rows.append([plain(facts.run.get("model", "pruned")), *setting, f"{final['ms']:.3g} ms{settled}", ratio])
+        elsewhere = f"Measured on another machine ({where}): {final['ms']:.3g} ms{settled}, {ratio}."
     if not rows:
-        return ""
+        return elsewhere
     environment = facts.run.get("environment") or {}
     on = plain(environment.get("cpu") or "")
     headings = ["model", "device", "batch", "runtime", "threads", "dtype", "median", "speedup"]
     measured = f"Latency, measured on {on} with torch {plain(environment.get('torch', '–'))}:" if on else "Latency:"
-    return f"{measured}\n\n{markdown_table(headings, rows)}"
+    return "\n\n".join([measured, markdown_table(headings, rows), *filter(None, [elsewhere])])
 
 
 def _interface(interface: ModelInterface) -> Iterator[str]:

@@ -99,6 +99,7 @@ def identity_of(prepared: JobSubject, *, training: bool) -> dict[str, Any]:
     """Return the identity of a run as plain data: only a job with the same one can resume it."""
     job = resolved(prepared.job)
     recipe = {key: value for key, value in asdict(job).items() if key not in WITHOUT_EFFECT}
+    recipe["prune"] = job.prune.noted
     facts = {
         "command": "finetune" if training else "prune",
         "recipe": recipe,

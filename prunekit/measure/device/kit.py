@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from prunekit.backends.backend import FORMATS, RUNTIMES, Backend
 from prunekit.backends.session import INT8, MODULE, Inputs, Setting
-from prunekit.errors import RunError, UsageError
+from prunekit.errors import RunError, UsageError, cut_short
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.timing_job import file_source, output_tensors
 from prunekit.measure.latency_profile.network_timing import Network, structure_hash
 from prunekit.utils.context import set_mode, without_gradients
 from prunekit.utils.display import plural
 from prunekit.utils.files import atomic_folder, sha256, write_json, write_text
-from prunekit.utils.inputs import call
+from prunekit.utils.inputs import call, described
 from prunekit.utils.progress import Log, tracked
 from prunekit.utils.tensors import gather
 
@@ -69,7 +69,7 @@ class Kit:
     def key(self) -> str:
         """64 hexadecimal digits that are the same for the same networks, inputs and setting, in any process."""
         structures = [structure_hash(network.outline) for network in self.networks]
-        known = [FORMAT, structures, asdict(self.setting), self.inputs.described()]
+        known = [FORMAT, structures, asdict(self.setting), described(self.inputs.one)]  # whatever their values
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -103,7 +103,13 @@ class Kit:
                 "model": self.model,
                 **facts,
             }
-            manifest |= {"tolerance": tolerance, "rounds": ROUNDS, "inputs": inputs, "networks": rows}
+            manifest |= {
+                "script": script_sum(),
+                "tolerance": tolerance,
+                "rounds": ROUNDS,
+                "inputs": inputs,
+                "networks": rows,
+            }
             write_json(place / MANIFEST, manifest)
             shutil.copyfile(Path(__file__).with_name(SCRIPT), place / SCRIPT)
             write_text(place / "README.txt", README.format(package=f"the package of {self.setting.runtime}"))
@@ -153,6 +159,11 @@ def _rounded(model: nn.Module) -> nn.Module:
     return model
 
 
+def script_sum() -> str:
+    """Return the SHA-256 of the script, which kits of older versions differ in."""
+    return sha256(Path(__file__).with_name(SCRIPT))
+
+
 def kit_backend(setting: Setting) -> Backend:
     """Return the backend of a kit's runtime.
 
@@ -169,6 +180,10 @@ def kit_backend(setting: Setting) -> Backend:
     carrier = FORMATS.get(backend.carrier)
     if missing := carrier.missing():
         raise UsageError(f"format {carrier.format!r} {missing}")
+    if setting.memory_format != "contiguous":
+        raise UsageError(
+            f"memory_format on {setting.device!r}: expected contiguous, as runtimes of files choose layouts"
+        )
     if setting.dtype not in ("float32", INT8):
         raise UsageError(f"dtype on {setting.device!r}: expected fp32 or int8, got {setting.dtype}")
     if setting.dtype == INT8 and (refused := backend.refusal(setting)):
@@ -181,4 +196,9 @@ def described_device(facts: Mapping[str, Any]) -> str:
     cores = facts.get("cores")
     many = plural(cores, "core") if isinstance(cores, int) else ""
     parts = [facts.get("cpu") or facts.get("machine"), many, facts.get("runtime")]
-    return ", ".join(str(part) for part in parts if part)
+    return ", ".join(printable(str(part)) for part in parts if part)
+
+
+def printable(text: str) -> str:
+    """Return text of another machine as a terminal can show it, cut to some hundred signs."""
+    return cut_short("".join(sign if sign.isprintable() else "?" for sign in text))

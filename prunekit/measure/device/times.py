@@ -13,11 +13,11 @@ from pydantic import Field
 
 from prunekit.backends.files.onnx_program import NodeModules
 from prunekit.errors import ArtifactError, RunError
-from prunekit.measure.device.kit import FORMAT, MANIFEST, TIMES, described_device
+from prunekit.measure.device.kit import FORMAT, MANIFEST, TIMES, described_device, printable
 from prunekit.measure.latency.timing import Times, doubts
 from prunekit.measure.latency_profile.network_timing import LayerTimes
 from prunekit.reading.text_files import as_record, read_json
-from prunekit.utils.files import require_checksum
+from prunekit.utils.files import with_checksum
 
 MOST_BYTES = 2**24
 """The largest `times.json`, and the largest list of a kit, that are read."""
@@ -111,7 +111,8 @@ def read_times(path: Path, kit: Mapping[str, Any]) -> DeviceTimes:
     """
     values = read_json(path, "the times of a kit", most=MOST_BYTES)
     found = as_record(DeviceTimes, values, str(path))
-    require_checksum(path, values)
+    if with_checksum(values) != values:
+        raise ArtifactError(f"{path}: something in it was changed after the device wrote it (its checksum); {AGAIN}")
     if found.format != FORMAT:
         raise ArtifactError(f"{path}: expected format {FORMAT}, got {found.format}; write the kit and measure it again")
     if found.kit != kit["kit"]:
@@ -123,8 +124,10 @@ def read_times(path: Path, kit: Mapping[str, Any]) -> DeviceTimes:
     for name, timed in found.networks.items():
         if name not in names:
             raise ArtifactError(f"{path}: networks.{name[:40]}: the kit has no such network; {AGAIN}")
-        if len(timed.ms) < FEWEST or not all(0 < ms < np.inf for pair in timed.ms for ms in pair):
-            raise ArtifactError(f"{path}: networks.{name}.ms: expected at least {FEWEST} pairs above 0; {AGAIN}")
+        if len(timed.ms) < FEWEST or not all(1e-6 < ms < 1e9 for pair in timed.ms for ms in pair):
+            raise ArtifactError(
+                f"{path}: networks.{name}.ms: expected at least {FEWEST} pairs of milliseconds; {AGAIN}"
+            )
         names_of = timed.layers_us
         if not all(0 <= us < np.inf and 0 < len(key) < LONGEST and key.isprintable() for key, us in names_of.items()):
             raise ArtifactError(f"{path}: networks.{name}.layers_us: expected microseconds by operator; {AGAIN}")
@@ -135,5 +138,5 @@ def read_times(path: Path, kit: Mapping[str, Any]) -> DeviceTimes:
             f"device once more, which goes on where it was stopped, and copy {TIMES} here again"
         )
     if names[0] not in found.networks:
-        raise RunError(f"{path}: the dense network failed on {found.described}: {found.failed[names[0]][:500]}")
+        raise RunError(f"{path}: the dense network failed on {found.described}: {printable(found.failed[names[0]])}")
     return found

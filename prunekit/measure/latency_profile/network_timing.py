@@ -11,6 +11,7 @@ import gc
 import hashlib
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -176,7 +177,8 @@ def structure_hash(network: nn.Module) -> str:
     layout = "\nchannels last" if lies_channels_last(network) else ""
     classes = dict.fromkeys(kind for module in network.modules() for kind in type(module).__mro__)
     code = "".join(_source(kind) for kind in classes if kind.__module__.partition(".")[0] not in LIBRARIES)
-    return hashlib.sha256(f"{network!r}\n{shapes}{layout}{code}".encode()).hexdigest()
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(network))  # of functions, which lie elsewhere in each process
+    return hashlib.sha256(f"{text}\n{shapes}{layout}{code}".encode()).hexdigest()
 
 
 @weak_cache

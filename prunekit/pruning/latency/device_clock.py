@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 from prunekit.backends.session import Inputs, Setting
 from prunekit.errors import ArtifactError, NotMeasuredError, RunError, TimesNeededError, UsageError
 from prunekit.known_names import DTYPES
-from prunekit.measure.device.kit import MANIFEST, SCRIPT, TIMES, Kit, kit_backend
+from prunekit.measure.device.kit import MANIFEST, SCRIPT, TIMES, Kit, kit_backend, printable, script_sum
 from prunekit.measure.device.times import DeviceTimes, TimedFile, read_kit, read_times
 from prunekit.measure.latency.timing import median_interval, paired_ratio
 from prunekit.measure.latency_profile.network_timing import LayerTimes, Network
@@ -29,9 +30,11 @@ from prunekit.settings.deployment import Target
 from prunekit.settings.pruning import facts_of
 from prunekit.utils.display import factor, interval
 from prunekit.utils.files import StrPath, atomic_file, user_cache
-from prunekit.utils.progress import Log
+from prunekit.utils.progress import Log, stage
 from prunekit.utils.user_code import refuse_forbidden
 
+FEWEST_OF_TABLE = 10
+"""Networks, at least, of a kit that a table is fitted to."""
 LAST_LINES = 12
 """Lines of what a command printed that its error shows."""
 
@@ -70,7 +73,7 @@ class DeviceClock:
     """The clock of a target that is another machine."""
 
     target: Target
-    log: Log
+    log: Log = stage
 
     def times(
         self, kit: Kit, *, what: str = "networks of its widths", measure: bool = True, again: bool = False
@@ -86,16 +89,19 @@ class DeviceClock:
         if not measure and not (folder / TIMES).exists():
             raise NotMeasuredError(f"{self.target.device} has not timed {what} yet: `prunekit profile RECIPE`")
         manifest = read_kit(self.written(kit))
-        if again and self.target.command:
-            (folder / TIMES).unlink(missing_ok=True)
-        if not (folder / TIMES).exists():
-            if not self.target.command:
-                raise TimesNeededError(_to_do(self.target.device, what, folder, manifest))
-            self._run(folder)
+        if self.target.command and (again or not _are_whole(folder / TIMES, manifest)):
+            self._run(folder, manifest)
+        elif not (folder / TIMES).exists():
+            raise TimesNeededError(_to_do(self.target.device, what, folder, manifest))
+        elif again:
+            raise UsageError(
+                f"{self.target.device}: to measure {what} again, run there: python3 {folder.name}/{SCRIPT} --again; "
+                f"copy its {TIMES} into {folder}, and ask without measuring again"
+            )
         found = read_times(folder / TIMES, manifest)
         for name, reason in found.failed.items():
-            self.log(f"{self.target.device}: {name} was not measured: {reason[:200]}")
-        said = "".join(f"; {doubt}" for doubt in found.doubts)
+            self.log(f"{self.target.device}: {name} was not measured: {printable(reason)}")
+        said = "".join(f"; {printable(doubt)}" for doubt in found.doubts)
         self.log(f"{self.target.device} ({found.described}): {len(found.networks)} networks were measured{said}")
         return found
 
@@ -112,9 +118,15 @@ class DeviceClock:
     def written(self, kit: Kit) -> Path:
         """Return the folder in which a kit is kept, which is written if it is not there."""
         folder = self._folder(kit)
-        if not (folder / MANIFEST).exists() or read_kit(folder)["kit"] != kit.key:
+        manifest = read_kit(folder) if (folder / MANIFEST).exists() else {}
+        stale = manifest.get("script") != script_sum() and not (folder / TIMES).exists()
+        if manifest.get("kit") != kit.key or stale:
             kit.write(folder, self.log)
         return folder
+
+    def knows(self, kit: Kit) -> bool:
+        """Return whether the device has measured a kit."""
+        return (self._folder(kit) / TIMES).exists()
 
     def _folder(self, kit: Kit) -> Path:
         return devices_folder() / self.target.device / kit.folder_name
@@ -126,8 +138,9 @@ class DeviceClock:
         found = self.times(kit, what=what).networks
         return [_timing(found[name]) if name in found else None for name in kit.names[1:]]
 
-    def _run(self, folder: Path) -> None:
-        """Run the user's command, which takes the kit to the device and brings its times."""
+    def _run(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Run the user's command, which takes the kit to the device and brings its times; bad ones are removed."""
+        (folder / TIMES).unlink(missing_ok=True)
         given = self.target.command or ""
         refuse_forbidden(given, UsageError)
         command = given.replace("{kit}", shlex.quote(str(folder)))
@@ -146,22 +159,45 @@ class DeviceClock:
                 printed, _ = process.communicate(timeout=self.target.limit_s)
                 ended = f"it ended with exit code {process.returncode}" if process.returncode else ""
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                _end(process)
                 printed, ended = (
                     process.communicate()[0],
                     f"it took more than target.limit_s, {self.target.limit_s:g} s",
                 )
             except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
+                _end(process)
                 raise
         if not ended and not (folder / TIMES).exists():
             ended = f"it left no {TIMES} in {folder}"
+        if not ended:
+            try:
+                read_times(folder / TIMES, manifest)
+            except (ArtifactError, RunError) as error:
+                ended = f"what it brought cannot be used: {error}"
         if ended:
+            (folder / TIMES).unlink(missing_ok=True)
             last = "\n".join(f"  {line}" for line in printed.splitlines()[-LAST_LINES:])
             raise RunError(
                 f"target.command: {ended}; the kit {folder} stays, and the same call goes on from it. Its last lines:\n"
                 f"{last or '  (it printed nothing)'}"
             )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command with all that it has started."""
+    with suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+
+def _are_whole(path: Path, manifest: Mapping[str, Any]) -> bool:
+    try:
+        read_times(path, manifest)
+    except (ArtifactError, RunError):
+        return False
+    return True
 
 
 def device_setting(target: Target) -> Setting:
@@ -199,9 +235,10 @@ def _to_do(device: str, what: str, folder: Path, manifest: Mapping[str, Any]) ->
         f"  1. copy that folder to {device}, for example: scp -r {shlex.quote(str(folder))} {device}:\n"
         f"  2. there: python3 {folder.name}/{SCRIPT}\n"
         f"  3. copy its {TIMES} back into {folder}, or give it to `prunekit profile RECIPE --times {TIMES}`\n"
-        "  4. run the same again, which goes on from there\n"
-        "Or name a command that does it all: target.command, "
-        f'such as "scp -r {{kit}} {device}:k && ssh {device} python3 k/{SCRIPT} && scp {device}:k/{TIMES} {{kit}}"'
+        "  4. run the same again, on the same data, which goes on from there\n"
+        "Or name a command that does it all, target.command, such as\n"
+        f"  ssh {device} rm -rf k && scp -r {{kit}} {device}:k && ssh {device} python3 k/{SCRIPT} && "
+        f"scp {device}:k/{TIMES} {{kit}}"
     )
 
 
@@ -217,6 +254,12 @@ def stored_kits(device: str = "*") -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path.parent, read_kit(path.parent)
         except ArtifactError:
             continue
+
+
+def measured_numbers(target: Target) -> list[int]:
+    """Return the numbers of networks of the kits that a device has measured, the largest first; not of candidates."""
+    kits = [one for place, one in stored_kits(target.device) if (place / TIMES).exists()]
+    return sorted({len(one["networks"]) for one in kits if len(one["networks"]) >= FEWEST_OF_TABLE}, reverse=True)
 
 
 def accept_times(file: StrPath, device: str) -> Path:

@@ -246,7 +246,7 @@ class LatencyResult:
         return {
             "asked": self.target.given,
             "deployed": str(self.target.transform),
-            "target": json_values(asdict(self.target.settings.target)),
+            "target": json_values(self.target.settings.noted["target"]),
             "final": asdict(self.final),
             "excess": self.excess,
             "within": self.within,

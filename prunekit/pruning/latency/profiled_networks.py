@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,12 @@ from prunekit.planning.budgets.cost_model import GroupPart
 from prunekit.planning.candidates import free_parts
 from prunekit.planning.depth_search import all_that_may_go, blocks_of
 from prunekit.planning.plan import Plan
-from prunekit.pruning.latency.device_clock import DeviceClock, device_setting
+from prunekit.pruning.latency.device_clock import DeviceClock, device_setting, measured_numbers
 from prunekit.settings.deployment import Target
 from prunekit.settings.pruning import PruneSettings
 from prunekit.utils.context import paused_garbage_collection
 from prunekit.utils.display import shares_left
-from prunekit.utils.files import StrPath, atomic_file, atomic_folder, require_writable
+from prunekit.utils.files import StrPath, atomic_folder, require_writable
 from prunekit.utils.inputs import as_examples
 from prunekit.utils.progress import Log, reporting, stage
 
@@ -72,6 +73,10 @@ def asked_networks(
     transform: Transform,
 ) -> AskedNetworks:
     """Return the networks of a profile, whose arguments these are."""
+    for number in measured_numbers(target) if target.elsewhere and networks is None else ():
+        asked = asked_networks(model, example, target, settings, channel_map, more_examples, number, transform)
+        if DeviceClock(target).knows(asked.kit):
+            return asked
     model = unwrapped(model)
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
@@ -84,6 +89,8 @@ def asked_networks(
     if target.elsewhere:
         number = networks or KIT_NETWORKS
         drawn = list(sample_widths(channel_map, parts, DRAWN * number, blocks=blocks))
+        distinct = list({keep.tobytes(): keep for keep in drawn}.values())
+        drawn = drawn if len(distinct) < number else distinct  # a small model has few widths
         keeps = [drawn[index] for index in informative(channel_map, drawn, number)]
     else:
         keeps = list(sample_widths(channel_map, parts, networks or current_effort().networks, blocks=blocks))
@@ -169,7 +176,8 @@ def kit(
     Args:
         output: the folder to write, which may not be there yet.
         target: its `device` is the name of the machine, such as "pi5"; its `runtime` one that runs files.
-        networks: how many to measure, at least 10, the dense one among them; None: 16.
+        networks: how many to measure, at least 10, the dense one among them; None: 16, or as many as the largest kit of
+            this model that was measured has, which is what budgets of time go by.
         model, example, settings, channel_map, more_examples, transform, log, progress: as of `profile`.
 
     Returns:
@@ -190,15 +198,15 @@ def kit(
     if not target.elsewhere:
         raise UsageError(f"target: device: expected the name of another machine, such as 'pi5', got {target.device!r}")
     place = Path(output)
-    if place.exists():
-        raise UsageError(f"{place}: expected a new folder, and something is there; give another output")
+    packed = place.with_name(f"{place.name}.zip")
+    for there in filter(Path.exists, (place, packed)):
+        raise UsageError(f"{there}: expected nothing, and something is there; give another output")
     require_writable(place, folder=True)
     asked = asked_networks(model, example, target, settings, channel_map, more_examples, networks, transform)
     with reporting(progress, "kit"):
         folder = DeviceClock(target, log).written(asked.kit)
     with atomic_folder(place) as temporary:
         shutil.copytree(folder, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(TIMES))
-    with atomic_file(place.with_name(f"{place.name}.zip")) as archive:
-        packed = shutil.make_archive(f"{archive}.of", "zip", place.parent, place.name)
-        os.replace(packed, archive)
+    with TemporaryDirectory(dir=place.parent, prefix=".kit-") as aside:
+        os.replace(shutil.make_archive(str(Path(aside, "kit")), "zip", place.parent, place.name), packed)
     return place

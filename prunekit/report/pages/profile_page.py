@@ -42,6 +42,7 @@ def values(run: Run) -> dict[str, Any]:
         "layers": layers(run.fits["layers"]) if drawn and are_drawn() else None,
         "predictions": figures.figure_or_none(lambda rows: predictions(records(rows) or []), run.networks),
         "machine": row_text.machine_text(facts.get("machine", {})),
+        "elsewhere": not facts.get("machine"),
     }
 
 
