@@ -148,7 +148,7 @@ def test_max_drop_is_of_the_file_that_is_delivered(pruned: Any) -> None:
 def test_where_int8_costs_much_a_wider_model_is_delivered(pruned: Any) -> None:
     plain = prune_job(job("quantize=null", "export=[]"), log=lambda line: None, own=OWN, finish=None)
     left = [run.metrics["plan"]["macs_left"] for run in (plain, pruned[0])]
-    assert left[1] > left[0] + 0.1
+    assert left[1] > left[0] + 0.05
     assert "int8" not in plain.metrics["plan"]["max_drop"]["said"]
     prepared, files = judge()
     as_file, problem = deployment.Int8Copies(prepared, files, "onnx", lambda line: None).drop(plain.model())
