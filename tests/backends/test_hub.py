@@ -87,6 +87,18 @@ def test_a_pruned_model_loads_again_from_its_repository(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
+def test_a_card_says_what_another_machine_measured(tmp_path: Path) -> None:
+    facts = run_facts(write_run(tmp_path / "run", only=()))["run"]
+    target = {"device": "pi|5", "batch": 1, "runtime": "ncnn", "threads": 4, "dtype": "fp32"}
+    final = {"ms": 3.3162, "speedup": 2.0084, "speedup_low": 1.953, "speedup_high": 2.075, "stable": True}
+    interface = source_of(nn.Linear(2, 2), torch.rand(2, 2)).interface
+    text = card(
+        CardFacts("net", "prunekit", interface, 1, 1, facts | {"delivered": {"target": target, "final": final}}, [], [])
+    )
+    where = "device pi\\|5, batch 1, runtime ncnn, threads 4, dtype fp32"
+    assert f"Measured on another machine ({where}): 3.32 ms, 2.01× (1.95 to 2.08)." in text
+
+
 def test_cards_are_well_formed_for_the_hub(tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     run = write_run(tmp_path / "run", only=())
