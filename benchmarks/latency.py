@@ -34,7 +34,7 @@ from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.latency.comparison import devices, measure_latency
 from prunekit.measure.measurement_effort import Effort
 from prunekit.planning.plan import Plan
-from prunekit.pruning.latency.profiling import layer_setting
+from prunekit.pruning.latency.profiled_networks import layer_setting
 from prunekit.settings.deployment import Target
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
 

@@ -105,7 +105,13 @@ def list_command(what: str, pattern: str, as_json: bool) -> None:
     rows = [row for row in KINDS[what]() if fnmatch(row["name"], pattern)]
     headings = tuple(rows[0]) if rows else ()
     cells = [tuple(map(_text, row.values())) for row in rows]
-    shown = table(headings, cells, text=headings) if rows else f"no {what} are called {pattern}"
+    shown = (
+        table(headings, cells, text=headings)
+        if rows
+        else f"no {what} are called {pattern}"
+        if pattern != "*"
+        else f"no {what} yet"
+    )
     Console(as_json).result({what: rows}, shown)
 
 
