@@ -219,27 +219,26 @@ def _timed(
     if target.elsewhere:
         clock = DeviceClock(target, log)
         timings = clock.timings(dense, small, inputs_like(search.examples[0]), "the points of the frontier")
-        timed = [
-            point
-            if one is None
-            else replace(point, speedup=(one.speedup, one.speedup_low, one.speedup_high), stable=one.stable)
-            for point, one in zip(found.points, timings, strict=True)
+        figures = [
+            None if one is None else ((one.speedup, one.speedup_low, one.speedup_high), one.stable) for one in timings
         ]
-        return replace(found, points=tuple(timed))
-    names = [f"point {number}" for number in range(1, len(small) + 1)]
-    report = measure_latency(
-        {"dense": dense, **dict(zip(names, small, strict=True))},
-        inputs_like(search.examples[0]),
-        settings,
-        devices(target.device, settings),
-        log=log,
-    )
-    rows = {row["model"]: row for row in reversed(report.speedup)}  # of the first setting
+    else:
+        names = [f"point {number}" for number in range(1, len(small) + 1)]
+        report = measure_latency(
+            {"dense": dense, **dict(zip(names, small, strict=True))},
+            inputs_like(search.examples[0]),
+            settings,
+            devices(target.device, settings),
+            log=log,
+        )
+        rows = {row["model"]: row for row in reversed(report.speedup)}  # of the first setting
+        figures = [
+            None if row is None else ((row["median"], row["low"], row["high"]), bool(row["stable"]))
+            for row in map(rows.get, names)
+        ]
     points = [
-        replace(point, speedup=(row["median"], row["low"], row["high"]), stable=bool(row["stable"]))
-        if (row := rows.get(name)) is not None
-        else point
-        for name, point in zip(names, found.points, strict=True)
+        point if one is None else replace(point, speedup=one[0], stable=one[1])
+        for point, one in zip(found.points, figures, strict=True)
     ]
     return replace(found, points=tuple(points))
 

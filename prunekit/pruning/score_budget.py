@@ -167,9 +167,9 @@ class ScoreSearch(Generic[Made]):
         held = sorted((one for one in self._tried if self._holds(one)), key=lambda one: -one.share)
         count = self._confirmed(held)
         found = held[count - 1] if count else None
-        refused = held[count].share if count < len(held) else high
         largest = found.share if found else high if self._others else WIDEST
-        for _ in range(0 if found and count == len(held) else FURTHER):
+        refused = held[count].share if count < len(held) else largest  # nothing is between where none was refused
+        for _ in range(FURTHER):
             if largest - refused >= CLOSE * largest:
                 one = self._try(share := (largest + refused) / 2)
                 holds = self._holds(one) and self._confirmed([one]) == 1

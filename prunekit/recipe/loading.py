@@ -23,8 +23,8 @@ from prunekit.settings.job import JobSettings, dump, yaml_value
 from prunekit.settings.pruning import facts_without_code, other_budgets
 from prunekit.settings.validation import meant_at
 from prunekit.utils.files import StrPath
-from prunekit.utils.registry import MappingKey, registered_names, replaced_at
-from prunekit.utils.user_code import ForbiddenReference, from_file, is_reference
+from prunekit.utils.registry import MappingKey, Registry, registered_names, replaced_at
+from prunekit.utils.user_code import ForbiddenReference, is_reference
 
 INSTALLED = Path(__file__).parent.parent / "recipes"
 """The recipes of the installed package; in a clone a link to the folder at its top, or a text file without links."""
@@ -97,14 +97,12 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
     job = _with_absolute_paths(
         _validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder
     )
-    if refused and (command := job.prune.target.command) and (place := _place(document, COMMAND)).line:
-        job = replaced_at(job, COMMAND, ForbiddenReference(command, f"{place}: {'.'.join(COMMAND)}"))
-    for key, name, _ in registered_names(JobSettings, job):
+    for key, name, registry in _named(job):
         at = (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key  # as recipes have it
-        if is_reference(name) and (place := _place(document, at)).line:
-            there = _reference(name, folder)
-            named = from_file(there, f"{place}: {'.'.join(map(str, at))}") if refused else there
-            job = replaced_at(job, key, named)
+        if (registry is None or is_reference(name)) and (place := _place(document, at)).line:
+            there = name if registry is None else _reference(name, folder)
+            where = f"{place}: {'.'.join(map(str, at))}"
+            job = replaced_at(job, key, ForbiddenReference(there, where) if refused else there)
     return job
 
 
@@ -115,17 +113,21 @@ def _place(document: Document, path: KeyPath) -> Origin:
 def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
     """Return the problems of names of registered objects, and code that must not run."""
     found = []
-    for path, name, registry in registered_names(JobSettings, document.values):
-        written = is_reference(name) and _place(document, path).line
-        problem = registry.problem(_reference(name, folder) if written else name)
+    for path, name, registry in _named(document.values):
+        written = (registry is None or is_reference(name)) and _place(document, path).line
+        problem = None if registry is None else registry.problem(_reference(name, folder) if written else name)
         if problem is not None or (written and refused):
             found.append((path, problem or ForbiddenReference(name).refusal))
-    command = reduce(
-        lambda values, key: values.get(key) if isinstance(values, Mapping) else None, COMMAND, document.values
-    )
-    if refused and command and _place(document, COMMAND).line:
-        found.append((COMMAND, ForbiddenReference(str(command)).refusal))
     return found
+
+
+def _named(given: Any) -> Iterator[tuple[KeyPath, Any, Registry[Any] | None]]:
+    """Yield the names of registered objects in a job or its values, and the target's command, without a registry."""
+    yield from registered_names(JobSettings, given)
+    for key in COMMAND:
+        given = given.get(key) if isinstance(given, Mapping) else getattr(given, key, None)
+    if given:
+        yield COMMAND, given, None
 
 
 def _reference(name: str, folder: Path) -> str:
@@ -138,13 +140,10 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
     """Return a job with overrides applied, checked as a recipe is."""
     document = reduce(apply_override, as_texts(overrides), parse(dump(job), Origin(job.name)))
     made = _validated(document, job.name, _code(document, Path(), refused=False))
-    there = {key: name for key, name, _ in registered_names(JobSettings, made)}
-    for key, name, _ in registered_names(JobSettings, job):
+    there = {key: name for key, name, _ in _named(made)}
+    for key, name, _ in _named(job):
         if isinstance(name, ForbiddenReference) and there.get(key) == name:
             made = replaced_at(made, key, name)
-    command = job.prune.target.command
-    if isinstance(command, ForbiddenReference) and made.prune.target.command == command:
-        made = replaced_at(made, COMMAND, command)
     return made
 
 

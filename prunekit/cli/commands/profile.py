@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
-from prunekit.cli.options import is_recipe, load_job, networks_option, recipe_command, split_overrides
+from prunekit.cli.models import ModelOptions, check_recipes, job_to_read, model_command, one_target
+from prunekit.cli.options import is_recipe, networks_option, recipe_command, split_overrides
 from prunekit.cli.output import Console
 from prunekit.errors import UsageError
 from prunekit.known_names import RUNTIMES
@@ -86,7 +86,7 @@ def kit_command(
 
     prune, deploy = PruneSettings(), DeploySettings()
     if targets and is_recipe(targets[0]):
-        job = load_job(targets[0], overrides, factory=given.factory, data=given.data, allow_code=given.allow_code)
+        job = job_to_read(targets[0], overrides, given)
         prune, deploy = job.prune, job.deploy
     target = prune.target
     runtime = runtime or ("onnxruntime" if target.runtime == "eager" else target.runtime)

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from prunekit.backends.backend import FORMATS, RUNTIMES, Backend
 from prunekit.backends.session import INT8, MODULE, Inputs, Setting
-from prunekit.errors import RunError, UsageError, cut_short
+from prunekit.errors import RunError, UsageError, cut_short, printable
 from prunekit.hooks.model_copy import copied
 from prunekit.measure.latency.timing_job import file_source, output_tensors
 from prunekit.measure.latency_profile.network_timing import Network, structure_hash
@@ -65,7 +66,7 @@ class Kit:
     inputs: Inputs
     setting: Setting  # its device is the name of a machine elsewhere
 
-    @property
+    @cached_property
     def key(self) -> str:
         """64 hexadecimal digits that are the same for the same networks, inputs and setting, in any process."""
         structures = [structure_hash(network.outline) for network in self.networks]
@@ -102,8 +103,6 @@ class Kit:
                 "prunekit": version("prunekit"),
                 "model": self.model,
                 **facts,
-            }
-            manifest |= {
                 "script": script_sum(),
                 "tolerance": tolerance,
                 "rounds": ROUNDS,
@@ -196,9 +195,9 @@ def described_device(facts: Mapping[str, Any]) -> str:
     cores = facts.get("cores")
     many = plural(cores, "core") if isinstance(cores, int) else ""
     parts = [facts.get("cpu") or facts.get("machine"), many, facts.get("runtime")]
-    return ", ".join(printable(str(part)) for part in parts if part)
+    return ", ".join(from_device(str(part)) for part in parts if part)
 
 
-def printable(text: str) -> str:
+def from_device(text: str) -> str:
     """Return text of another machine as a terminal can show it, cut to some hundred signs."""
-    return cut_short("".join(sign if sign.isprintable() else "?" for sign in text))
+    return cut_short(printable(text))

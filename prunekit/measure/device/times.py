@@ -13,7 +13,7 @@ from pydantic import Field
 
 from prunekit.backends.files.onnx_program import NodeModules
 from prunekit.errors import ArtifactError, RunError
-from prunekit.measure.device.kit import FORMAT, MANIFEST, TIMES, described_device, printable
+from prunekit.measure.device.kit import FORMAT, MANIFEST, TIMES, described_device, from_device
 from prunekit.measure.latency.timing import Times, doubts
 from prunekit.measure.latency_profile.network_timing import LayerTimes
 from prunekit.reading.text_files import as_record, read_json
@@ -138,5 +138,5 @@ def read_times(path: Path, kit: Mapping[str, Any]) -> DeviceTimes:
             f"device once more, which goes on where it was stopped, and copy {TIMES} here again"
         )
     if names[0] not in found.networks:
-        raise RunError(f"{path}: the dense network failed on {found.described}: {printable(found.failed[names[0]])}")
+        raise RunError(f"{path}: the dense network failed on {found.described}: {from_device(found.failed[names[0]])}")
     return found

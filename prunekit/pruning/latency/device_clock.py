@@ -22,7 +22,7 @@ from torch import nn
 from prunekit.backends.session import Inputs, Setting
 from prunekit.errors import ArtifactError, NotMeasuredError, RunError, TimesNeededError, UsageError
 from prunekit.known_names import DTYPES
-from prunekit.measure.device.kit import MANIFEST, SCRIPT, TIMES, Kit, kit_backend, printable, script_sum
+from prunekit.measure.device.kit import MANIFEST, SCRIPT, TIMES, Kit, from_device, kit_backend, script_sum
 from prunekit.measure.device.times import DeviceTimes, TimedFile, read_kit, read_times
 from prunekit.measure.latency.timing import median_interval, paired_ratio
 from prunekit.measure.latency_profile.network_timing import LayerTimes, Network
@@ -33,8 +33,8 @@ from prunekit.utils.files import StrPath, atomic_file, user_cache
 from prunekit.utils.progress import Log, stage
 from prunekit.utils.user_code import refuse_forbidden
 
-FEWEST_OF_TABLE = 10
-"""Networks, at least, of a kit that a table is fitted to."""
+FEWEST = 10
+"""Networks, at least, that a table is fitted to."""
 LAST_LINES = 12
 """Lines of what a command printed that its error shows."""
 
@@ -89,8 +89,8 @@ class DeviceClock:
         if not measure and not (folder / TIMES).exists():
             raise NotMeasuredError(f"{self.target.device} has not timed {what} yet: `prunekit profile RECIPE`")
         manifest = read_kit(self.written(kit))
-        if self.target.command and (again or not _are_whole(folder / TIMES, manifest)):
-            self._run(folder, manifest)
+        if self.target.command:
+            found = (None if again else _whole(folder / TIMES, manifest)) or self._run(folder, manifest)
         elif not (folder / TIMES).exists():
             raise TimesNeededError(_to_do(self.target.device, what, folder, manifest))
         elif again:
@@ -98,10 +98,11 @@ class DeviceClock:
                 f"{self.target.device}: to measure {what} again, run there: python3 {folder.name}/{SCRIPT} --again; "
                 f"copy its {TIMES} into {folder}, and ask without measuring again"
             )
-        found = read_times(folder / TIMES, manifest)
+        else:
+            found = read_times(folder / TIMES, manifest)
         for name, reason in found.failed.items():
-            self.log(f"{self.target.device}: {name} was not measured: {printable(reason)}")
-        said = "".join(f"; {printable(doubt)}" for doubt in found.doubts)
+            self.log(f"{self.target.device}: {name} was not measured: {from_device(reason)}")
+        said = "".join(f"; {from_device(doubt)}" for doubt in found.doubts)
         self.log(f"{self.target.device} ({found.described}): {len(found.networks)} networks were measured{said}")
         return found
 
@@ -138,8 +139,8 @@ class DeviceClock:
         found = self.times(kit, what=what).networks
         return [_timing(found[name]) if name in found else None for name in kit.names[1:]]
 
-    def _run(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """Run the user's command, which takes the kit to the device and brings its times; bad ones are removed."""
+    def _run(self, folder: Path, manifest: Mapping[str, Any]) -> DeviceTimes:
+        """Run the user's command, which takes the kit to the device, and return the times it brings; bad ones go."""
         (folder / TIMES).unlink(missing_ok=True)
         given = self.target.command or ""
         refuse_forbidden(given, UsageError)
@@ -171,16 +172,15 @@ class DeviceClock:
             ended = f"it left no {TIMES} in {folder}"
         if not ended:
             try:
-                read_times(folder / TIMES, manifest)
+                return read_times(folder / TIMES, manifest)
             except (ArtifactError, RunError) as error:
                 ended = f"what it brought cannot be used: {error}"
-        if ended:
-            (folder / TIMES).unlink(missing_ok=True)
-            last = "\n".join(f"  {line}" for line in printed.splitlines()[-LAST_LINES:])
-            raise RunError(
-                f"target.command: {ended}; the kit {folder} stays, and the same call goes on from it. Its last lines:\n"
-                f"{last or '  (it printed nothing)'}"
-            )
+        (folder / TIMES).unlink(missing_ok=True)
+        last = "\n".join(f"  {line}" for line in printed.splitlines()[-LAST_LINES:])
+        raise RunError(
+            f"target.command: {ended}; the kit {folder} stays, and the same call goes on from it. Its last lines:\n"
+            f"{last or '  (it printed nothing)'}"
+        )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -192,12 +192,12 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.kill()
 
 
-def _are_whole(path: Path, manifest: Mapping[str, Any]) -> bool:
+def _whole(path: Path, manifest: Mapping[str, Any]) -> DeviceTimes | None:
+    """Return the times of a kit; None where they are not there, or cannot be used."""
     try:
-        read_times(path, manifest)
+        return read_times(path, manifest)
     except (ArtifactError, RunError):
-        return False
-    return True
+        return None
 
 
 def device_setting(target: Target) -> Setting:
@@ -259,7 +259,7 @@ def stored_kits(device: str = "*") -> Iterator[tuple[Path, dict[str, Any]]]:
 def measured_numbers(target: Target) -> list[int]:
     """Return the numbers of networks of the kits that a device has measured, the largest first; not of candidates."""
     kits = [one for place, one in stored_kits(target.device) if (place / TIMES).exists()]
-    return sorted({len(one["networks"]) for one in kits if len(one["networks"]) >= FEWEST_OF_TABLE}, reverse=True)
+    return sorted({len(one["networks"]) for one in kits if len(one["networks"]) >= FEWEST}, reverse=True)
 
 
 def accept_times(file: StrPath, device: str) -> Path:

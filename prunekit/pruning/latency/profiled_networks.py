@@ -73,10 +73,6 @@ def asked_networks(
     transform: Transform,
 ) -> AskedNetworks:
     """Return the networks of a profile, whose arguments these are."""
-    for number in measured_numbers(target) if target.elsewhere and networks is None else ():
-        asked = asked_networks(model, example, target, settings, channel_map, more_examples, number, transform)
-        if DeviceClock(target).knows(asked.kit):
-            return asked
     model = unwrapped(model)
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
@@ -86,16 +82,21 @@ def asked_networks(
     channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
     parts = _parts(channel_map, wanted)
     blocks = blocks_of(channel_map, parts, np.zeros(channel_map.n_labels), wanted)
-    if target.elsewhere:
-        number = networks or KIT_NETWORKS
+
+    def asked(keeps: list[Keep]) -> AskedNetworks:
+        made = _networks(model, channel_map, keeps, transform)
+        return AskedNetworks(model, channel_map, keeps, made, inputs, setting, tuple(notes))
+
+    if not target.elsewhere:
+        return asked(list(sample_widths(channel_map, parts, networks or current_effort().networks, blocks=blocks)))
+    for number in [networks] if networks else [*measured_numbers(target), KIT_NETWORKS]:
         drawn = list(sample_widths(channel_map, parts, DRAWN * number, blocks=blocks))
         distinct = list({keep.tobytes(): keep for keep in drawn}.values())
         drawn = drawn if len(distinct) < number else distinct  # a small model has few widths
-        keeps = [drawn[index] for index in informative(channel_map, drawn, number)]
-    else:
-        keeps = list(sample_widths(channel_map, parts, networks or current_effort().networks, blocks=blocks))
-    made = _networks(model, channel_map, keeps, transform)
-    return AskedNetworks(model, channel_map, keeps, made, inputs, setting, tuple(notes))
+        found = asked([drawn[index] for index in informative(channel_map, drawn, number)])
+        if DeviceClock(target).knows(found.kit):
+            break
+    return found
 
 
 def layer_setting(target: Target) -> tuple[Setting, list[str]]:

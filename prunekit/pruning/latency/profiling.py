@@ -28,7 +28,7 @@ from prunekit.measure.measurement_effort import current_effort
 from prunekit.modes.public_call import public_call
 from prunekit.planning.budgets.cost_model import round_up
 from prunekit.planning.budgets.latency_table import LatencyTable, LayerLatency
-from prunekit.pruning.latency.device_clock import DeviceClock
+from prunekit.pruning.latency.device_clock import FEWEST, DeviceClock
 from prunekit.pruning.latency.profiled_networks import asked_networks
 from prunekit.settings.deployment import Target
 from prunekit.settings.pruning import PruneSettings
@@ -38,8 +38,6 @@ from prunekit.utils.progress import Log, reporting, stage, tracked
 
 HELD_OUT = 5
 """One network in so many is held out of a first fit, to test its predictions."""
-FEWEST = 10
-"""Networks, at least, that a table is fitted to."""
 REMEDY = "prunekit.prune(..., remeasure=True) or `prunekit profile RECIPE --again`"
 
 
@@ -378,12 +376,13 @@ def profile(
             raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
         notes += [f"{there}, measured before"]
     named = asdict(asked.setting)
-    if samples[0].times.modules_ms:
+    layered = not target.elsewhere or bool(samples[0].times.modules_ms)
+    if layered:
         predictions = tuple(_predicted(channel_map, samples, named))
         found = Profile(channel_map, fit_latency_table(channel_map, samples, named), predictions, samples, (), 0.0)
     if target.elsewhere:  # whose layers are timed otherwise than its networks, if at all
         check, whole = check_whole_fit(channel_map, samples), fit_whole_table(channel_map, samples, named)
-        if not samples[0].times.modules_ms or check.error < found.error:
+        if not layered or check.error < found.error:
             pairs = zip(samples, check.predicted_ms, strict=True)
             predictions = tuple(_prediction(channel_map, *pair, whole.dense_ms, held_out=True) for pair in pairs)
             samples = tuple(replace(one, times=replace(one.times, modules_ms={})) for one in samples)
