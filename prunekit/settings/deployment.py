@@ -92,6 +92,11 @@ DEVICE = (
 DEVICE_MEANT = "cpu, cuda, cuda:n, or the name of another machine, such as pi5, of letters, digits and _.-"
 
 
+def is_elsewhere(device: str) -> bool:
+    """Return whether a device is another machine."""
+    return device.partition(":")[0] not in HERE
+
+
 @dataclass(frozen=True)
 class Target(Checked):
     """The target of budgets of time and memory: runtime, device and batch; memory depends on batch and dtype alone.
@@ -137,7 +142,7 @@ class Target(Checked):
     @property
     def elsewhere(self) -> bool:
         """True if the device is another machine, which times what a kit holds."""
-        return self.device.partition(":")[0] not in HERE
+        return is_elsewhere(self.device)
 
     @property
     def as_latency(self) -> LatencySettings:

@@ -16,6 +16,7 @@ from prunekit.errors import ArtifactError
 from prunekit.models.interface import ModelInterface
 from prunekit.reading.text_files import read_json
 from prunekit.reading.yaml_files import read_yaml
+from prunekit.settings.deployment import is_elsewhere
 from prunekit.utils.display import count, is_number, percent, size
 
 RUN = "run"
@@ -226,7 +227,7 @@ def _latency(facts: CardFacts) -> str:
         setting = [plain(row.get(k, "–")) for k in key]
         rows.append([plain(row["model"]), *setting, f"{row['median_ms']:.3g} ms{settled}", ratio])
     found, elsewhere = facts.run.get("delivered") or {}, ""
-    if found and not any(row[1] == plain(found["target"]["device"]) for row in rows):  # another machine timed it
+    if found and is_elsewhere(str(found["target"]["device"])):
         final, where = found["final"], ", ".join(f"{k} {plain(found['target'].get(k, '–'))}" for k in key)
         ratio = f"{final['speedup']:.2f}× ({final['speedup_low']:.2f} to {final['speedup_high']:.2f})"
         settled = "" if final["stable"] else ", unstable"
