@@ -19,8 +19,6 @@ from prunekit.deploy.semi_structured import semi_structured as semi_structured
 from prunekit.errors import PrunekitError as PrunekitError
 from prunekit.inspection.capture.recorder import Capture as Capture
 from prunekit.inspection.capture.recorder import capture as capture
-from prunekit.inspection.diagnosis.diagnose_model import diagnose as diagnose
-from prunekit.inspection.diagnosis.findings import Diagnosis as Diagnosis
 from prunekit.jobs.analyses.bench import Benchmark as Benchmark
 from prunekit.jobs.analyses.bench import bench as bench
 from prunekit.jobs.analyses.explain import Explanation as Explanation

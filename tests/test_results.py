@@ -17,7 +17,6 @@ from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
 from prunekit.inspection.capture.recorder import capture
-from prunekit.inspection.diagnosis.findings import Diagnosis, Finding
 from prunekit.jobs.analyses.bench import Benchmark, bench
 from prunekit.jobs.analyses.explain import Explanation
 from prunekit.jobs.analyses.sensitivity import Sensitivity
@@ -252,19 +251,6 @@ def test_a_profile_has_the_slowest_module_first(chart: ChannelMap) -> None:
     found = Profile(chart, table, checks, (sample,) * 2, ("a note",), 12.0)  # type: ignore[arg-type]
     check(found)
     assert found.rows()[0]["module"] == channels()[-1]
-
-
-def test_a_diagnosis_lists_faults() -> None:
-    findings = tuple(
-        Finding(name, index, "channels that change", "64 that do not", "look at the weights", kind="dead_channel")
-        for index, name in enumerate(channels())
-    )
-    found = Diagnosis(findings, ("dead_channel",), {"frozen_parameter": "there are no labels"}, 32, {"loss": 2.3})
-    check(found)
-    assert "... 147 more faults; .rows() has all" in str(found)
-    healthy = Diagnosis((), ("dead_channel",), {}, 32, {})
-    check(healthy)
-    assert str(healthy) == "healthy: 1 check found nothing (32 training samples)"
 
 
 def test_an_explanation_has_causes_and_operators() -> None:

@@ -241,7 +241,7 @@ def test_an_exported_module_is_worked_on_in_the_mode_it_has() -> None:
     assert sum(p.numel() for p in done.model.parameters()) < sum(p.numel() for p in model.parameters())
     assert measure_latency({"exported": done.model}, (5,), LatencySettings(batches=(2,), repeats=5), [CPU]).rows
     with pytest.raises(ModelError, match=r"cannot be put into train mode: .* give the module that it was exp"):
-        prunekit.diagnose(exported, [(images, torch.zeros(24, dtype=torch.int64))])
+        prunekit.Pruner(exported, X, macs=0.5)
 
 
 class Predictor(nn.Module):

@@ -1,1 +1,1 @@
-"""Looking into networks, which pruning itself does not need: capture, pictures, diagnosis."""
+"""Looking into networks, which pruning itself does not need: capture and pictures."""

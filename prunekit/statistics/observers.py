@@ -3,7 +3,7 @@
 Such a layer is a consumer of channels. It is found by the identity of its weight, whatever its module.
 
 `watch` runs a model once over each batch, forward, for all observers. What needs more runs the model itself: Taylor
-terms, gains and diagnosis go backward, errors under masks compare several passes over a batch, and fits stop a pass and
+terms and gains go backward, errors under masks compare several passes over a batch, and fits stop a pass and
 resume it.
 """
 

@@ -58,17 +58,6 @@ class LabeledBatch:
         """Number of samples."""
         return sample_count(self.inputs)
 
-    @property
-    def images(self) -> Tensor:
-        """The first of the inputs, (B, ...); images of one size in a list are stacked."""
-        first = sample_parts(self.inputs)[0]
-        if isinstance(first, Tensor):
-            return first
-        tensors = [gather(sample)[0] for sample in first]
-        if len({tensor.shape for tensor in tensors}) > 1:
-            raise DataError(f"batches: expected images of one size, got {described(first)}; bring all to one size")
-        return torch.stack(tensors)
-
 
 @dataclass(frozen=True, eq=False)
 class ModelBatches:

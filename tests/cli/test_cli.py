@@ -28,7 +28,7 @@ from prunekit.utils.user_code import load_object
 
 COMMANDS = (
     "finetune", "prune", "calibrate", "frontier", "sensitivity", "evaluate", "predict", "profile", "bench", "kit",
-    "explain", "export", "diagnose", "inspect",
+    "explain", "export", "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "filters", "histograms"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]

@@ -39,7 +39,6 @@ MISTAKES = {
     "bench resnet18 --runtime onxruntime": "did you mean 'onnxruntime'?",
     "explain run": NO_FOLDER,
     "explain run/model --dense resnet81": "did you mean 'resnet8' or 'resnet18'",
-    "diagnose resnt34": "did you mean 'resnet34'",
     "visualize features resnet18": "resnet18: expected an image to look at, because no recipe says which: --image FILE",
     "visualize features --model net.py:Net": "net.py:Net: expected an image to look at",
     "visualize filters nowhere": "there is no such file, folder or model",

@@ -62,8 +62,6 @@ def test_sensitivity_is_measured_by_the_score_of_the_task(here: Path, monkeypatc
     ("command", "name", "says"),
     [
         ("sensitivity", "sentences", "most sensitive group first"),
-        ("diagnose", "depth", "depth: healthy: "),
-        ("diagnose", "speech", "training recordings, loss "),
         ("visualize features", "pose", "3 maps of 16 x 16"),
         ("visualize histograms", "sentences", "sentences on 16 pairs"),
     ],

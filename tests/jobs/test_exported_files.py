@@ -147,7 +147,6 @@ def test_what_makes_no_sense_says_what_does(place: Path) -> None:
     file, data = place / "net.onnx", place / "images"
     for arguments, told in (
         (("explain", file, "--dense", "resnet18"), "a file of onnx has no modules to time one by one: give the model"),
-        (("diagnose", file, "--data", data), "has no modules to diagnose"),
         (("inspect", file, "--layers"), "has no modules to show layers of"),
         (("visualize", "filters", file), "has no modules to look into"),
         (("report", file), "expected the folder of a run"),

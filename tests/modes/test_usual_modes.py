@@ -116,7 +116,6 @@ CALLS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "fold": lambda model, _: pk.fold_batchnorm(model, EXAMPLE).model,
     "recalibrate": _recalibrated,
     "thresholds": lambda model, _: dict(pk.calibrate_thresholds(model, BATCHES, ["first"], target=0.5)),
-    "diagnose": lambda model, _: str(pk.diagnose(model, BATCHES)),
 }
 """Calls with a model and a folder, each with what it returns or changes."""
 

@@ -107,7 +107,6 @@ def through(model: nn.Module, data: Any, task: Any = None) -> Iterator[tuple[str
     yield "sensitivity", [point.error for points in found.measured.values() for point in points]
     settings = RepairSettings(joint_steps=0)
     yield "prune", prunekit.prune(model, calibration=data, channels=0.6, task=task, repair=settings).scores.copy()
-    yield "diagnose", prunekit.diagnose(model, data, task=task).images
 
 
 @pytest.mark.slow
@@ -180,7 +179,6 @@ def test_forms_that_are_none_are_refused_alike(data: Any, says: str) -> None:
     wrong(lambda model, data: prunekit.calibrate_thresholds(model, data, ["stem"], target=0.3), data, says)
     wrong(lambda model, data: prunekit.collect_gradients(model, data, F.cross_entropy), _labeled(data), says)
     wrong(lambda model, data: prunekit.sensitivity(model, data), data, says)
-    wrong(lambda model, data: prunekit.diagnose(model, data), data, says)
     if data is not None:  # which is none
         wrong(lambda model, data: prunekit.prune(model, calibration=data, macs=0.5), data, says)
     wrong(lambda model, data: evaluate(model, data, IMAGE_CLASSIFICATION, CPU), _labeled(data), says)
@@ -224,7 +222,6 @@ def test_tasks_are_known_by_name_and_for_a_wrong_name_the_nearest_is_named() -> 
         lambda task: prunekit.calibrate(net(), LEFT, task=task),
         lambda task: prunekit.recalibrate_batchnorm(net(), LEFT, task=task),
         lambda task: prunekit.collect_gradients(net(), [(LEFT, LABELS)], task=task),
-        lambda task: prunekit.diagnose(net(), LEFT, task=task),
         lambda task: prunekit.sensitivity(net(), LEFT, task=task),
         lambda task: evaluate(net(), [(LEFT, LABELS)], task, CPU),
     ):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import prunekit
 from prunekit.errors import DataError, ModelError
-from prunekit.tasks.batches import IMAGES, LabeledBatch, ModelBatches, joined_inputs
+from prunekit.tasks.batches import IMAGES, ModelBatches, joined_inputs
 
 SIZES = ((12, 16), (16, 12), (16, 16), (20, 8))
 DRAWN = torch.Generator().manual_seed(0)
@@ -198,9 +198,3 @@ def test_pictures_of_pillow_are_refused_with_what_to_do() -> None:
 def test_integers_of_unknown_origin_are_not_scaled() -> None:
     with pytest.raises(ModelError, match="does not run on"):
         prunekit.prune(Dense(), calibration=(torch.stack(EVEN) * 255).byte(), macs=0.5, progress=False)
-
-
-def test_a_diagnosis_needs_images_of_one_size() -> None:
-    assert torch.equal(LabeledBatch((EVEN,), None).images, torch.stack(EVEN))
-    with pytest.raises(DataError, match="images of one size"):
-        _ = LabeledBatch((UNEVEN,), None).images

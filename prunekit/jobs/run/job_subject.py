@@ -283,11 +283,6 @@ def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
     return {name: settings for name, settings in sections.items() if settings is not None}
 
 
-def first_training(job: JobSettings) -> TrainSettings:
-    """Return the settings of a job's first training: `baseline` for random weights, else `finetune`."""
-    return job.baseline if job.model.weights is None and job.baseline is not None else job.finetune
-
-
 def require_sources(job: JobSettings, own: Own) -> None:
     """Raise if data or weights are missing, before anything is read or built."""
     require_own(job, own.model, own.data)

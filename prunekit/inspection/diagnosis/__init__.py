@@ -1,1 +1,0 @@
-"""Diagnosis of a model and its data, from a few batches run forward and backward."""
