@@ -244,7 +244,11 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
     does it for single ones; see the head of this module.
     """
     wide = sum(_state_bytes(len(one.gram)) for one in objectives) > WIDE
-    states = [_ObjectiveState(one, labels, torch.float32 if wide else torch.float64) for one in objectives]
+    alike: dict[Hashable, list[LayerObjective]] = {}
+    for one in objectives:
+        key = one.labels.tobytes(), one.biased, one.gram.device, bytes(_seen(one).cpu().numpy())
+        alike.setdefault(key, []).append(one)
+    states = [_ObjectiveStates(same, labels, torch.float32 if wide else torch.float64) for same in alike.values()]
     left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
     while left.size:
         costs = sum(state.costs(left) for state in states)
@@ -258,22 +262,29 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
     return Elimination(labels[order], np.array(errors))
 
 
-class _ObjectiveState:
-    """H and P of one layer while its channels are removed, see the head of this module."""
+def _seen(objective: LayerObjective) -> Tensor:
+    """Return which columns are not always zero, as those of taps that only ever read padding are: these cost nothing."""
+    return objective.gram.diagonal()[:-1] != 0
 
-    def __init__(self, objective: LayerObjective, labels: Labels, kind: torch.dtype) -> None:
-        # columns that are always zero, as of taps that only ever read padding, cost nothing and change no other one
-        seen = objective.gram.diagonal()[:-1] != 0
-        kept = torch.cat([seen, seen.new_ones(int(objective.biased))])
-        gram, products = with_ridge(objective.gram.double())[: len(kept), : len(kept)], objective.products
-        if not bool(seen.all()):
-            gram, products = gram[kept][:, kept], products[seen][:, seen]
-        size, columns = len(gram), len(gram) - objective.biased
-        self._inverse = _inverse(gram).to(kind)  # (d, d) H without the changes that wait, inverted in float64
-        self._products = self._inverse.new_zeros(size, size)  # (d, d) P likewise; the constant has no weight
-        self._products[:columns, :columns] = products
-        taps, places = (by.reshape(len(objective.labels), -1) for by in (seen, seen.cumsum(0) - 1))
-        own = [torch.from_numpy(objective.labels == label).to(seen.device) for label in labels]
+
+class _ObjectiveStates:
+    """H and P of layers that read a group alike, while its channels are removed, see the head of this module.
+
+    The layers are the first axis of all matrices, n: a step for each of them alone would be too small for a processor.
+    """
+
+    def __init__(self, objectives: Sequence[LayerObjective], labels: Labels, kind: torch.dtype) -> None:
+        first, seen, rest = objectives[0], _seen(objectives[0]), len(objectives)
+        kept = torch.cat([seen, seen.new_ones(int(first.biased))]).nonzero().flatten()  # others change no column
+        size, columns = len(kept), len(kept) - first.biased
+        self._inverse = first.gram.new_empty(rest, size, size, dtype=kind)  # (n, d, d) H without the changes that wait
+        self._products = self._inverse.new_zeros(rest, size, size)  # (n, d, d) P likewise; the constant has no weight
+        for place, one in enumerate(objectives):
+            gram, products = with_ridge(one.gram.double())[: len(seen) + first.biased], one.products
+            self._inverse[place] = _inverse(gram[kept][:, kept])  # in float64
+            self._products[place, :columns, :columns] = products if bool(seen.all()) else products[seen][:, seen]
+        taps, places = (by.reshape(len(first.labels), -1) for by in (seen, seen.cumsum(0) - 1))
+        own = [torch.from_numpy(first.labels == label).to(seen.device) for label in labels]
         read = [places[which][taps[which]] for which in own]
         # how many columns each label has; `_place` is its row in `_columns` and `_blocks`
         self._sizes = np.array([found.numel() for found in read])
@@ -283,21 +294,21 @@ class _ObjectiveState:
             if size
         }
         self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
-        self._gone = torch.zeros(size, dtype=torch.bool, device=gram.device)  # (d,)
-        self._pending, self._rows = 0, self._inverse.new_empty(3, 0, 0)  # (3, PENDING, d): H_c, S and Q that wait
-        self._update()  # makes `_blocks`: by the number of columns of a label, (labels, columns, columns)
+        self._gone = torch.zeros(size, dtype=torch.bool, device=seen.device)  # (d,)
+        self._pending, self._rows = 0, self._inverse.new_empty(3, 1, 0, 0)  # (3, n, PENDING, d): H_c, S, Q that wait
+        self._update()  # makes `_blocks`: by the number of columns of a label, (n, labels, columns, columns)
 
     def costs(self, left: IntArray) -> FloatArray:
-        """Return the cost of removing each of these labels alone, (len(left),)."""
+        """Return the cost of removing each of these labels alone, (len(left),), in all layers."""
         costs = np.zeros(left.size)
         for size, which, places in self._places(left):
             inverse, products = self._blocks[size]
             if size == 1:
-                costs[which] = (products / inverse)[:, 0, 0].cpu().numpy()[places]
+                costs[which] = (products / inverse).sum(0)[:, 0, 0].cpu().numpy()[places]
                 continue
             some = torch.from_numpy(places).to(inverse.device)
-            solved = solve_positive(inverse[some], products[some])
-            costs[which] = solved.diagonal(dim1=1, dim2=2).sum(1).cpu().numpy()
+            solved = solve_positive(inverse[:, some], products[:, some])
+            costs[which] = solved.diagonal(dim1=2, dim2=3).sum((0, 2)).cpu().numpy()
         return costs
 
     def _places(self, chosen: IntArray) -> Iterator[tuple[int, IntArray, IntArray]]:
@@ -313,41 +324,42 @@ class _ObjectiveState:
         if not found:
             return 0.0
         columns = torch.cat(found)
-        if self._pending + len(columns) > len(self._rows[0]):
+        if self._pending + len(columns) > self._rows.shape[2]:
             self._update(len(columns))  # which may drop columns, so that others have new places
             columns = torch.cat([self._columns[size][places].flatten() for size, _, places in self._places(chosen)])
         start, end = self._pending, self._pending + len(columns)
-        before, shares, halves = (rows[:start] for rows in self._rows)
-        picked = shares[:, columns].T  # (k, pending)
-        inverse = torch.addmm(self._inverse[columns], picked, before, alpha=-1)  # (k, d) H_c, all changes included
-        products = torch.addmm(self._products[columns], picked, halves, alpha=-1)
-        products.addmm_(halves[:, columns].T, shares, alpha=-1)  # (k, d) P_c
-        solved = solve_positive(inverse[:, columns], torch.cat([products[:, columns], inverse], 1))
-        own, share = torch.split(solved, [len(columns), len(self._inverse)], 1)  # H_cc^-1 P_cc, and S
-        half = torch.addmm(products, products[:, columns], share, alpha=-0.5)
+        before, shares, halves = self._rows[:, :, :start]
+        picked = shares[..., columns].mT  # (n, k, pending)
+        inverse = torch.baddbmm(self._inverse[:, columns], picked, before, alpha=-1)  # (n, k, d) H_c, with all changes
+        products = torch.baddbmm(self._products[:, columns], picked, halves, alpha=-1)
+        products.baddbmm_(halves[..., columns].mT, shares, alpha=-1)  # (n, k, d) P_c
+        solved = solve_positive(inverse[..., columns], torch.cat([products[..., columns], inverse], 2))
+        own, share = torch.split(solved, [len(columns), inverse.shape[2]], 2)  # H_cc^-1 P_cc, and S
+        half = torch.baddbmm(products, products[..., columns], share, alpha=-0.5)
         for rows, new in zip(self._rows, (inverse, share, half), strict=True):
-            rows[start:end] = new
+            rows[:, start:end] = new
         self._pending = end
         for size, every in self._columns.items():
-            one, two, three = (rows[:, every].permute(1, 2, 0) for rows in (inverse, share, half))  # (n, size, k)
-            blocks = self._blocks[size]
+            one, two, three = (rows[..., every].permute(0, 2, 3, 1).flatten(0, 1) for rows in (inverse, share, half))
+            blocks = [matrices.flatten(0, 1) for matrices in self._blocks[size]]  # (n labels, size, size)
             blocks[0].baddbmm_(one, two.mT, alpha=-1)
             blocks[1].baddbmm_(three, two.mT, alpha=-1).baddbmm_(two, three.mT, alpha=-1)
         self._gone[columns] = True
-        return float(own.trace())
+        return float(own.diagonal(dim1=1, dim2=2).sum())
 
     def _update(self, room: int = 0) -> None:
         """Bring both matrices up to date, without columns that are gone where they are many, and make room for rows."""
         if self._pending:
-            before, shares, halves = (rows[: self._pending] for rows in self._rows)
-            self._inverse.addmm_(before.T, shares, alpha=-1)
-            self._products.addmm_(halves.T, shares, alpha=-1).addmm_(shares.T, halves, alpha=-1)
+            before, shares, halves = self._rows[:, :, : self._pending]
+            self._inverse.baddbmm_(before.mT, shares, alpha=-1)
+            self._products.baddbmm_(halves.mT, shares, alpha=-1).baddbmm_(shares.mT, halves, alpha=-1)
             self._pending = 0
         if int(self._gone.sum()) > GONE * len(self._gone):
             self._forget()
-        self._rows = self._inverse.new_empty(3, max(PENDING, room), len(self._inverse))
+        count, size, _ = self._inverse.shape
+        self._rows = self._inverse.new_empty(3, count, max(PENDING, room), size)
         self._blocks = {
-            size: tuple(matrix[every[:, :, None], every[:, None, :]] for matrix in (self._inverse, self._products))
+            size: tuple(matrix[:, every[:, :, None], every[:, None, :]] for matrix in (self._inverse, self._products))
             for size, every in self._columns.items()
         }
 
@@ -355,8 +367,8 @@ class _ObjectiveState:
         """Drop the columns that were removed: nothing needs them again, and products over them take time."""
         left = (~self._gone).nonzero().flatten()
         places = (~self._gone).cumsum(0) - 1
-        self._inverse = self._inverse.index_select(0, left).index_select(1, left)
-        self._products = self._products.index_select(0, left).index_select(1, left)
+        self._inverse = self._inverse.index_select(1, left).index_select(2, left)
+        self._products = self._products.index_select(1, left).index_select(2, left)
         self._columns = {size: places[found].clamp(min=0) for size, found in self._columns.items()}
         self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
 
