@@ -30,6 +30,7 @@ from prunekit.statistics.channel_stats_collector import calibrate
 from prunekit.statistics.gram_matrices import (
     IN_MEMORY,
     ROWS,
+    VOCABULARY,
     PatchStats,
     collect_patches,
     shortfalls,
@@ -205,7 +206,8 @@ def _moments(
     positions = _positions(images)
     rows, most = min(ROWS, settings.rows, samples * positions), BATCH
     if positions != ROWS:  # of token numbers, as the scores of a vocabulary are wide
-        widest = max((len(tensor) for _, tensor in named_tensors(copy) if tensor.dim() > 1), default=1)
+        shapes = [tensor.shape[:2] for _, tensor in named_tensors(copy) if tensor.dim() > 1]
+        widest = max((width for width, read in shapes if width < VOCABULARY * read), default=1)
         most = OUTPUTS // (positions * widest)
     return collect_patches(
         copy,

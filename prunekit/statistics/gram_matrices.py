@@ -37,6 +37,8 @@ from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
 from prunekit.utils.tensors import FileMemory, first_not_finite, in_parts, is_finite
 
+VOCABULARY = 8
+"""Outputs by inputs from which on a last layer's scores are not computed."""
 RAISED = 10
 """Factor on the ridge of a Gram matrix of fewer positions than columns: its inverse is arbitrary along directions that
 no position showed."""
@@ -126,6 +128,7 @@ class _Collector(LayerFinder):
         pooled: Collection[WeightUse],  # stacks that have one Gram matrix for all of their matrices
         samples: int,  # in the pass that found the layers
         rows_of: Callable[[int], int],  # how many positions to sample of each layer, by the samples in a batch
+        unused: WeightUse | None = None,  # a layer whose outputs nothing needs, see `_unused_end`
     ) -> None:
         super().__init__(model, norms, stacks=True)
         self._model, self._rows_of = model, rows_of
@@ -143,7 +146,7 @@ class _Collector(LayerFinder):
         # by use: another batch may make other calls, whose chains are found again
         self._layers = {layer.use: layer for layer in layers}
         self._tensors = dict(named_tensors(model))
-        self._columns, self._pooled = columns, pooled
+        self._columns, self._pooled, self._unused = columns, pooled, unused
         self._rows: dict[int, Tensor] = {}
         self._made: dict[WeightUse, Tensor] = {}
 
@@ -162,6 +165,9 @@ class _Collector(LayerFinder):
     def call(self, call: FunctionCall) -> Any:
         """Make a call, and collect a layer's input and the end of its chain."""
         operands = self.operands(call)
+        if operands is not None and self._unused is not None and operands.weight == self._unused.weight:
+            read, outputs = operands.inputs, operands.matrix.shape[int(operands.transposed)]
+            call = call._replace(compute=lambda *_, **__: read.new_empty(*read.shape[:-1], outputs))  # takes no memory
         result = super().call(call)
         mark = self.mark(result) if isinstance(result, Tensor) else None
         if mark is None or mark.layer is None or mark.call != call.number:
@@ -295,6 +301,15 @@ class _Collector(LayerFinder):
         return scales.clamp(min=1e-6 * float(scales.max())).square().reciprocal()
 
 
+def _unused_end(layers: Sequence[LayerCall], tensors: Mapping[str, Tensor]) -> WeightUse | None:
+    """Return the last layer of a pass if it is as wide as a vocabulary: its outputs need not be computed."""
+    last = layers[-1] if layers else None
+    if last is None or not _is_product(last) or sum(one.weight == last.weight for one in layers) > 1:
+        return None
+    outputs, inputs = last.matrix(tensors[last.weight]).shape
+    return last.use if outputs >= VOCABULARY * inputs else None
+
+
 def _is_product(layer: LayerCall) -> bool:
     """Return whether a layer's outputs are compared as they are, and are its weight times what it reads."""
     return layer.end == "layer" and not layer.geometry.kernel and not layer.stack and layer.row_norm is None
@@ -311,7 +326,7 @@ def _variance_of_product(weight: Tensor, matrix: Tensor, count: int) -> Tensor:
 
 def _summed(patch: Tensor, factors: Tensor | None) -> Tensor:
     """Return the products of the columns of a patch and a constant, summed over rows, of which there may be none."""
-    return gram(patch, factors) * len(patch) if len(patch) else gram(patch.new_zeros(1, patch.shape[1])) * 0
+    return gram(patch, factors).mul_(len(patch)) if len(patch) else gram(patch.new_zeros(1, patch.shape[1])) * 0
 
 
 def _way_of_reading(layer: LayerCall, width: int) -> Hashable:
@@ -390,7 +405,8 @@ def collect_patches(
         raise UsageError("patch statistics: expected at least one batch, got none")
     few, tensors = select_samples(inputs_as_example(model, inputs_in(first)), slice(2)), dict(named_tensors(model))
     with training_mode(model, False):
-        layers = list(map(merge_calls, calls_by_use(find_layers(model, few, norms, stacks=True))))
+        every = find_layers(model, few, norms, stacks=True)
+    layers = list(map(merge_calls, calls_by_use(every)))
     wanted = tuple(one for one in layers if inputs is None or (one.weight, one.axes[1]) in inputs)
     columns, pooled = _columns(wanted, tensors, memory_bytes)
     if log is not None:
@@ -401,7 +417,8 @@ def collect_patches(
     def rows_of(samples: int) -> int:
         return max(samples, round(rows * samples / images))
 
-    collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few), rows_of)
+    unused = _unused_end(every, tensors)
+    collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few), rows_of, unused)
     watch(model, chain([first], rest), collector, title="patch statistics", total=length_hint(batches) or None)
     found = collector.finished()
     for moments in found:

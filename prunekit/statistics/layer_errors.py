@@ -19,9 +19,9 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
-from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
+from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall, Operands
 from prunekit.statistics.output_error import OutputComparison, RelativeError
-from prunekit.statistics.patches import solve_positive
+from prunekit.statistics.patches import mean_products, solve_positive
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
@@ -34,6 +34,8 @@ NO_GRADIENT = ".*an autograd kernel was not registered"
 """The warning of torch where a gradient ends at an operator that has none, as those of quantized layers do."""
 PROBES = 32
 """Random directions of the output, about, that gradients are taken of."""
+WIDE = 8
+"""Outputs by inputs of a last layer from which on a root of its products takes its place, see `_Slopes.values`."""
 
 
 def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutputs = ALL_READ) -> PatchStats:
@@ -152,6 +154,8 @@ class _Slopes(CallInterceptor):
                 if name in parameters:
                     self._parts.setdefault(id(parameters[name]), []).append((index, part))
         self._predictions, self._slopes = predictions, [0.0] * layers
+        self._roots = dict[str, Tensor]()
+        self._last: tuple[Tensor, Tensor, Operands] | None = None  # result, input and operands of a linear layer's call
 
     def follow(self, hooks: HookOwner) -> None:
         """Let the parameters that change have gradients, and use them."""
@@ -165,13 +169,17 @@ class _Slopes(CallInterceptor):
         """Make a call, and follow the gradient of what a linear layer reads."""
         operands = self.operands(call)
         found = () if operands is None else self._predictions.get((operands.weight, operands.transposed), ())
-        if operands is None or not found or not torch.is_grad_enabled():
+        if operands is None or not torch.is_grad_enabled():
             return call.run()
         inputs, function = operands.inputs, WEIGHT_FUNCTIONS[call.name]
-        read = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        read = inputs
+        if found:
+            read = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
         for index, prediction in found:
             read.register_hook(partial(self._add, index, prediction.change(inputs.detach())))  # type: ignore[no-untyped-call]
-        return call.with_argument(function.inputs, function.names[0], read).run()
+        result = call.with_argument(function.inputs, function.names[0], read).run()
+        self._last = (result, read, operands) if function.spatial == 0 and read.requires_grad else None
+        return result
 
     def _add(self, index: int, change: Tensor, gradient: Tensor) -> None:
         gone = gradient[..., 1::2].to(change.dtype)
@@ -185,12 +193,32 @@ class _Slopes(CallInterceptor):
             self._slopes[index] += float(rows.sum(dtype=torch.float64))
         parameter.grad = None
 
+    def values(self, output: Tensor) -> Tensor:
+        """Return values of the same squared norm for each position as an output's changes; fewer where it is wide.
+
+        Of y = W x + b with many more outputs than inputs they are R x, where R^T R = W^T W: random sums of both have
+        the same mean square, and a vocabulary's scores need no gradient.
+        """
+        if self._last is None or self._last[0] is not output:
+            return output
+        _, read, (_, matrix, name, _, transposed, *_) = self._last
+        weight = (matrix.T if transposed else matrix).detach()
+        if len(weight) < WIDE * weight.shape[1] or id(matrix) in self._parts:
+            return output
+        if name not in self._roots:
+            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            root, failed = torch.linalg.cholesky_ex(mean_products(wide, wide).mul_(len(wide)))
+            self._roots[name] = root.to(weight.dtype) if not int(failed) else weight.new_empty(0)
+        root = self._roots[name]
+        return read @ root if len(root) else output
+
     def of(self, total: Tensor, *, again: bool) -> list[float]:
         """Return the slope along each change; `again`: whether others of the same forward pass follow."""
         self._slopes = [0.0] * len(self._slopes)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", NO_GRADIENT, UserWarning)
             total.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+        self._last = self._last if again else None
         return self._slopes
 
 
@@ -240,7 +268,7 @@ def _gains_by_gradients(
                 with torch.enable_grad():
                     counted = counted_positions(model, one)
                     generator = torch.Generator().manual_seed(_number_of(one, counted))
-                    found = [(rows_of(output[place], counted), around[place]) for place in judge.outputs
+                    found = [(rows_of(slopes.values(output[place]), counted), around[place]) for place in judge.outputs
                              if place in around]  # fmt: skip
                     sums = [_random_sum(found, generator) for _ in range(probes)]
                 for number, total in enumerate(sums, 1):

@@ -8,7 +8,9 @@ import pytest
 import torch
 from equivalence import randomized, snapshot
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from prunekit.statistics import gram_matrices
 from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_errors import RIDGE, _Change, with_gains
 from prunekit.statistics.output_error import OutputComparison
@@ -47,6 +49,32 @@ def test_gains_are_what_the_output_makes_of_half_a_layer() -> None:
     expected = [by_hand(model, index, x) for index in (0, 2, 4)]
     usual = sorted(expected)[1]
     assert gains(model, x) == pytest.approx([each / usual for each in expected], rel=0.2)  # by 512 random signs
+
+
+def test_gains_before_a_vocabulary_are_what_all_its_scores_say() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 96)).double()
+    x = torch.randn(512, 6, dtype=torch.float64) + 0.3
+    expected = [by_hand(model, index, x) for index in (0, 2)]
+    with FlopCounterMode(display=False) as counter:
+        found = gains(model, x)
+    assert found[0] / found[1] == pytest.approx(expected[0] / expected[1], rel=0.2)
+    # the scores of all samples a few times, and no gradient of theirs for any of 512 single samples
+    assert counter.get_total_flops() < 2 * 8 * 96 * 512 * 6
+
+
+def test_moments_before_a_vocabulary_need_none_of_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 96)).double(), torch.randn(512, 6).double()
+    found, flops = [], []
+    for wide in (gram_matrices.VOCABULARY, 1000):
+        monkeypatch.setattr(gram_matrices, "VOCABULARY", wide)
+        with FlopCounterMode(display=False) as counter:
+            found.append(collect_patches(model, [x], rows=512, images=512).layers)
+        flops.append(counter.get_total_flops())
+    assert all(torch.equal(a.grams[0], b.grams[0]) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a.variance, b.variance) for a, b in zip(*found, strict=True))
+    assert flops[1] - flops[0] == 2 * 8 * 96 * 512
 
 
 class Selected(nn.Module):
