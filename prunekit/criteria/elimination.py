@@ -45,7 +45,7 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.layer_errors import relative_scale, with_ridge
 from prunekit.statistics.layer_stats import FloatArray, IntArray
-from prunekit.statistics.patches import solve_positive
+from prunekit.statistics.patches import mean_products, solve_positive
 from prunekit.utils.progress import tracked
 
 TRUST = 0.5
@@ -58,7 +58,7 @@ WIDE = 2**31
 PENDING = 64
 """Columns that are removed before the matrices change: until then only what is asked for is computed."""
 PART = 2**24
-"""Values of a weight that are in float64 at a time."""
+"""Values of a weight that are scaled at a time."""
 AT_ONCE = 64
 """One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
 
@@ -211,8 +211,9 @@ def _by_group(
     biased, groups = layer.bias is not None or layer.norm is not None, len(moments.grams)
     for matrix, rows, factors in zip(moments.grams, weight.chunk(groups), scale.chunk(groups), strict=True):
         step = max(1, PART // rows[0].numel())
+        kind = torch.promote_types(rows.dtype, torch.float32)
         parts = (
-            some.to(by) * by[:, None, None]
+            some.to(kind) * by.to(kind)[:, None, None]
             for some, by in zip(torch.split(rows, step), torch.split(factors, step), strict=True)
         )
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
@@ -224,7 +225,8 @@ def _products(parts: Iterable[Tensor]) -> Tensor:
     """Return the products W^T W of the columns of a matrix W whose rows come in parts."""
     found: Tensor | None = None
     for part in parts:
-        found = part.T @ part if found is None else found.addmm_(part.T, part)
+        summed = mean_products(part, part).mul_(len(part))
+        found = summed if found is None else found.add_(summed)
     assert found is not None
     return found
 
@@ -263,7 +265,7 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
 
 
 def _seen(objective: LayerObjective) -> Tensor:
-    """Return which columns are not always zero, as those of taps that only ever read padding are: these cost nothing."""
+    """Return which columns are not always zero, as those of taps that only ever read padding are."""
     return objective.gram.diagonal()[:-1] != 0
 
 
