@@ -33,6 +33,7 @@ and Q until there are `PENDING`, and until then only the blocks on the diagonal 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import torch
@@ -218,17 +219,8 @@ def _by_group(
         )
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
             parts = (some.transpose(1, 2).flatten(0, 1)[:, :, None] for some in parts)
-        yield LayerObjective(matrix, _products(some.flatten(1) for some in parts), labels, biased)
-
-
-def _products(parts: Iterable[Tensor]) -> Tensor:
-    """Return the products W^T W of the columns of a matrix W whose rows come in parts."""
-    found: Tensor | None = None
-    for part in parts:
-        summed = mean_products(part, part).mul_(len(part))
-        found = summed if found is None else found.add_(summed)
-    assert found is not None
-    return found
+        products = (mean_products(some, some).mul_(len(some)) for some in (part.flatten(1) for part in parts))
+        yield LayerObjective(matrix, reduce(Tensor.add_, products), labels, biased)
 
 
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:

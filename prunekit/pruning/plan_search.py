@@ -21,6 +21,7 @@ from prunekit.channels.labels.constraints import EqualWidths
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.trace import traced_map
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
+from prunekit.channels.trial.comparison import shortened
 from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import weighted_output_count
@@ -213,7 +214,9 @@ class PlanSearch:
             return plan.keep
 
         with paused_garbage_collection():
-            settled = run_trial(self.model, channel_map, choose, list(self.examples), plain=settings.plain_classes)
+            pairs = enumerate(self.examples)
+            examples = [shortened(self.model, channel_map, example, example, place) for place, example in pairs]
+            settled = run_trial(self.model, channel_map, choose, examples, plain=settings.plain_classes)
             note = None
             while library is not None and note is None:
                 chart = with_equal_widths(settled.channel_map, made[-1][0].channel_map.traced.equal_widths)
@@ -221,8 +224,8 @@ class PlanSearch:
                 note, other = library.changes(settled.compact, plan)
                 if note is None:
                     layouts.append(other)
-                    settled = run_trial(self.model, chart, choose, list(self.examples), plain=settings.plain_classes)
-            settled, unseen = with_untraced_sizes(self.model, settled, list(self.examples))
+                    settled = run_trial(self.model, chart, choose, examples, plain=settings.plain_classes)
+            settled, unseen = with_untraced_sizes(self.model, settled, examples)
         release_memory(self.model)
         chart, known = settled.channel_map, set(self.channel_map.locks)
         if library is not None:

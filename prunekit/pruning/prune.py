@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from prunekit.channels.cut.narrow_norms import keep_narrow_norms
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.channels.tracing.tracer import HALF
+from prunekit.channels.trial.comparison import shortened
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.deployment_transform import without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError, raised_as, require_kind
@@ -477,8 +478,11 @@ class Request:
 
     def proof_examples(self) -> list[tuple[Any, ...]]:
         """Return the first samples, on which the result is compared: a few at a time for a large model."""
-        each = 2 if is_large(self.model) else 8
-        count = min(8, sample_count(self.samples))
+        each, count = 2 if is_large(self.model) else 8, min(8, sample_count(self.samples))
+        whole = self.first_samples(count)
+        short = shortened(self.model, self.search.channel_map, whole, self.search.examples[0])
+        if short is not whole:
+            return [short]
         parts = (select_samples(self.samples, slice(start, start + each)) for start in range(0, count, each))
         return [inputs_as_example(self.model, part) for part in parts]
 

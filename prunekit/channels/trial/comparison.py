@@ -65,11 +65,14 @@ from prunekit.channels.tracing.traced_run import Examples, TracedOperator, Trace
 from prunekit.errors import ModelError, is_of_torchscript, reason_of, reraise_shortage
 from prunekit.hooks.model_copy import has_gradients
 from prunekit.utils.context import same_draws
+from prunekit.utils.inputs import counted_positions, sequence_shape
 from prunekit.utils.private_torch import without_torch_dispatch
 from prunekit.utils.tensors import FileMemory, gather, leaves, map_tensors
 
 MEMORY = 2**27
 """Bytes that are kept in memory: float64 results of all operators of a language model are gigabytes."""
+TOKENS = 32
+"""Positions of a sequence on which models are compared."""
 OperatorKey = tuple[str, str, int]
 """A module path, an operator, and the number of its call directly in that module, from 0."""
 
@@ -378,10 +381,60 @@ def output_with_decisions(
     return _forward(compact, example, run, see, reference.precision)
 
 
-def watch_operators(model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator) -> None:
+def watch_operators(
+    model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision = AS_DOUBLE[0]
+) -> None:
     """Show a model's operators to `see`, as far as the model runs."""
     with suppress(_Diverged):
-        _forward(model, example, run, see, AS_DOUBLE[0])
+        _forward(model, example, run, see, precision)
+
+
+def shortened(
+    model: nn.Module, channel_map: ChannelMap, example: tuple[Any, ...], traced: tuple[Any, ...], number: int = 0
+) -> tuple[Any, ...]:
+    """Return an example with `TOKENS` of its token numbers, if the model runs on them as on the traced example.
+
+    Of padded sequences they are those around the edge of the padding. Other inputs stay as they are, and so does the
+    example if an operator of the trace is missing, or returns other shapes but for the numbers of samples and tokens.
+    """
+    before, whole = sequence_shape(model, traced), sequence_shape(model, example)
+    tensors = gather(example)
+    if before is None or whole is None or whole[1] <= TOKENS:
+        return example
+    if any(tuple(tensor.shape) != whole or tensor.is_floating_point() for tensor in tensors):
+        return example
+    places, counted = torch.arange(TOKENS).repeat(whole[0], 1), counted_positions(model, example)
+    if counted is not None:
+        edges = (counted[:, 1:] != counted[:, :-1]).int().argmax(1).cpu()
+        places += (edges - TOKENS // 2).clamp(0, whole[1] - TOKENS)[:, None]
+    short: tuple[Any, ...] = map_tensors(example, lambda tensor: tensor.gather(1, places.to(tensor.device)))
+    sizes = {whole[0]: before[0], TOKENS: before[1], whole[0] * TOKENS: before[0] * before[1]}
+    runs = [run for run in channel_map.traced.trace.runs if run.example == number]
+    return short if all(_runs_alike(model, run, short, sizes) for run in runs) else example
+
+
+def _runs_alike(model: nn.Module, run: TracedRun, example: tuple[Any, ...], sizes: dict[int, int]) -> bool:
+    """Return whether a model calls the operators of a traced run, with results as large but for some sizes."""
+    left = operators_by_key(run)
+
+    def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+        if key in left and _alike([tuple(out.shape) for out in outs], left[key].call[2], sizes):
+            del left[key]
+
+    with Float64WhileRunning(model, as_it_is, borrowed=run.borrowed) as running:
+        watch_operators(running.model, run.inputs([example] * (run.example + 1)), run, see, OWN)
+    return not left
+
+
+def _alike(shapes: list[tuple[int, ...]], traced: list[Any], sizes: dict[int, int]) -> bool:
+    """Return whether shapes are as they were traced, each axis but for some sizes, times or plus a constant."""
+
+    def equal(own: int, other: int) -> bool:
+        return own == other or any(own * was == other * now or own - now == other - was for now, was in sizes.items())
+
+    return [len(shape) for shape in shapes] == [len(shape) for shape in traced] and all(
+        all(map(equal, own, other)) for own, other in zip(shapes, traced, strict=True)
+    )
 
 
 def failure_of(model: nn.Module, example: tuple[Any, ...], run: TracedRun) -> Divergence | None:

@@ -1,0 +1,87 @@
+"""Short examples: a trial takes some tens of tokens where they show what the whole sequences show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import prunekit
+from prunekit.channels.trial.comparison import TOKENS, shortened
+from prunekit.utils.inputs import as_example
+from prunekit.utils.tensors import gather
+
+
+class Reader(nn.Module):
+    """Scores of tokens; another layer reads sequences beyond some length, and padding is zero."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+        self.table, self.first, self.other = nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.last = nn.Linear(16, 50)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.table(input_ids)
+        if attention_mask is not None and not bool(attention_mask.all()):
+            x = x * attention_mask[..., None]
+        x = self.other(x) if x.shape[1] > self.longest else self.first(x)
+        return self.last(x.relu())
+
+
+def short(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    given = as_example(model, example)
+    return given, shortened(model, prunekit.trace(model, example), given, given)
+
+
+def test_sequences_are_cut_where_the_model_runs_alike() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(50, (2, 100))
+    given, found = short(Reader(1000), ids)
+    assert torch.equal(found[0], ids[:, :TOKENS])
+    assert given[0].shape == (2, 100)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(torch.randint(50, (2, TOKENS)), id="short"),
+        pytest.param(torch.randint(50, (2, 100)), id="other layers"),
+    ],
+)
+def test_an_example_that_shows_more_stays(example: Tensor) -> None:
+    given, found = short(Reader(50), example)
+    assert found is given
+
+
+def test_images_and_vectors_stay() -> None:
+    given, found = short(nn.Linear(100, 4), torch.randn(2, 100))
+    assert found is given
+
+
+def test_what_is_left_has_the_padding_of_the_whole() -> None:
+    ids, mask = torch.arange(300).view(3, 100) % 50, torch.ones(3, 100, dtype=torch.int64)
+    mask[0, 70:], mask[1, :20] = 0, 0
+    _, found = short(Reader(1000), {"input_ids": ids, "attention_mask": mask})
+    tokens, left = gather(found)
+    assert torch.equal(tokens, torch.stack([ids[0, 53:85], ids[1, 3:35], ids[2, :32]]))
+    assert left.sum(1).tolist() == [17, 15, 32]
+
+
+def test_the_trial_and_the_proof_take_what_is_left() -> None:
+    torch.manual_seed(0)
+    lengths = set()
+    model = Reader(1000)
+
+    class Watched(Reader):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            result = super().forward(input_ids, attention_mask)
+            if result.dtype == torch.float64 or self.table.weight.dtype == torch.float64:
+                lengths.add(input_ids.shape[1])
+            return result
+
+    model.__class__ = Watched
+    prunekit.prune(model, calibration=torch.randint(50, (16, 100)), params=0.8)
+    assert lengths == {TOKENS}
