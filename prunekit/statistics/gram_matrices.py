@@ -166,8 +166,10 @@ class _Collector(LayerFinder):
         """Make a call, and collect a layer's input and the end of its chain."""
         operands = self.operands(call)
         if operands is not None and self._unused is not None and operands.weight == self._unused.weight:
-            read, outputs = operands.inputs, operands.matrix.shape[int(operands.transposed)]
-            call = call._replace(compute=lambda *_, **__: read.new_empty(*read.shape[:-1], outputs))  # takes no memory
+            given, outputs = operands.inputs, operands.matrix.shape[int(operands.transposed)]
+            call = call._replace(
+                compute=lambda *_, **__: given.new_empty(*given.shape[:-1], outputs)
+            )  # takes no memory
         result = super().call(call)
         mark = self.mark(result) if isinstance(result, Tensor) else None
         if mark is None or mark.layer is None or mark.call != call.number:
