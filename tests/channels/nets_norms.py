@@ -82,6 +82,51 @@ def norm_that_keeps_its_shape() -> Case:
     return nn.Sequential(nn.Linear(6, 8), OwnLayerNorm(8), nn.Linear(8, 3)), tokens()
 
 
+class GatedNorm(nn.Module):
+    """A norm of what a second tensor gates, over groups whose size it states, as Mamba 2 and its kin have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.group_size = nn.Parameter(torch.ones(width)), width
+        self.unread = nn.Buffer(torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = x if gate is None else x * nn.functional.silu(gate)
+        groups = x.view(*x.shape[:-1], x.shape[-1] // self.group_size, self.group_size)
+        groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * groups.view(*x.shape[:-1], -1)
+
+
+class GatedBlock(nn.Module):
+    """Channels and their gates from one layer, split by a stated width before they are normalized together."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.both, self.norm, self.width = nn.Linear(6, 2 * width), GatedNorm(width), width
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gate = self.both(x).split([self.width, self.width], -1)
+        return self.out(self.norm(values.tanh(), gate))  # type: ignore[no-any-return]
+
+
+@case("both.weight", "norm.weight")
+def norm_of_a_gated_tensor() -> Case:
+    return GatedBlock(8), tokens()
+
+
+@case()
+def norm_of_a_tensor_and_of_other_channels() -> Case:
+    class Shifted(UnitLength):
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            return super().forward(x) + (0 if other is None else other.sum(-1, keepdim=True))
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.c(net.norm(net.a(x), net.b(x)))
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(6, 8), norm=Shifted(8), c=nn.Linear(8, 3)), tokens()
+
+
 @case()
 def expanded_to_a_fixed_size() -> Case:
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -195,3 +195,24 @@ class _Stated(nn.Module):
 @case("a.weight", "h.0.weight")
 def states_of_a_width_in_the_code() -> Case:
     return _Stated(), tokens()
+
+
+class _Delta(nn.Module):
+    """Linear attention that forgets, as the delta rule does in a chunk: a system over the positions of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values, self.out = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 3)
+        self.heads, self.size = 3, 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
+        values = self.values(x).view(*x.shape[:2], self.heads, self.size).transpose(1, 2)
+        system = torch.eye(x.shape[1], dtype=x.dtype) + (keys @ keys.mT).tril(-1)
+        new = torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
+        return self.out(new.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@case("keys.weight", "values.weight")
+def triangular_systems_of_positions() -> Case:
+    return _Delta(), tokens()

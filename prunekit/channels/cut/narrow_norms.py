@@ -35,9 +35,10 @@ class NarrowNorms(HookOwner):
     looked up at each call.
     """
 
-    def __init__(self, model: nn.Module, channel_map: ChannelMap, keep: Keep) -> None:
+    def __init__(self, model: nn.Module, channel_map: ChannelMap, keep: Keep, compact: nn.Module | None = None) -> None:
         super().__init__()
         self._model, self._map, self._keep = model, channel_map, keep
+        self._compact = compact  # whose norms state sizes that are on trial; None if the map knows all
 
     def register(self) -> None:
         """Add a forward hook to every norm that loses channels, before all others."""
@@ -45,7 +46,7 @@ class NarrowNorms(HookOwner):
             for hook in module._forward_hooks.values():
                 if isinstance(hook, KeptNorm):  # of an earlier plan
                     self.own_context(hook.resting())
-        runs = _narrow_runs(self._model, self._map, self._keep)
+        runs = _narrow_runs(self._model, self._map, self._keep, self._compact)
         for encoder in _making_nested_tensors(self._model) if runs else ():
             self.own_undo(partial(setattr, encoder, "use_nested_tensor", encoder.use_nested_tensor))
             encoder.use_nested_tensor = False
@@ -101,7 +102,9 @@ def _making_nested_tensors(model: nn.Module) -> list[nn.TransformerEncoder]:
     return [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
 
 
-def _narrow_runs(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> list[tuple[nn.Module, _NarrowRun]]:
+def _narrow_runs(
+    model: nn.Module, channel_map: ChannelMap, keep: Keep, compact: nn.Module | None = None
+) -> list[tuple[nn.Module, _NarrowRun]]:
     """Return the modules that run narrow under a plan, each with what runs in its place."""
     narrow = channel_map.narrow(keep)
     blocks = narrow.keys() - channel_map.norms.keys()
@@ -116,7 +119,7 @@ def _narrow_runs(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> list[
         module = model.get_submodule(path)
         axes = {name: enumerate(channel_map.labels[names[id(tensor)]]) for name, tensor in named_tensors(module)}
         own = {name: _kept_axes(labels, keep) for name, labels in axes.items()}
-        copy = _empty_copy(module, own)
+        copy = _empty_copy(module if compact is None else compact.get_submodule(path), module, own)
         set_bare_widths(copy, _inside(path, widths))
         set_attributes(copy, _inside(path, attributes))
         runs.append((module, _NarrowRun(copy, own, _kept_axes(norm.inputs, keep), _kept_axes(norm.outputs, keep))))
@@ -129,8 +132,8 @@ def _inside(path: str, values: Mapping[str, T]) -> dict[str, T]:
     return own | {key.removeprefix(f"{path}."): one for key, one in values.items() if key.startswith(f"{path}.")}
 
 
-def _empty_copy(module: nn.Module, own: Mapping[str, list[_KeptAxis]]) -> nn.Module:
-    """Return the module in its compact size, without values and hooks."""
+def _empty_copy(stating: nn.Module, module: nn.Module, own: Mapping[str, list[_KeptAxis]]) -> nn.Module:
+    """Return the module in its compact size, without values and hooks, and with the numbers that `stating` has."""
 
     def empty(name: str, tensor: Tensor) -> Tensor:
         shape = list(tensor.shape)
@@ -138,7 +141,7 @@ def _empty_copy(module: nn.Module, own: Mapping[str, list[_KeptAxis]]) -> nn.Mod
             shape[kept.axis] = kept.size
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    copy = with_tensors(module, {name: empty(name, tensor) for name, tensor in named_tensors(module)})
+    copy = with_tensors(stating, {name: empty(name, tensor) for name, tensor in named_tensors(module)})
     for part in copy.modules():
         for table in HOOK_TABLES:
             getattr(part, table).clear()

@@ -116,6 +116,22 @@ def reduced_rows(flow: LabelFlow, call: OperatorCall) -> None:
     flow.set(call.outs[1], [Field(field.labels, zero=False) for field in columns])  # where the extrema were
 
 
+@register_rule("aten.linalg_solve_triangular")
+def solved(flow: LabelFlow, call: OperatorCall) -> None:
+    """Pass batches of triangular systems, as linear attention solves for positions, and the columns of their values."""
+    matrix, values = call.args[:2]
+    ndim, mixes = call.out.dim(), "a triangular system mixes these channels"
+    if not call.arg(4, "unitriangular", False):  # of which the diagonal is read
+        flow.divide_by(matrix)
+    sizes = matrix.dim() - 2, matrix.dim() - 1
+    flow.lock([field for field in flow.fields(matrix) if set(field.span) & set(sizes)], mixes)
+    batches = [field for field in flow.fields(matrix) if not set(field.span) & set(sizes)]
+    sides = flow.tied_along([values.dim() - (2 if call.arg(3, "left", True) else 1)], flow.fields(values), mixes)
+    operands = [((*matrix.shape[:-2], 1, 1), batches), (tuple(values.shape), sides)]
+    placed = [(shape, [field.behind(ndim - len(shape)) for field in fields]) for shape, fields in operands]
+    flow.set(call.out, zero_where(flow.pointwise(placed, product=False), placed[1][1]))
+
+
 _POOLS = " ".join(f"{kind}_pool{n}d" for n in (1, 2, 3)
                   for kind in ("max", "avg", "_adaptive_avg", "adaptive_avg", "adaptive_max"))  # fmt: skip
 _UPSAMPLES = (

@@ -24,7 +24,9 @@ SEVERAL = "which of these are taken is computed from all of them, in a module th
 class ChannelNorm:
     """A module that takes statistics over channels: under masks its narrow copy runs on the kept channels."""
 
-    inputs: Axes  # every labeled axis of its one input tensor with the labels (size,) along it; the last axis is -1
+    # every labeled axis of its input tensor with the labels (size,) along it; the last axis is -1. Of several inputs,
+    # as where a gate multiplies what is normalized, all have these
+    inputs: Axes
     outputs: Axes  # the same of its one output tensor
 
     @property
@@ -74,9 +76,9 @@ N = TypeVar("N", bound=ChannelNorm)
 class NormFinder:
     """Decides whether each module that takes statistics over channels is a norm, and locks the channels if not.
 
-    A module is a norm if it can run by itself on the kept channels of one tensor. In every call it has one input and
-    one output tensor with labels on single axes. All its tensors are parameters, and those of its children are not of
-    these channels: they work on the statistics, as in spatial attention.
+    A module is a norm if it can run by itself on the kept channels of its inputs. In every call it has one input, or
+    several with the same labels, and one output tensor with labels on single axes. It has no buffers that are saved,
+    and the parameters of its children are not of these channels: they work on the statistics, as in spatial attention.
     """
 
     def __init__(self, flow: LabelFlow) -> None:
@@ -163,12 +165,14 @@ APART = "; in a module of its own, which takes these channels and returns them n
 def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> ChannelNorm | str:
     """Return a call of a module as a norm, or the reason why it is none."""
     name = type(module).__name__
-    if any(True for _ in module.buffers()):
+    if module.state_dict().keys() & dict(module.named_buffers()).keys():
         return f"{name} does more than normalize: it has buffers"
     sources, results = gather(inputs), gather(output)
-    if len(sources) != 1 or len(results) != 1:
+    if not sources or len(results) != 1:
         return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each{APART}"
-    before, after = (_axes(flow, tensor) for tensor in (*sources, *results))
+    before, *others, after = (_axes(flow, tensor) for tensor in (*sources, *results))
+    if any(not _same_axes(flow, before, other) for other in others):
+        return f"{name} takes {len(sources)} tensors, which have other channels, where a norm has one{APART}"
     if not before or after is None:
         return f"{name} has no labels, or joint ones over several axes, on its input or its output{APART}"
     norm = ChannelNorm(before, after)
@@ -184,6 +188,12 @@ def _labels_of_children(module: nn.Module, flow: LabelFlow) -> list[Labels]:
     """Return the labels of all parameters of a module's children."""
     parameters = (parameter for child in module.children() for parameter in child.parameters())
     return [field.labels.reshape(-1) for parameter in parameters for field in flow.fields(parameter)]
+
+
+def _same_axes(flow: LabelFlow, one: Axes | None, other: Axes | None) -> bool:
+    """Return whether two tensors have the same labels on the same axes, as far as these are merged by now."""
+    found = ([(axis, flow.union.find(labels).tolist()) for axis, labels in axes or ()] for axes in (one, other))
+    return next(found) == next(found)
 
 
 def _axes(flow: LabelFlow, tensor: torch.Tensor) -> Axes | None:

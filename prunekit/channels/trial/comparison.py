@@ -93,6 +93,7 @@ class Divergence:
     # copies included
     started: OperatorKey = ("", "", -1)
     failed: str = ""  # the operator that failed in code of torch's making, where one module may be a whole network
+    masked: bool = False  # whether a norm of the masked model failed, so that nothing was compared
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -281,10 +282,12 @@ def record_reference(
     example: tuple[Any, ...],
     run: TracedRun,
     precision: Precision,
+    compact: nn.Module | None = None,
 ) -> Reference:
     """Return the results of the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 
     Operators inside those norms are not recorded. The model is a copy, without what forward makes where it is missing.
+    Norms state the sizes that those of `compact` state, where that is given.
     """
     narrow = channel_map.narrow(keep)
     gone = channel_map.branches.gone(keep)
@@ -311,12 +314,12 @@ def record_reference(
     if channel_map.state:
         drop_remade_(masked, channel_map.state)
     try:
-        with NarrowNorms(masked, channel_map, keep) if narrow else nullcontext():
+        with NarrowNorms(masked, channel_map, keep, compact) if narrow else nullcontext():
             outputs = _forward(masked, example, run, see, precision)
         return replace(reference, outputs=reference.values.kept(outputs))
     except _Diverged as parted:
         if parted.divergence.module in narrow:
-            return replace(reference, failed=parted.divergence)
+            return replace(reference, failed=replace(parted.divergence, masked=True))
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
 
@@ -542,12 +545,12 @@ class Comparison:
         """Compare in float64 without copies, if that is possible."""
         example = float64_inputs(run.inputs(self.examples))
         try:
-            if run not in self.references:
+            if run not in self.references or self.references[run].failed:  # with the sizes that are being tried
                 convert = partial(with_zeros, to_double, self.kept)
                 whole = self.channel_map.narrow(self.keep)
                 with Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
                     self.references[run] = record_reference(
-                        masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0]
+                        masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0], compact
                     )
             with Float64WhileRunning(compact, to_double, borrowed=run.borrowed) as small:
                 return compare(self.references[run], small.model, example, run, skipping=self.skipping)
@@ -560,7 +563,7 @@ class Comparison:
             example = way.inputs(run.inputs(self.examples))
             masked = float64_copy(self.model, partial(with_zeros, way.convert, self.kept))
             try:
-                reference = record_reference(masked, self.channel_map, self.keep, example, run, way.precision)
+                reference = record_reference(masked, self.channel_map, self.keep, example, run, way.precision, compact)
             except ModelError:  # the model's code asks for another precision
                 if way is RUN_PRECISIONS[-1]:
                     raise

@@ -344,10 +344,10 @@ class SizeSearch:
             self._sizes[path] = stated
         return self._sizes[path]
 
-    def _progress(self, failed: Failure) -> tuple[int, int, bool]:
-        """Return how far a trial came: to which run and operator, and whether that differs in its values alone."""
-        divergence, run = failed
-        return self.channel_map.traced.trace.runs.index(run), divergence.after, isfinite(divergence.difference)
+    def _progress(self, failed: Failure) -> tuple[int, bool, int, bool]:
+        """Return how far a trial came: to which run, model and operator, and whether that differs in values alone."""
+        (divergence, run), runs = failed, self.channel_map.traced.trace.runs
+        return runs.index(run), not divergence.masked, divergence.after, isfinite(divergence.difference)
 
     def _helps(self, failed: Failure, sizes: Sequence[SizeAttribute]) -> bool:
         reached = self._tried(sizes)
