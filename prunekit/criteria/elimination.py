@@ -21,6 +21,9 @@ W itself is never fitted: the blocks of H and P on the diagonal are all that cos
 
 Several layers may read a group: each has its own H and P, costs are added up, and all remove the same label.
 
+Whole experts are channels of the sum that a mixture makes of them: the column of one is what it adds to the rows that
+are routed to it (the saliency of REAP, Lasby et al. 2025, without gates), and no expert makes up for another.
+
 Changing both d x d matrices after every removal would take nearly all the time. So their changes wait as rows H_c, S
 and Q until there are `PENDING`, and until then only the blocks on the diagonal and the rows c are brought up to date.
 
@@ -148,20 +151,24 @@ def eliminations(
 def _read_columns(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> Hashable:
     """Return a key of the columns at which each layer reads which of a group's channels; it names no labels."""
     found = []
-    for moments, labels in _layers_reading(group, channel_map, stats):
+    for moments, axis, labels in _layers_reading(group, channel_map, stats):
         at = np.searchsorted(group.labels, labels).clip(max=group.labels.size - 1)
         places = np.where(group.labels[at] == labels, at, -1)
-        found.append((moments.layer.weight, moments.layer.call, places.astype(np.int32).tobytes()))
+        found.append((moments.layer.weight, moments.layer.call, axis, places.astype(np.int32).tobytes()))
     return "elimination", group.labels.size, tuple(found)
 
 
 def layer_objectives(
     group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats
 ) -> list[LayerObjective]:
-    """Return the objectives of the layers that read a group's channels: its labels are on their weights' inputs."""
+    """Return the objectives of the layers that read a group's channels, or whose stacks have a matrix for each."""
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     read = _layers_reading(group, channel_map, stats)
-    found = [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
+    found = [
+        found
+        for moments, axis, labels in read
+        for found in (_by_group if axis == moments.layer.axes[1] else _by_matrix)(moments, tensors, modules, labels)
+    ]
     alike: dict[Hashable, LayerObjective] = {}
     for one in found:  # errors are sums of w G w^T over outputs w, so that products of layers that read the same add up
         key = id(one.gram), one.biased, one.labels.tobytes()
@@ -171,13 +178,19 @@ def layer_objectives(
 
 def _layers_reading(
     group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats
-) -> Iterator[tuple[LayerMoments, Labels]]:
-    """Yield the layers that read channels of a group, with the labels on their input channels."""
+) -> Iterator[tuple[LayerMoments, int, Labels]]:
+    """Yield the layers that read channels of a group, with the axis of their input channels and the labels on it.
+
+    Of experts in stacks it is the last stack of each module, whose outputs are summed, and axis 0.
+    """
+    last = {one.layer.weight.rpartition(".")[0]: one for one in stats.layers if one.layer.stack}
     for moments in stats.layers:
-        labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
-        for deciding in [] if labels is None else channel_map.deciding(labels):
-            if np.isin(deciding, group.labels).any():
-                yield moments, deciding
+        summed = last.get(moments.layer.weight.rpartition(".")[0]) is moments
+        for axis in (0, moments.layer.axes[1]) if summed else (moments.layer.axes[1],):
+            labels = channel_map.labels.get(moments.layer.weight, (None,) * (axis + 1))[axis]
+            for deciding in [] if labels is None else channel_map.deciding(labels):
+                if np.isin(deciding, group.labels).any():
+                    yield moments, axis, deciding
 
 
 def unread_stacks(channel_map: ChannelMap, stats: PatchStats) -> tuple[str, ...]:
@@ -198,7 +211,7 @@ def unread_stacks(channel_map: ChannelMap, stats: PatchStats) -> tuple[str, ...]
         return ()
     return (
         f"elimination: channels of {', '.join(stacks)} are not ranked, as no convolution or linear layer reads them, "
-        "and stay until all others are gone; criterion='l2' or another one ranks all channels, and whole experts",
+        "and stay until all others are gone; criterion='l2' or another one ranks all channels",
     )
 
 
@@ -223,9 +236,20 @@ def _by_group(
         yield LayerObjective(matrix, reduce(Tensor.add_, products), labels, biased)
 
 
+def _by_matrix(
+    moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
+) -> Iterable[LayerObjective]:
+    """Yield the objective of whole matrices of a stack: a column for each, with the mean square of what it adds."""
+    matrices = moments.layer.matrix(tensors[moments.layer.weight].detach()).chunk(moments.layer.stack)
+    scale = relative_scale(moments, modules) * moments.output_gain ** (TRUST / 2)
+    parts = zip(moments.grams, matrices, scale.chunk(moments.layer.stack), strict=True)
+    added = [(rows.to(by) @ gram[:-1, :-1] * rows.to(by)).sum(1) @ by.square() for gram, rows, by in parts]
+    yield LayerObjective(torch.stack([*added, scale.new_ones(())]).diag(), torch.eye(len(added)).to(scale), labels)
+
+
 def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
     """Return over how many outputs the errors of a group are summed: those of its readers, weighted by their gains."""
-    reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
+    reading = [moments for moments, _, _ in _layers_reading(group, channel_map, stats)]
     return float(sum(moments.outputs * moments.output_gain**TRUST for moments in reading))
 
 

@@ -18,7 +18,9 @@ import prunekit
 from prunekit.channels.float64 import AS_DOUBLE
 from prunekit.channels.rules.compute import OF_STACK
 from prunekit.channels.trial.trial import run_trial
+from prunekit.criteria.elimination import eliminations
 from prunekit.measure.model_size import count_macs
+from prunekit.statistics.gram_matrices import collect_patches
 
 
 def by_parts(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
@@ -293,6 +295,42 @@ def test_experts_of_which_one_is_read_by_its_number_all_stay() -> None:
     assert not of_experts(prunekit.trace(model, example)).any()
     small = prunekit.prune(model, example, channels=0.5).model
     assert small.mixture.up.shape == (8, 3, 4)  # type: ignore[union-attr, operator]
+
+
+def many_words() -> Tensor:
+    return torch.randint(0, 9, (16, 8), generator=torch.Generator().manual_seed(2))
+
+
+def test_experts_that_no_token_takes_go_before_any_channel() -> None:
+    model, ids = routed(), many_words()
+    model.mixture.router.correction.zero_()[[1, 4, 6]] = -10.0
+    result = prunekit.prune(model, calibration={"ids": ids}, params=0.68, repair=False)  # a third of it is in these
+    assert result.plan.kept("mixture.router.weight", 0).tolist() == [0, 2, 3, 5, 7]
+    assert result.model.mixture.up.shape == (5, 6, 8)  # type: ignore[union-attr, operator]
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(ids), model(ids))
+
+
+def test_an_expert_costs_what_it_adds_to_the_tokens_that_take_it() -> None:
+    model, ids = routed().double(), many_words()
+    model.mixture.router.correction.zero_()
+    chart, stats = prunekit.trace(model, words()), collect_patches(model, [(ids,)], rows=10**6)
+    group = chart.groups[chart.group_of[of_experts(chart)[0]]]
+    with torch.no_grad():
+        rows = model.table(ids).flatten(0, 1)
+        numbers = model.mixture.router(rows)[2]
+        inner = F.gelu(torch.einsum("nd,nkid->nki", rows, model.mixture.up[numbers]))
+        added = torch.einsum("nki,nkdi->nkd", inner, model.mixture.down[numbers]).flatten(0, 1)
+    (found,) = (one for one in stats.layers if one.layer.weight == "mixture.down")
+    variance = found.variance.view(8, -1)[numbers[0, 0]] * found.counts[numbers[0, 0]] / len(added)
+    squares = added.square() / variance / len(added)
+    costs = torch.zeros(chart.n_labels, dtype=torch.float64)
+    costs.index_add_(0, torch.from_numpy(of_experts(chart))[numbers.flatten()], squares.sum(1))
+    order = eliminations(model, chart, stats, [group])[group.name]
+    expected = costs[group.labels].sort().values.cumsum(0)
+    assert order.errors == pytest.approx(expected.numpy(), rel=1e-2)  # its ridge
+    assert order.labels.tolist() == group.labels[costs[group.labels].argsort()].tolist()
+    assert order.outputs == 8
 
 
 class ReturnsChoices(nn.Module):
