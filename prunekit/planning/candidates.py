@@ -13,7 +13,7 @@ from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
 from prunekit.channels.tracing.execution import PRUNE_FIRST, hint_at_child, quantized_parts
 from prunekit.errors import PlanError
 from prunekit.planning.budgets.cost_model import GroupPart
-from prunekit.settings.pruning import PruneSettings
+from prunekit.settings.pruning import SERVERS, PruneSettings
 from prunekit.utils.display import listed
 from prunekit.utils.globs import globs, matching
 
@@ -48,14 +48,18 @@ def free_parts(
         ratio[labels_matching(channel_map, [pattern], "ratios")] = share
     parts = []
     for group, *needed in zip(channel_map.groups, channel_map.steps, channel_map.least, strict=True):
+        kind = channel_map.kind_of(group)
+        if kind == Removal.POSITIONS and settings.layout in SERVERS:
+            continue  # their kernels are made for heads of some widths
         free = group.labels[~excluded[group.labels]]
         channels, unit = channels_per_label(channel_map, group), _unit(channel_map, group, settings)
         for share in np.unique(ratio[free]):
             labels = free[np.isnan(ratio[free]) if np.isnan(share) else ratio[free] == share]
             order = labels[np.lexsort((labels, -scores[labels]))]
-            part = GroupPart(order, _allowed(labels.size, unit or channels, settings, *needed), channels)
+            counts = _allowed(labels.size, unit or channels, settings, *needed)
+            part = GroupPart(order, _served(channel_map, group, counts, settings), channels)
             if not np.isnan(share):
-                wanted = labels.size * (1 if channel_map.kind_of(group) else share)
+                wanted = labels.size * (1 if kind else share)
                 part = GroupPart(order, np.array([part.at_most(wanted)]), channels)
             parts.append(part if bounds is UNBOUNDED else _bounded(part, bounds))
             owners.append(group)
@@ -85,7 +89,8 @@ def with_equal_widths(
     groups that the map says to be as wide. For a library's configuration a group stays whole where another one that has
     to be as wide is not free.
     """
-    equal = NO_EQUAL_WIDTHS if channel_map.source is None else channel_map.source.equal_widths
+    said = settings.as_configuration and channel_map.source is not None
+    equal = channel_map.traced.equal_widths if said else NO_EQUAL_WIDTHS
     members: dict[Hashable, list[GroupPart]] = {}
     for part, group in zip(parts, owners, strict=True):
         family = channel_map.family_of(group)
@@ -98,7 +103,7 @@ def with_equal_widths(
             alone = (part.labels.size, part.counts.tobytes()) if len(together) == 1 else ()
             members.setdefault((together, *alone), []).append(part)
     found = list(members.items())
-    if settings.layout == "huggingface" and equal.holds_for(channel_map.families.keys()):
+    if settings.as_configuration and equal.holds_for(channel_map.families.keys()):
         everywhere = Counter(equal.with_family(channel_map.family_of(group)) for group in channel_map.groups)
         found = [(key, own) for key, own in found if len(own) == everywhere[key[0]]]  # type: ignore[index]
     return [part for _, own in found for part in _merged(own)]
@@ -152,9 +157,31 @@ def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, l
     return allowed
 
 
+def _served(channel_map: ChannelMap, group: ChannelGroup, counts: Labels, settings: PruneSettings) -> Labels:
+    """Return the counts with which the server of a layout stores rows in blocks, and splits them among its devices."""
+    if settings.layout not in SERVERS or channel_map.kind_of(group) == Removal.QUERIES:
+        return counts
+    block, _ = SERVERS[settings.layout]
+    if any(0 < axis == len(channel_map.labels[name]) - 1 for name, axis in group.slots):  # else experts, or a vector
+        each = min(_carried(channel_map, group, slot) for slot in group.slots)
+        counts = counts[(counts * each % block == 0) | (counts == group.labels.size)]
+    split = counts[counts % settings.tensor_parallel == 0]
+    if not split.size:
+        raise PlanError(
+            f"tensor_parallel: {settings.tensor_parallel} devices cannot share the {group.labels.size} of {group.name}"
+            f", of which {', '.join(map(str, counts))} may stay; give a divisor of one of these"
+        )
+    return split
+
+
 def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
     """Return how many channels of its producer are removed with one label of a group."""
-    name, axis = next((slot for slot in group.slots if slot[1] == 0), group.slots[0])
+    return _carried(channel_map, group, next((slot for slot in group.slots if slot[1] == 0), group.slots[0]))
+
+
+def _carried(channel_map: ChannelMap, group: ChannelGroup, slot: tuple[str, int]) -> int:
+    """Return how many entries of an axis are removed with one label of a group."""
+    name, axis = slot
     on_axis = channel_map.labels[name][axis]
     assert on_axis is not None
     carried = sum(int(np.isin(labels, group.labels).sum()) for labels in channel_map.deciding(on_axis))

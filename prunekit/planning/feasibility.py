@@ -17,7 +17,7 @@ from prunekit.planning.depth_search import all_that_may_go, blocks_of, without_b
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, facts_of
 from prunekit.utils.globs import globs, matching
 
-LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "layout", "plain_classes")
+LIMITS = ("ignore", "ratios", "min_channels", "round_to", "min_blocks", "depth", "plain_classes")
 SWEEPS = 4
 """Passes over all parts in the search for the fastest plan, where it need not be the narrowest."""
 
@@ -107,23 +107,30 @@ def _conflicts(
     """Yield the limits and other budgets without which a budget could be met, and how far."""
     facts = facts_of(name)
     others = [other for other in settings.budget.given if facts.measured and not facts_of(other).measured]
-    without: dict[str, dict[str, Any]] = {limit: {limit: getattr(PruneSettings(), limit)} for limit in LIMITS}
-    without |= {f"budget {other}": {"budget": _without(settings, [other])} for other in others}
-    for limit, change in without.items():
+    changes: list[tuple[str, dict[str, Any]]] = [(limit, {limit: getattr(PruneSettings(), limit)}) for limit in LIMITS]
+    changes += [(f"budget {other}", {"budget": _without(settings, [other])}) for other in others]
+    changes += [("layout", {"layout": layout}) for layout in settings.nearer_layouts]
+    for limit, change in changes:
         relaxed = replace(settings, **change)
-        if relaxed != settings:
-            parts, budgets = _least_parts(channel_map, scores, relaxed, latency)
-            least = float(_least_possible(parts, budgets)[budgets.names.index(name)])
-            if least <= asked:
-                blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1
-                shown = (
-                    "round_to or target.block"
-                    if blocks
-                    else f"{limit}={getattr(settings, limit)!r}"
-                    if limit in ("depth", "layout")
-                    else limit
-                )
-                yield f" (it contradicts {shown}, without which {facts.in_words(facts.as_cost(least))} can be had)"
+        if relaxed == settings:
+            continue
+        parts, budgets = _least_parts(channel_map, scores, relaxed, latency)
+        least = float(_least_possible(parts, budgets)[budgets.names.index(name)])
+        if least > asked:
+            continue
+        blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1
+        shown = (
+            "round_to or target.block"
+            if blocks
+            else f"{limit}={getattr(settings, limit)!r}"
+            if limit in ("depth", "layout")
+            else limit
+        )
+        nearest = f" by layout={relaxed.layout!r}, the nearest," if limit == "layout" else ""
+        left = facts.in_words(facts.as_cost(least))
+        yield f" (it contradicts {shown}, without which{nearest} {left} can be had)"
+        if limit == "layout":
+            return
 
 
 def _without(settings: PruneSettings, names: Iterable[str]) -> BudgetSettings:

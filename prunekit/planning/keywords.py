@@ -21,6 +21,7 @@ from prunekit.settings.pruning import (
     budget_names,
     depth_contradictions,
     drop_contradictions,
+    server_contradictions,
 )
 from prunekit.settings.weight_pattern import UNSTRUCTURED, PatternSettings
 from prunekit.utils.inputs import described
@@ -70,6 +71,7 @@ class PlanKeywords(TypedDict, total=False):
     ignore: Where | Iterable[Where]
     ratios: Mapping[Any, float] | None
     layout: Layout
+    tensor_parallel: int
     depth: Depth
     min_blocks: int
     plain_classes: bool
@@ -90,7 +92,16 @@ class PruneKeywords(PlanKeywords, total=False):
 
 DEFAULTS = {
     name: getattr(PruneSettings(), name)
-    for name in ("round_to", "min_channels", "ignore", "layout", "depth", "min_blocks", "plain_classes")
+    for name in (
+        "round_to",
+        "min_channels",
+        "ignore",
+        "layout",
+        "tensor_parallel",
+        "depth",
+        "min_blocks",
+        "plain_classes",
+    )
 }
 """Values of keywords that are not given; any other is None then, and the budgets and the samples decide."""
 SHARED = ("calibration", "images", "seed", "more_examples", "outputs", "task", "progress")
@@ -204,7 +215,7 @@ def prune_settings(model: nn.Module, samples: bool = False, **keywords: Unpack[P
 def _consistent(settings: PruneSettings) -> PruneSettings:
     """Return settings whose keys fit each other; raise UsageError for others."""
     plain = asdict(settings)
-    found = (*depth_contradictions(plain), *drop_contradictions(plain))
+    found = (*depth_contradictions(plain), *server_contradictions(plain), *drop_contradictions(plain))
     if problems := [f"{'.'.join(path)}: {text}" for path, text in found]:
         raise UsageError("; ".join(problems))
     return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels.labels.constraints import EqualWidths, Family, family_name
+from prunekit.channels.labels.constraints import EqualWidths, Family, Removal, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.compaction.compact_model import compact
@@ -23,6 +24,7 @@ from prunekit.masks.weight_masks import WeightMasks
 from prunekit.models.hugging_face import Changes, ConfigSearch, library_model, quiet_library, shapes_of
 from prunekit.planning.plan import Plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
+from prunekit.settings.pruning import SERVERS
 from prunekit.utils.context import seeded, set_mode, training_mode
 from prunekit.utils.inputs import call
 from prunekit.utils.tensors import gather, map_tensors
@@ -33,6 +35,8 @@ DOUBLE = 2e9
 """The most bytes that the parameters of a model take in float64 for it to be compared in that."""
 MULTIPLE = 128
 """The largest number that a width may have to be a multiple of."""
+NEAR = 0.95
+"""The least share of a budget that larger blocks of a server use up, of what smaller ones do, to be taken."""
 TOGETHER = 6
 """The most families that share one entry of a configuration."""
 
@@ -46,14 +50,15 @@ class LibraryModel:
     inner: Any  # that model
     examples: Sequence[tuple[Any, ...]]  # that both run on
     search: ConfigSearch  # for a configuration of its class
+    layout: str = "huggingface"  # or that of a server
 
     @classmethod
-    def of(cls, model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> LibraryModel:
+    def of(cls, model: nn.Module, examples: Sequence[tuple[Any, ...]], layout: str = "huggingface") -> LibraryModel:
         """Return the model of transformers in a model."""
         found = library_model(model)
         if found is None:
             raise UsageError(
-                f"layout: 'huggingface' is for a model of transformers, or one with exactly one inside; got "
+                f"layout: {layout!r} is for a model of transformers, or one with exactly one inside; got "
                 f"{type(model).__name__}; 'equal' gives layers that repeat the same widths"
             )
         path, inner = found
@@ -69,7 +74,7 @@ class LibraryModel:
                 f"layout: expected a {type(inner).__name__} of the widths in its configuration, and that builds "
                 "others; load it by from_pretrained, or give layout='equal'"
             )
-        return cls(model, path, inner, examples, search)
+        return cls(model, path, inner, examples, search, layout)
 
     def with_weights(self, model: nn.Module) -> LibraryModel:
         """Return the same for the same network with other weights."""
@@ -91,15 +96,13 @@ class LibraryModel:
         holds = channel_map.traced.equal_widths.holds_for(channel_map.families.keys())
         return channel_map if holds else self.with_layout(channel_map)
 
-    def with_config_multiples(self, channel_map: ChannelMap, keep: Keep) -> ChannelMap | None:
-        """Return the map with what a configuration needs to say the widths of a plan; None if it says them.
+    def with_config_multiples(self, channel_map: ChannelMap, keep: Keep) -> Iterator[ChannelMap]:
+        """Yield the map with what a configuration needs to say the widths of a plan, in one way after another.
 
         A width may have to be a multiple of another, as the hidden size of the number of heads, which is known once a
-        plan has chosen both. Where no multiple of one family helps, one stays whole.
+        plan has chosen both. Else families stay whole.
         """
         layout = _LayoutSearch(self, channel_map)
-        if layout.says(keep):
-            return None
         equal = channel_map.traced.equal_widths
         for family, groups in sorted(channel_map.families.items(), key=lambda one: -one[1][0].labels.size):
             size = groups[0].labels.size
@@ -111,19 +114,50 @@ class LibraryModel:
                 tried = [layout.with_count(keep, family, count // multiple * multiple - less) for less in (0, multiple)]
                 if all(one is not None and layout.says(one) for one in tried):
                     multiples = {**equal.multiples, family: multiple}
-                    return with_equal_widths(channel_map, replace(equal, multiples=multiples))
+                    yield with_equal_widths(channel_map, replace(equal, multiples=multiples))
+                    break
         for together in dict.fromkeys(equal.with_family(family) for family in channel_map.families):
             other = layout.with_whole(keep, together)
             if not np.array_equal(other, keep) and layout.says(other):
                 name = f"no configuration says widths of {', '.join(sorted(map(family_name, together)))} beside others"
-                return with_equal_widths(channel_map, _with_whole(equal, together, name))
-        raise PlanError(_misfit(self.inner, self.search.dense, layout.shapes(keep)))
+                yield with_equal_widths(channel_map, _with_whole(equal, together, name))
 
     def sayable_plan(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
-        """Return a plan of which some configuration makes the shapes; its map has what that took."""
+        """Return a plan of which some configuration makes the shapes; its map has what that took.
+
+        Of several ways the one is taken that leaves most within the budgets. A server's larger blocks are tried first.
+        """
+        if self.layout not in SERVERS:
+            return self._sayable_plan(channel_map, make)
+        _, block = SERVERS[self.layout]
+        equal, families = channel_map.traced.equal_widths, channel_map.families
+        large = {
+            family: math.lcm(block, equal.multiples.get(family, 1))
+            for family, groups in families.items()
+            if groups[0].labels.size % block == 0 and channel_map.kind_of(groups[0]) == Removal.HEADS
+        }
+        plan = self._sayable_plan(channel_map, make)
+        with suppress(PlanError):  # of a budget that larger blocks cannot meet
+            wider = with_equal_widths(channel_map, replace(equal, multiples={**equal.multiples, **large}))
+            other = self._sayable_plan(wider, make)
+            plan = other if _used(other) >= NEAR * _used(plan) else plan
+        return plan
+
+    def _sayable_plan(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
         plan = make(channel_map)
-        while (other := self.with_config_multiples(plan.channel_map, plan.keep)) is not None:
-            plan = make(other)
+        while not (layout := _LayoutSearch(self, plan.channel_map)).says(plan.keep):
+            found, errors = list[Plan](), list[PlanError]()
+            for other in self.with_config_multiples(plan.channel_map, plan.keep):
+                try:
+                    found.append(make(other))
+                except PlanError as error:
+                    errors.append(error)
+            if not found:
+                raise (
+                    errors[0] if errors else PlanError(_misfit(self.inner, self.search.dense, layout.shapes(plan.keep)))
+                )
+            said = [one for one in found if _LayoutSearch(self, one.channel_map).says(one.keep)]
+            plan = max(said or found, key=_used)
         return plan
 
     def plan_in_layout(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
@@ -400,6 +434,11 @@ def _with_whole(
     left = tuple(each for each in equal.together if each != together)
     stay = together if stay is None else stay
     return replace(equal, together=left, whole={**equal.whole, **dict.fromkeys(stay, reason)})
+
+
+def _used(plan: Plan) -> float:
+    """Return the share that a plan uses of the budget that it uses up the most."""
+    return max((one["left"] / one["asked"] for one in plan.provenance["budgets"].values() if one["asked"]), default=1.0)
 
 
 def _misfit(inner: nn.Module, dense: Mapping[str, Any], wanted: Mapping[str, Any], reason: str = "") -> str:

@@ -303,11 +303,11 @@ def _small_amounts(plan: Plan) -> Iterator[str]:
 
 def library_of(model: nn.Module, examples: Sequence[tuple[Any, ...]], settings: PruneSettings) -> LibraryModel | None:
     """Return the model of transformers whose configuration has to say all widths; None in other layouts."""
-    if settings.layout != "huggingface":
+    if not settings.as_configuration:
         return None
     from prunekit.pruning.library_layout import LibraryModel
 
-    return LibraryModel.of(model, examples)
+    return LibraryModel.of(model, examples, settings.layout)
 
 
 def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:

@@ -128,7 +128,8 @@ def prune(
         layout: which widths layers may have. "free": each its own. "equal": the same where layers repeat, as those of a
             transformer do. "huggingface": only what a configuration of the model's class in transformers can say; then
             `result.model.save_pretrained(folder)` writes what plain `from_pretrained` loads. Other channels stay, and
-            all blocks.
+            all blocks. "llama.cpp", "vllm": of these, what that server quantizes, see `PruneSettings.layout`.
+        tensor_parallel: with the layout "vllm", the devices that a server splits each layer among.
         depth: whether blocks may go as a whole, beside channels. A block is a residual branch: layers whose result is
             added to the stream that they read; what is left of it is a constant, one number for each channel, and none
             of its layers runs. Or it is a part of a concatenation, such as a layer of a DenseNet, of which nothing is

@@ -266,7 +266,16 @@ OWN_BUDGETS = tuple(one.name for one in fields(BudgetSettings) if one.name not i
 """Budgets of what is left that are fields of `BudgetSettings`."""
 
 
-Layout = Literal["free", "equal", "huggingface"]
+Layout = Literal["free", "equal", "huggingface", "llama.cpp", "vllm"]
+SERVERS: Mapping[str, tuple[int, int]] = {"llama.cpp": (32, 256), "vllm": (16, 128)}
+"""By layout of a server, the entries of a block in which it stores a row of a matrix: of the smaller, and the larger.
+
+llama.cpp has blocks of 32 (Q8_0, Q4_0) and 256 (Q4_K and other K-quants), and stores rows of another number in float16,
+or in the smaller blocks (`tensor_type_fallback` in llama-quant.cpp). vLLM's kernels for FP8 take multiples of 16, those
+for GPTQ and AWQ of 128 (`GPTQ_MARLIN_MIN_THREAD_K` in marlin_utils.py).
+"""
+NEARER: tuple[Layout, ...] = ("huggingface", "equal", "free")
+"""Layouts of no server, each with fewer conditions than the one before."""
 Depth = bool | Literal["auto"]
 ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
 ScheduleUnit = Literal["epoch", "step"]
@@ -383,7 +392,11 @@ class PruneSettings(Checked):
     layout: Layout = "free"
     """Widths that layers may have. `free`: each its own. `equal`: the same where layers repeat: of one width, with
     paths that differ in numbers alone. `huggingface`: what a configuration of the model's class can say, so that plain
-    `from_pretrained` loads the result; other channels, and all blocks, stay."""
+    `from_pretrained` loads the result; other channels, and all blocks, stay. `llama.cpp` and `vllm`: of these, what the
+    server quantizes: widths become multiples of 32 (vllm: 16), or stay multiples of 256 (128) where the budget allows
+    it. Heads stay as wide as they are."""
+    tensor_parallel: PositiveInt = 1
+    """With the layout `vllm`, the devices that a server splits each layer among: a divisor of heads and widths."""
     depth: Depth = "auto"
     """Removes whole blocks too: residual branches, or parts of a concatenation such as a layer of a DenseNet. `true`:
     widths and blocks are chosen together. `auto`: so for budgets of time in scopes `per_mac` and `global`; else blocks
@@ -433,7 +446,17 @@ class PruneSettings(Checked):
     @property
     def blocks_may_go(self) -> bool:
         """True if a plan may remove whole blocks: what is left in their place is of classes of prunekit's own."""
-        return self.depth is not False and not self.plain_classes and self.layout != "huggingface"
+        return self.depth is not False and not self.plain_classes and not self.as_configuration
+
+    @property
+    def nearer_layouts(self) -> tuple[Layout, ...]:
+        """The layouts with fewer conditions than this one, the nearest first."""
+        return NEARER[NEARER.index(self.layout) + 1 :] if self.layout in NEARER else NEARER
+
+    @property
+    def as_configuration(self) -> bool:
+        """True if a configuration of the model's class has to say all widths."""
+        return self.layout not in ("free", "equal")
 
 
 FLOATS = "'fp32', 'bf16' or 'fp16'"
@@ -476,6 +499,7 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
         text = "expected false, because a pattern is given: masks keep its zeros while the dense model is trained"
         yield ("compact_early",), text
     yield from depth_contradictions(prune)
+    yield from server_contradictions(prune)
     yield from drop_contradictions(prune)
     if not isinstance(schedule, Mapping):
         return
@@ -501,8 +525,9 @@ def prune_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
 def depth_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the keys of depth that ask for something of blocks where none may go."""
     plain, depth, least = prune.get("plain_classes") is True, prune.get("depth"), prune.get("min_blocks")
-    if prune.get("layout") == "huggingface":
-        text = "because layout is 'huggingface': its configuration cannot say which blocks are gone"
+    layout = prune.get("layout")
+    if layout == "huggingface" or layout in SERVERS:
+        text = f"because layout is {layout!r}: its configuration cannot say which blocks are gone"
         if depth is True:
             yield ("depth",), f"expected false or 'auto', {text}, got true"
         if least:
@@ -513,6 +538,26 @@ def depth_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[st
     if least and isinstance(least, int) and (plain or depth is False):
         because = "plain_classes is true" if plain else "depth is false"
         yield ("min_blocks",), f"expected 0, because {because}, so that all blocks stay, got {least}"
+
+
+def server_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the multiples that contradict those of the layout's server."""
+    layout, target, split = prune.get("layout"), prune.get("target"), prune.get("tensor_parallel", 1)
+    if split != 1 and layout != "vllm":
+        yield (
+            ("tensor_parallel",),
+            f"expected 1, because layout is {layout or 'free'!r} and only 'vllm' needs it, got {split}",
+        )
+    if layout not in SERVERS:
+        return
+    block = SERVERS[str(layout)][0]
+    asked = {("round_to",): prune.get("round_to")}
+    if isinstance(target, Mapping):
+        asked["target", "block"] = target.get("block")
+    for path, number in asked.items():
+        if isinstance(number, int) and number % block and block % number:
+            text = f"expected a multiple of {block}, or one of its divisors, because layout is {layout!r}"
+            yield path, f"{text}, which stores rows in blocks of {block}, got {number}"
 
 
 def drop_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -188,9 +188,12 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, (list, deque)):
         return list(enumerate(value))
+    found = list[tuple[Any, Any]]()
     if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        return [(one.name, getattr(value, one.name, None)) for one in fields(value)]
-    return []
+        for one in fields(value):
+            with suppress(Exception):  # a configuration of transformers refuses entries that differ by layer
+                found.append((one.name, getattr(value, one.name)))
+    return found
 
 
 def _put(holder: Any, key: Any, value: Any) -> None:
