@@ -21,12 +21,14 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,11 @@ def by_vllm(python: str, folder: Path, prompt: list[int], count: int) -> list[in
     address, log = f"http://127.0.0.1:{port}", folder.parent / f"vllm-{folder.name}.log"
     with log.open("w") as written:
         server = subprocess.Popen(
-            [*serve, "--enforce-eager"], stdout=written, stderr=subprocess.STDOUT, env={**os.environ, **offline}
+            [*serve, "--enforce-eager"],
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **offline},
+            start_new_session=True,
         )
         try:
             for _ in range(int(STARTS)):
@@ -150,10 +156,11 @@ def by_vllm(python: str, folder: Path, prompt: list[int], count: int) -> list[in
             return found
         finally:
             server.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # its engine, a process of its own, may be left
+            server.wait()
 
 
 def served(folder: Path, tokenizer: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
