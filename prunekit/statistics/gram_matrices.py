@@ -168,7 +168,7 @@ class _Collector(LayerFinder):
         if operands is not None and self._unused is not None and operands.weight == self._unused.weight:
             given, outputs = operands.inputs, operands.matrix.shape[int(operands.transposed)]
             call = call._replace(
-                compute=lambda *_, **__: given.new_empty(*given.shape[:-1], outputs)
+                compute=lambda *_, **__: given.new_zeros(*given.shape[:-1], outputs)
             )  # takes no memory
         result = super().call(call)
         mark = self.mark(result) if isinstance(result, Tensor) else None

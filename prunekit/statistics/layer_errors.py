@@ -19,9 +19,9 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
-from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall, Operands
+from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
-from prunekit.statistics.patches import mean_products, solve_positive
+from prunekit.statistics.patches import solve_positive
 from prunekit.utils.context import release_memory, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
@@ -34,17 +34,15 @@ NO_GRADIENT = ".*an autograd kernel was not registered"
 """The warning of torch where a gradient ends at an operator that has none, as those of quantized layers do."""
 PROBES = 32
 """Random directions of the output, about, that gradients are taken of."""
-WIDE = 8
-"""Outputs by inputs of a last layer from which on a root of its products takes its place, see `_Slopes.values`."""
 
 
 def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutputs = ALL_READ) -> PatchStats:
     """Measure how much errors in each layer change the model's output.
 
     In each layer every second input channel is removed, and the others make up for it by least squares. The gain is the
-    mean squared change of what the model returns, see `OutputComparison`, over the layer's own error by its Gram
-    matrix, each output over its variance; and this relative to the median of all layers. Errors of some layers are
-    averaged away later, above all by pooling, and others grow.
+    mean squared change of what the model returns, see `OutputComparison`, or for scores of tokens the divergence of
+    their probabilities, over the layer's own error by its Gram matrix, each output over its variance; and this relative
+    to the median of all layers. Errors of some layers are averaged away later, above all by pooling, and others grow.
 
     The change is computed to first order: the gradient of random sums of the output, one sample at a time, times the
     change of what a linear layer reads, or of the weight of another layer. Its mean square over random signs is the
@@ -154,8 +152,6 @@ class _Slopes(CallInterceptor):
                 if name in parameters:
                     self._parts.setdefault(id(parameters[name]), []).append((index, part))
         self._predictions, self._slopes = predictions, [0.0] * layers
-        self._roots = dict[str, Tensor]()
-        self._last: tuple[Tensor, Tensor, Operands] | None = None  # result, input and operands of a linear layer's call
 
     def follow(self, hooks: HookOwner) -> None:
         """Let the parameters that change have gradients, and use them."""
@@ -169,17 +165,13 @@ class _Slopes(CallInterceptor):
         """Make a call, and follow the gradient of what a linear layer reads."""
         operands = self.operands(call)
         found = () if operands is None else self._predictions.get((operands.weight, operands.transposed), ())
-        if operands is None or not torch.is_grad_enabled():
+        if operands is None or not found or not torch.is_grad_enabled():
             return call.run()
         inputs, function = operands.inputs, WEIGHT_FUNCTIONS[call.name]
-        read = inputs
-        if found:
-            read = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        read = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
         for index, prediction in found:
             read.register_hook(partial(self._add, index, prediction.change(inputs.detach())))  # type: ignore[no-untyped-call]
-        result = call.with_argument(function.inputs, function.names[0], read).run()
-        self._last = (result, read, operands) if function.spatial == 0 and read.requires_grad else None
-        return result
+        return call.with_argument(function.inputs, function.names[0], read).run()
 
     def _add(self, index: int, change: Tensor, gradient: Tensor) -> None:
         gone = gradient[..., 1::2].to(change.dtype)
@@ -193,32 +185,12 @@ class _Slopes(CallInterceptor):
             self._slopes[index] += float(rows.sum(dtype=torch.float64))
         parameter.grad = None
 
-    def values(self, output: Tensor) -> Tensor:
-        """Return values of the same squared norm for each position as an output's changes; fewer where it is wide.
-
-        Of y = W x + b with many more outputs than inputs they are R x, where R^T R = W^T W: random sums of both have
-        the same mean square, and a vocabulary's scores need no gradient.
-        """
-        if self._last is None or self._last[0] is not output:
-            return output
-        _, read, (_, matrix, name, _, transposed, *_) = self._last
-        weight = (matrix.T if transposed else matrix).detach()
-        if len(weight) < WIDE * weight.shape[1] or id(matrix) in self._parts:
-            return output
-        if name not in self._roots:
-            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            root, failed = torch.linalg.cholesky_ex(mean_products(wide, wide).mul_(len(wide)))
-            self._roots[name] = root.to(weight.dtype) if not int(failed) else weight.new_empty(0)
-        root = self._roots[name]
-        return read @ root if len(root) else output
-
     def of(self, total: Tensor, *, again: bool) -> list[float]:
         """Return the slope along each change; `again`: whether others of the same forward pass follow."""
         self._slopes = [0.0] * len(self._slopes)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", NO_GRADIENT, UserWarning)
             total.backward(retain_graph=again)  # type: ignore[no-untyped-call]
-        self._last = self._last if again else None
         return self._slopes
 
 
@@ -264,12 +236,16 @@ def _gains_by_gradients(
             for one in tracked(each, "gains", unit="sample"):
                 with slopes.intercepting(), torch.enable_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which have gradients
-                    output = plain_in(judge.read.of(call(model, one)))
+                    returned = call(model, one)
+                output, scores = plain_in(judge.read.of(returned)), _token_scores(returned, one)
                 with torch.enable_grad():
                     counted = counted_positions(model, one)
                     generator = torch.Generator().manual_seed(_number_of(one, counted))
-                    found = [(rows_of(slopes.values(output[place]), counted), around[place]) for place in judge.outputs
-                             if place in around]  # fmt: skip
+                    found = [
+                        _Judged(rows_of(output[place], counted), around[place], output[place] is scores)
+                        for place in judge.outputs
+                        if place in around
+                    ]
                     sums = [_random_sum(found, generator) for _ in range(probes)]
                 for number, total in enumerate(sums, 1):
                     squares = [
@@ -297,13 +273,42 @@ def _number_of(sample: tuple[Any, ...], counted: Tensor | None) -> int:
     return zlib.crc32(b"".join(part.flatten().view(torch.uint8).numpy().tobytes() for part in parts))
 
 
-def _random_sum(found: list[tuple[Tensor, float]], generator: torch.Generator) -> Tensor:
-    """Return a sum of tensors with random signs, each tensor over the deviation of all samples."""
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """An output of a model whose changes count."""
+
+    values: Tensor  # at the positions that count
+    around: float  # squared deviation of all samples, which squared changes are shares of
+    scores: bool  # whether these are scores of tokens, whose probabilities count
+
+    def random(self, generator: torch.Generator) -> Tensor:
+        """Return a random direction, whose products with a change have its squared size as mean square.
+
+        The size of a change d of scores with probabilities p is d^T (diag(p) - p p^T) d, two times the divergence of
+        the probabilities (Kullback & Leibler 1951) to second order; that of other outputs is d^T d / `around`.
+        """
+        signs = torch.randint(0, 2, self.values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        signs = signs.to(self.values.device)
+        if not self.scores:
+            return signs / math.sqrt(self.around)
+        shares = self.values.detach().float().softmax(-1)
+        direction = shares.sqrt().mul_(signs)
+        return direction.sub_(shares.mul_(direction.sum(-1, keepdim=True))).div_(math.sqrt(shares[..., 0].numel()))
+
+
+def _token_scores(returned: Any, inputs: tuple[Any, ...]) -> Tensor | None:
+    """Return the scores of tokens (B, T, vocabulary) by the name that transformers gives them; None of other models."""
+    found = getattr(returned, "logits", None)
+    texts = all(not tensor.is_floating_point() for tensor in gather(inputs))
+    return found if texts and isinstance(found, Tensor) and found.dim() == 3 and found.shape[-1] > 1 else None
+
+
+def _random_sum(found: Sequence[_Judged], generator: torch.Generator) -> Tensor:
+    """Return a random sum of outputs, whose mean square along a change is the mean of the outputs' sizes of it."""
     total = torch.zeros((), dtype=torch.float64)
-    for values, around in found:
-        signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-        whole = (signs.to(values.device) * values).sum(dtype=torch.float64)
-        total = total.to(values.device) + whole / math.sqrt(around * len(found))
+    for one in found:
+        whole = (one.random(generator) * one.values).sum(dtype=torch.float64)
+        total = total.to(whole.device) + whole / math.sqrt(len(found))
     return total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,16 +52,36 @@ def test_gains_are_what_the_output_makes_of_half_a_layer() -> None:
     assert gains(model, x) == pytest.approx([each / usual for each in expected], rel=0.2)  # by 512 random signs
 
 
-def test_gains_before_a_vocabulary_are_what_all_its_scores_say() -> None:
+class Speaker(nn.Module):
+    """Returns scores of tokens under the name that transformers gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(12, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.body(self.table(ids)).tanh()))
+
+
+def test_gains_of_scores_of_tokens_are_divergences_of_probabilities() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 96)).double()
-    x = torch.randn(512, 6, dtype=torch.float64) + 0.3
-    expected = [by_hand(model, index, x) for index in (0, 2)]
-    with FlopCounterMode(display=False) as counter:
-        found = gains(model, x)
-    assert found[0] / found[1] == pytest.approx(expected[0] / expected[1], rel=0.2)
-    # the scores of all samples a few times, and no gradient of theirs for any of 512 single samples
-    assert counter.get_total_flops() < 2 * 8 * 96 * 512 * 6
+    model = Speaker().double().requires_grad_(False)
+    model.head.weight.data *= 6  # sure of some tokens, whose scores then matter less than the others'
+    ids = torch.randint(12, (512, 5))
+    stats = collect_patches(model, [ids], rows=2560, images=512)
+    found = [moments.output_gain for moments in with_gains(model, stats, ids).layers]
+    dense, expected = model(ids).logits.detach().log_softmax(-1), list[float]()
+    for moments in stats.layers:
+        changed, small = copy.deepcopy(model), 1e-3
+        change = _Change.of(moments, dict(changed.named_parameters()), dict(changed.named_modules()))
+        for name, part in change.by_parameter(dict(changed.named_modules())):
+            changed.get_parameter(name).data += small * part
+        got = changed(ids).logits.detach().log_softmax(-1)
+        divergence = float((dense.exp() * (dense - got)).sum(-1).mean())
+        expected.append(divergence / small**2 / change.error)
+    usual = sorted(expected)[len(expected) // 2]
+    assert found == pytest.approx([each / usual for each in expected], rel=0.25)
 
 
 def test_moments_before_a_vocabulary_need_none_of_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
