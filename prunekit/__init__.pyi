@@ -52,6 +52,7 @@ from prunekit.measure.model_size import stored_sizes as stored_sizes
 from prunekit.measure.verification import Verification as Verification
 from prunekit.measure.verification import verify as verify
 from prunekit.models.preprocessing import Preprocessing as Preprocessing
+from prunekit.models.vocabulary import Vocabulary as Vocabulary
 from prunekit.planning.budgets.budget import register_budget as register_budget
 from prunekit.planning.budgets.cost_model import Term as Term
 from prunekit.planning.plan import Plan as Plan

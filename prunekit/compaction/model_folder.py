@@ -34,6 +34,8 @@ from prunekit.models.interface import ENTRY, ModelInterface, attach, read_interf
 from prunekit.models.names import SUFFIXES
 from prunekit.models.preprocessing import Preprocessing
 from prunekit.models.state_dicts import tensor_problem
+from prunekit.models.vocabulary import NOTE as VOCABULARY
+from prunekit.models.vocabulary import without_removed
 from prunekit.models.zoo import as_build, build_model, found_build, from_build
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan, require_plan
@@ -428,9 +430,10 @@ def _dense(
 
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
-    """Return the dense model with its norms folded as in the folder."""
-    with _blaming(folder, "folded_norms: does not fit the model"):
-        return with_folds(unwrapped(dense, offloaded=True), manifest.get("folded_norms"))
+    """Return the dense model with its norms folded, and without the tokens that are removed, as in the folder."""
+    with _blaming(folder, "folded_norms or vocabulary: does not fit the model"):
+        whole = without_removed(unwrapped(dense, offloaded=True), manifest.get("provenance", {}).get(VOCABULARY))
+        return with_folds(whole, manifest.get("folded_norms"))
 
 
 def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:

@@ -16,6 +16,7 @@ from prunekit.errors import ArtifactError, ModelError, UsageError, raised_as
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.integrations.prune_callback import PrunesInTrainer
 from prunekit.models.hugging_face import changed_config
+from prunekit.models.vocabulary import NOTE, noted_vocabulary
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
@@ -172,7 +173,8 @@ def save_pretrained(
         result: the compact model, or the result of `prunekit.prune`, which has its plan.
         folder: made, or replaced if it has no other files than such a folder has.
         plan: that the model was compacted with, such as `callback.plan`.
-        processor: a tokenizer, an image processor or the like, saved beside the model.
+        processor: a tokenizer, an image processor or the like, saved beside the model. The dense model's tokenizer is
+            written for the tokens that are kept, where `prune` removed others.
 
     Raises:
         UsageError: it is no model of transformers, there is no plan, or the folder has other files.
@@ -198,6 +200,11 @@ def save_pretrained(
     path = folder_at(folder)
     require_replaceable(path, FILES | _written_before(path))
     model: Any = inner
+    known: Any = plan or getattr(result, "plan", None)
+    vocabulary = None if known is None else noted_vocabulary(known.provenance.get(NOTE))
+    tokens = processor.get_vocab() if hasattr(processor, "backend_tokenizer") else {}
+    if vocabulary is not None and max(tokens.values(), default=-1) >= len(vocabulary.kept):  # it has all tokens
+        processor = vocabulary.tokenizer(processor)
     cls = original_of(type(model))
     config = copy.deepcopy(model.config)
     config.architectures = [cls.__name__]

@@ -349,7 +349,7 @@ class ConfigSearch:
         }
 
 
-def changed_config(config: Any, changes: Mapping[str, int | None]) -> Any:
+def changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
     """Return a configuration with other entries, by dotted path; None removes one."""
     entries = config.to_dict()
     for path, value in changes.items():
@@ -373,12 +373,16 @@ def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
             if not (value is None or type(value) is int):
                 raise ValueError(f"library_config: {path}: expected a whole number, got {value!r:.99}")
         inner: Any = model.get_submodule(note["module"])
-        made = changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()})
-        others = {id(old): new for old, new in _both(inner.config, made)}
-        for module in inner.modules():  # several may have the same configuration
-            new = others.get(id(vars(module).get("config")))
-            if new is not None:
-                module.config = new
+        set_config(inner, changed_config(inner.config, {path: pair[1] for path, pair in note["config"].items()}))
+
+
+def set_config(model: Any, config: Any) -> None:
+    """Give a model of transformers, and all modules in it, another configuration in place of its own."""
+    others = {id(old): new for old, new in _both(model.config, config)}
+    for module in model.modules():  # several may have the same configuration
+        new = others.get(id(vars(module).get("config")))
+        if new is not None:
+            module.config = new
 
 
 def unsayable(model: nn.Module) -> str | None:

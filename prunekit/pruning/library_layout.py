@@ -324,7 +324,8 @@ class _LayoutSearch:
             calls = _Calls.of(small, self.library.path, self.library.examples)
             with WeightMasks(dense, plan):
                 same = all(
-                    _are_close(_outputs(dense, example), _outputs(small, example)) for example in self.library.examples
+                    _are_close(outputs_of(dense, example), outputs_of(small, example))
+                    for example in self.library.examples
                 )
         return same and (calls is None or any(not calls.difference(self.library.search, one) for one in fitting))
 
@@ -354,7 +355,7 @@ class _Calls:
 
         with inner.register_forward_pre_hook(note, with_kwargs=True):
             for example in examples:
-                _outputs(model, example)
+                outputs_of(model, example)
         with torch.no_grad():
             results = [gather(inner(*given, **by_name)) for given, by_name in arguments]
         return cls(inner, arguments, results)
@@ -380,7 +381,7 @@ class _Calls:
             if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
                 return "it returns other shapes"
             for one, other in zip(ours, theirs, strict=True):
-                if not _is_close(one, other):
+                if not is_close(one, other):
                     return "it computes something else, because its code derives a size or a scale from others"
         return ""
 
@@ -399,12 +400,12 @@ def _in_precision(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> nn.M
     if dtypes != {torch.float64} and 8 * sum(parameter.numel() for parameter in model.parameters()) <= DOUBLE:
         double = set_mode(copied(model, dtype=torch.float64), False)
         with suppress(Exception):  # a kernel without float64
-            _outputs(double, examples[0])
+            outputs_of(double, examples[0])
             return double
     return set_mode(copied(model), False)
 
 
-def _outputs(model: nn.Module, example: tuple[Any, ...]) -> list[Tensor]:
+def outputs_of(model: nn.Module, example: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors that a model returns on an example, which is given in the model's precision."""
     dtype = next(model.parameters()).dtype
     given = map_tensors(example, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -415,11 +416,12 @@ def _outputs(model: nn.Module, example: tuple[Any, ...]) -> list[Tensor]:
 def _are_close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     """Return whether tensors of the same shapes are equal but for rounding; narrower ones are states, not compared."""
     return len(ours) == len(theirs) and all(
-        _is_close(one, other) for one, other in zip(ours, theirs, strict=True) if one.shape == other.shape
+        is_close(one, other) for one, other in zip(ours, theirs, strict=True) if one.shape == other.shape
     )
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of the same shape are equal but for rounding."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     allowed = TOLERANCE.get(a.dtype, 8 * torch.finfo(a.dtype).eps)

@@ -35,6 +35,7 @@ from prunekit.utils.tensors import map_tensors
 
 if TYPE_CHECKING:
     from prunekit.measure.score_drop import Evaluate, HeldOutScores
+    from prunekit.models.vocabulary import Vocabulary
     from prunekit.pruning.collected_statistics import Collected
     from prunekit.repair.repair_report import RepairReport
     from prunekit.statistics.channel_stats import ChannelStats
@@ -63,6 +64,8 @@ def prune(
     task: Task | str | None = None,
     evaluate: Evaluate | None = None,
     held_out: Any = None,
+    vocabulary: Vocabulary | Literal["used"] | None = None,
+    tokenizer: Any = None,
     remeasure: bool = False,
     progress: bool | None = None,
     **removed: Unpack[PlanKeywords],
@@ -158,6 +161,10 @@ def prune(
             counts, on `held_out`. None: whether class scores say what the dense model says.
         held_out: for `max_drop`: samples apart from the calibration data, in the same forms, with targets where
             `evaluate` is a task. None: up to 4,096 of the calibration data, at least a third, which are kept apart.
+        vocabulary: which tokens of a language model stay: "used", those of the calibration data and what a tokenizer
+            needs to write any text; or a `Vocabulary`. None: all. Budgets count from the model with all tokens. The
+            result's model takes the new ids: `result.vocabulary` translates ids and makes the smaller tokenizer.
+        tokenizer: the model's, for `vocabulary="used"`.
         remeasure: for budgets of time: whether networks are timed again whose times in the cache are doubtful, as the
             machine was busy then.
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook; elsewhere a line now
@@ -221,6 +228,10 @@ def prune(
         request = Request(
             model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task, outputs, remeasure
         )
+        if vocabulary is not None or tokenizer is not None:
+            from prunekit.pruning.smaller_vocabulary import with_fewer_tokens
+
+            request, noted = with_fewer_tokens(request, vocabulary, tokenizer)
         fitting = None if calibration is None or repair is False else repair or RepairSettings()
         request.prepare(None if calibration is None else repair or RepairSettings())
         if limit is None:
@@ -235,6 +246,7 @@ def prune(
             planned, result, drop = ScoreSearch(request.search, request.inputs, models, limit, make).run()
             result = replace(result, plan=planned.plan, score=drop)
         took = request.search.deliver(planned, result.model)
+        result = result if vocabulary is None else noted(result)
         return result if took is None else replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
 

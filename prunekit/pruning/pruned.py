@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from prunekit.models.vocabulary import NOTE, Vocabulary, noted_vocabulary
 from prunekit.planning.candidates import Scores
 from prunekit.planning.plan import Plan
 from prunekit.utils.display import Displayed, Table, count, factor, plural, scientific, share, shares_left
@@ -78,13 +79,21 @@ class Pruned(Displayed):
     delivered: LatencyResult | None = None
     score: Drop | None = None
 
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokens that are kept, if others were removed: it translates ids, and makes the smaller tokenizer."""
+        return noted_vocabulary(self.plan.provenance.get(NOTE))
+
     def rows(self) -> list[dict[str, Any]]:
         """Return figures of the dense and the pruned model, and the share that is left.
 
         MACs for one sample, parameters and channels; with a budget of time also milliseconds of a forward pass on the
         target.
         """
-        found: dict[str, tuple[float, float]] = dict(self.plan.totals())
+        whole = self.plan.provenance.get(NOTE, {}).get("dense", {})  # with all tokens
+        found: dict[str, tuple[float, float]] = {
+            name: (whole.get(name, dense), kept) for name, (dense, kept) in self.plan.totals().items()
+        }
         if self.delivered is not None:
             found["latency_ms"] = self.delivered.final.ms * self.delivered.final.speedup, self.delivered.final.ms
         return [
