@@ -86,7 +86,7 @@ class Vocabulary:
             ModelError: the model has no embedding over tokens whose number its configuration says.
         """
         inner, rows = _embedding(model)
-        found = {one for tensor in gather(ids) for one in tensor.unique().tolist() if one >= 0}
+        found = {one for tensor in gather(ids) for one in torch.unique(tensor).tolist() if one >= 0}
         if not found or not all(type(one) is int and one < rows for one in found):
             raise DataError(
                 f"vocabulary: expected the ids of a text's tokens, whole numbers below {rows}, the rows of the model's "
@@ -207,8 +207,8 @@ def without_removed(model: nn.Module, note: Any) -> nn.Module:
 
 def _embedding(model: nn.Module) -> tuple[Any, int]:
     """Return the model of transformers in a model, and the number of rows of its embedding over tokens."""
-    _, inner = library_model(model) or ("", model)
-    layer = None
+    inner: Any = (library_model(model) or ("", model))[1]
+    layer: Any = None
     with suppress(Exception):  # models without one raise what they like
         layer = inner.get_input_embeddings()
     if not isinstance(layer, nn.Embedding):
@@ -223,7 +223,7 @@ def _named_ids(model: Any) -> Iterator[dict[str, Any]]:
     """Yield the entries that are ids, or lists of them, of a model's configuration and of that for generation."""
     generation = getattr(model, "generation_config", None)
     for left in (model.config.to_dict(), {} if generation is None else dict(vars(generation))):
-        found, parts = {}, [("", left)]
+        found, parts = dict[str, Any](), [("", left)]
         for at, entries in parts:
             parts += [(f"{at}{k}.", one) for k, one in entries.items() if isinstance(one, dict) and "model_type" in one]
             ids = {f"{at}{key}": one for key, one in entries.items() if IDS.search(key)}
