@@ -34,7 +34,7 @@ from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.gram_matrices import LayerMoments, collect_patches, with_raised_ridge
 from prunekit.statistics.layer_errors import RIDGE, without_columns
 from prunekit.statistics.linear_layers import LayerCall
-from prunekit.statistics.patches import apply_weight
+from prunekit.statistics.patches import product
 from prunekit.utils.inputs import sample_count
 from prunekit.utils.tensors import is_finite
 
@@ -205,7 +205,7 @@ class LayerFitter(LayerWeights):
         inputs = running.inputs[:, place * width : (place + 1) * width]
         now = self._outputs(layer, inputs, rows, columns).mul_(scale).add_(offset)  # in place: they are large
         dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
-        wanted = sample.outputs[:, rows].double().mul_(dense_scale).add_(dense_offset)
+        wanted = sample.outputs[:, rows].to(now.dtype).mul_(dense_scale).add_(dense_offset)
         if running.others is not None and sample.others is not None:
             now.add_(running.others[:, rows])
             wanted.add_(sample.others[:, rows])
@@ -213,8 +213,8 @@ class LayerFitter(LayerWeights):
         return FitProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
 
     def _outputs(self, layer: LayerCall, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        outputs = apply_weight(inputs, self._weight(layer, rows, columns).T)
-        return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
+        outputs = product(inputs, self._weight(layer, rows, columns).T)
+        return outputs if layer.bias is None else outputs.add_(self._tensors[layer.bias].detach()[rows])
 
     def _fitted(
         self, layer: LayerCall, problem: FitProblem, sample: LayerSample, rows: Tensor, columns: Tensor

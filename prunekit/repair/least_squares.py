@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from prunekit.repair.repair_report import SAME, LayerRepair
-from prunekit.statistics.patches import apply_weight, gram, mean_products, with_constant
+from prunekit.statistics.patches import apply_weight, gram, mean_products, product, with_constant
 
 RIDGES = (1, 10, 100)
-"""Multiples of the ridge that are tried; the one with the least error on held-out rows is used."""
+"""Multiples of the ridge that are tried in turn; the one with the least error on held-out rows is used."""
 MORE_RIDGES = (1000, 10000)
 """Multiples that are tried as long as the largest so far is the best: few rows hardly determine the weights."""
+CHOOSING = 128
+"""Outputs, evenly spaced ones, whose errors choose the ridge: twice as many are solved for at most."""
 MOST = 10
 """Factor of a row over the usual one, at most: a position that is almost zero must not decide by itself."""
 EXACT_RANK = 2048
@@ -39,8 +41,8 @@ class FitProblem:
     """
 
     inputs: Tensor  # (N, d) kept columns of the layer's inputs
-    now: Tensor  # (N, o) the end of the chain with the present weights, float64
-    wanted: Tensor  # (N, o) the same in the dense network, float64
+    now: Tensor  # (N, o) the end of the chain with the present weights, in the type of products
+    wanted: Tensor  # (N, o) the same in the dense network, in that type
     scale: Tensor  # (o,) derivative of the chain, float64
     fitted: int  # number of rows to fit on; the rest are held out
     rectified: bool = False  # whether only the positive part of it is used
@@ -54,7 +56,8 @@ class FitProblem:
         factors = factors / factors.square().mean().sqrt()
         by_row = factors[:, None]
         inputs = self.inputs * by_row.to(self.inputs.dtype)
-        return replace(self, inputs=inputs, now=self.now * by_row, wanted=self.wanted * by_row, factors=factors)
+        now, wanted = (end * by_row.to(end.dtype) for end in (self.now, self.wanted))
+        return replace(self, inputs=inputs, now=now, wanted=wanted, factors=factors)
 
     def columns(self) -> Tensor:
         """Return the inputs, with a constant last where there is a bias, (N, d + 1)."""
@@ -84,7 +87,8 @@ class WeightChange:
         """Return the error after the change, see `FitProblem.error`."""
         judging = slice(problem.fitted, None)
         constant = self.bias if problem.factors is None else problem.factors[judging, None] * self.bias
-        end = problem.now[judging] + problem.scale * (apply_weight(problem.inputs[judging], self.weight.T) + constant)
+        change = product(problem.inputs[judging], self.weight.T) + constant.to(problem.now)
+        end = problem.now[judging] + problem.scale.to(problem.now) * change
         return mean_squared_error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
@@ -137,33 +141,39 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     for whole filters, with a constant column and a ridge that pulls toward the present weights. Behind a ReLU,
     outputs below a negative target count as met: a majorization of the error after the ReLU, as in the nonlinear case
     of Zhang et al. 2016, "Accelerating very deep convolutional networks". Each further step is kept if the error on
-    held-out rows falls, and that error also chooses among `RIDGES` and, where the largest is best, `MORE_RIDGES`.
+    held-out rows falls, and that error of `CHOOSING` outputs also chooses among `RIDGES` and `MORE_RIDGES`: each is
+    tried if the one before it lowers the error.
 
     With fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
     """
     inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
     moments = mean_products(inputs[fitted], inputs[fitted])
+    scale, every = problem.scale.to(problem.now), slice(None)
+    some = slice(None, None, max(1, len(scale) // CHOOSING))
 
     def correlations(wanted: Tensor) -> Tensor:
-        return mean_products(inputs[fitted], ((wanted - problem.now[fitted]) / problem.scale).to(inputs.dtype))
+        missing = (wanted - problem.now[fitted]).div_(scale)
+        return mean_products(inputs[fitted], missing.to(inputs.dtype))
 
-    def end(found: Tensor, rows: slice) -> Tensor:
-        return problem.now[rows] + problem.scale * apply_weight(inputs[rows], found)
+    def end(found: Tensor, rows: slice, outputs: slice = every) -> Tensor:
+        return product(inputs[rows], found).mul_(scale[outputs]).add_(problem.now[rows, outputs])
 
-    def error(found: Tensor) -> float:
-        return mean_squared_error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)
+    def error(found: Tensor, outputs: slice = every) -> float:
+        got, wanted = end(found, judging, outputs), problem.wanted[judging, outputs]
+        return mean_squared_error(got, wanted, rectified=problem.rectified)
 
     right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
 
-    def solved(factor: float) -> tuple[Tensor, _Solver]:
+    def solved(factor: float) -> tuple[float, _Solver]:
         solver = _factored(moments, ridge * factor, problem.fitted, rank, problem.biased)
-        return torch.cholesky_solve(right, solver.factor), solver
+        return error(torch.cholesky_solve(right[:, some], solver.factor), some), solver
 
-    found, solver = _with_best_ridge(solved, error)
+    solver = _with_best_ridge(solved)
+    found = torch.cholesky_solve(right, solver.factor)
     momentum, ahead = 1.0, found
     for _ in range(rectified_steps if problem.rectified else 0):
-        reached = end(ahead, slice(problem.fitted)).clamp(max=0)
+        reached = end(ahead, fitted).clamp(max=0)
         target = torch.where(problem.wanted[fitted] < 0, reached, problem.wanted[fitted])
         again = torch.cholesky_solve(correlations(target), solver.factor)
         if error(again) >= error(found):
@@ -202,18 +212,14 @@ class _Solver:
     ridge: float
 
 
-def _with_best_ridge(
-    solved: Callable[[float], tuple[Tensor, _Solver]], error: Callable[[Tensor], float]
-) -> tuple[Tensor, _Solver]:
-    """Return the solution with the least error among `RIDGES`, and further ones while the largest is the best."""
-    best, last = solved(RIDGES[0]), RIDGES[0]
-    least, chosen = error(best[0]), last
+def _with_best_ridge(solved: Callable[[float], tuple[float, _Solver]]) -> _Solver:
+    """Return the solver with the ridge from which on larger ones have a larger error."""
+    least, best = solved(RIDGES[0])
     for factor in (*RIDGES[1:], *MORE_RIDGES):
-        if factor in MORE_RIDGES and chosen != last:
+        error, solver = solved(factor)
+        if not error < least:
             break
-        trial, last = solved(factor), factor
-        if (found := error(trial[0])) < least:
-            best, least, chosen = trial, found, factor
+        least, best = error, solver
     return best
 
 
@@ -362,7 +368,7 @@ def grouped_report(name: str, parts: list[GroupedChange]) -> LayerRepair:
 
 def mean_squared_error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
     """Return the mean squared error, of the positive parts where a ReLU follows."""
-    return float(_squared_errors(got, wanted, rectified=rectified).mean())
+    return float(_squared_errors(got, wanted, rectified=rectified).mean(dtype=torch.float64))
 
 
 def _squared_errors(got: Tensor, wanted: Tensor, *, rectified: bool) -> Tensor:

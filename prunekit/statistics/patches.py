@@ -196,8 +196,13 @@ def mean_products(left: Tensor, right: Tensor) -> Tensor:
 
 def apply_weight(inputs: Tensor, weight: Tensor) -> Tensor:
     """Return inputs times a weight in float64, (N, d), (d, o) -> (N, o), multiplied as by `mean_products`."""
+    return product(inputs, weight).double()
+
+
+def product(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return inputs times a weight in the type of sums, (N, d), (d, o) -> (N, o)."""
     kind = summing_type(inputs)
-    return (inputs.to(kind) @ weight.to(kind)).double()
+    return inputs.to(kind) @ weight.to(kind)
 
 
 def summing_type(values: Tensor) -> torch.dtype:

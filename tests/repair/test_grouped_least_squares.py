@@ -97,3 +97,20 @@ def test_chunks_cover_all_groups() -> None:
     parts = list(chunks(10, 2**20, 1))
     assert [i for part in parts for i in range(10)[part]] == list(range(10))
     assert len(parts) == 5
+
+
+def test_a_ridge_is_chosen_by_some_of_many_outputs() -> None:
+    """Products in float32 and a ridge that some outputs choose give the fit of float64 and of all outputs."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 6, generator=generator)
+    wanted = inputs @ torch.randn(6, 600, generator=generator) + 0.1 * torch.randn(400, 600, generator=generator)
+    scale, none = torch.full((600,), 2.0).double(), torch.zeros_like(wanted)
+    found = least_squares(FitProblem(inputs, none, wanted, scale, 350, biased=False), 1e-3)
+    doubles = inputs.double(), none.double(), wanted.double()
+    exact = least_squares(FitProblem(*doubles, scale, 350, biased=False), 1e-3)
+    assert found.ridge == exact.ridge
+    torch.testing.assert_close(found.weight, exact.weight, atol=1e-6, rtol=1e-5)
+    moments = inputs[:350].double().T @ inputs[:350].double() / 350
+    moments.diagonal().add_(found.ridge * moments.diagonal().mean())
+    right = inputs[:350].double().T @ (wanted[:350].double() / 2) / 350
+    torch.testing.assert_close(exact.weight.T, torch.linalg.solve(moments, right))
