@@ -203,11 +203,12 @@ class LayerWalk:
         ]
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
         self._together = fitted_together(self._layers, sources, sizes, rows, settings)
+        self._ahead = self._read_ahead(sizes, rows)
         self.memory = RepairMemory(
             size,
             int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
             sum(held_bytes(each.route.cuts, each.route.lifetimes, count) for each in gatherers),
-            max((_bytes_together(sizes[some], rows[some], settings) for some in self._together), default=0),
+            max((_bytes_together(sizes[some], rows[some], settings) for some in self._ahead), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
         self._requests = [
@@ -240,18 +241,37 @@ class LayerWalk:
                 )
             self._fitter.refit(layer, wanted, found)
             del wanted, found
-            release_memory(self._original, collect=False)
+
+    def _read_ahead(self, sizes: Sequence[FitSize], rows: Sequence[int]) -> list[slice]:
+        """Return the layers that the dense model is sampled for in one pass, which no fit changes, as memory allows."""
+        found = list[slice]()
+        for some in self._together:
+            both = slice(found[-1].start if found else 0, some.stop)
+            alone = self._running is None or any(map(_takes_dense_inputs, self._layers[both]))
+            within = _bytes_together(sizes[both], rows[both], self._settings) <= self._settings.memory_bytes * FIT
+            if found and within and not alone:
+                found[-1] = both
+            else:
+                found.append(some)
+        return found
 
     def _samples(self) -> Iterator[tuple[LayerCall, LayerSample | None, LayerSample | None]]:
         """Yield each layer with its samples in the dense and the running model; refit it before asking for the next."""
+        stops, dense = {some.start: some.stop for some in self._ahead}, list[LayerSample | None]()
         for some in self._together:
             requests = self._requests[some]
+            if not dense:  # not behind each fit: taking memory again takes long
+                release_memory(self._original, collect=False)
             if self._running is None or _takes_dense_inputs(requests[0].layer):
                 # computed values select other positions in the running model, so both samples are the dense model's
                 dense = self._dense_samples(some, inputs=True)
                 running = list(dense)
             else:
-                dense = self._dense_samples(some, inputs=False)
+                if not dense:
+                    stop = stops.get(some.start, some.stop)
+                    dense = self._dense_samples(slice(some.start, stop), inputs=False)
+                    if stop > some.stop and not any(dense):  # it takes another path, but perhaps behind these layers
+                        stops, dense = {}, self._dense_samples(some, inputs=False)
                 running = self._running.take([replace(one, centers=False) for one in requests], some.start)
             for request in requests:
                 one, other = dense.pop(0), running.pop(0)
