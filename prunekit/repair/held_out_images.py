@@ -1,7 +1,7 @@
 """Calibration images: batches to fit on and held-out ones to judge by, and how far outputs differ on the latter."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -15,6 +15,8 @@ from prunekit.utils.context import same_draws
 from prunekit.utils.inputs import sample_count, sample_noun, select_samples, split
 from prunekit.utils.tensors import gather, has_sample_lists, holds_samples, is_finite, map_tensors
 
+OUTPUTS = 2**23
+"""Values of each model's outputs that are compared at a time: those of a vocabulary's size fill the memory soon."""
 Inputs = tuple[Any, ...]
 """Arguments of a model, see `prunekit.utils.inputs.as_example`, with samples along the first axis of every tensor."""
 
@@ -90,7 +92,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
     Where positions may be padding, as for the scores of each token, those that are not are the samples.
     """
     spread, batches = RelativeError(), [*batches]
-    for batch in batches:
+    for batch in (part for whole in batches for part in _parts(whole, judge.each)):
         want, got = (_values(each, batch, judge) for each in (dense, model))
         other_way = {key for key in judge.weights if _shapes(want, key) != _shapes(got, key)}
         if len(other_way) < len(judge.outputs) + len(judge.weights):  # a layer that is called differently under masks
@@ -115,6 +117,15 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
             "expected images that differ, preprocessed as the model wants them"
         )
     return mean(shares)
+
+
+def _parts(batch: Batch, each: int) -> Iterator[Batch]:
+    """Yield a batch in parts whose outputs, of `each` values a sample, are about `OUTPUTS` values at most."""
+    size = max(1, OUTPUTS // max(1, each))
+    for start in range(0, sample_count(batch.inputs), size):
+        some = slice(start, start + size)
+        counted = None if batch.counted is None else batch.counted[some]
+        yield replace(batch, inputs=select_samples(batch.inputs, some), counted=counted)
 
 
 def _differ(batches: Iterable[Batch]) -> bool:

@@ -15,10 +15,12 @@ from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import call, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
-from prunekit.utils.tensors import gather, in_parts
+from prunekit.utils.tensors import gather
 
 FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
+AT_ONCE = 2**19
+"""Values in float64 at a time: they stay in the cache."""
 FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
@@ -39,6 +41,7 @@ class OutputComparison:
     channels: Mapping[str, Tensor] = field(default_factory=dict)
     # whether computed values select entries of these outputs, such as the queries that score best
     selected: bool = False
+    each: int = 0  # values of the compared outputs of a sample
     # calls of these layers that the dense model makes, by the shapes of the inputs
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -61,7 +64,9 @@ class OutputComparison:
                 made |= origin.origins
         alone = {chain.layer.weight for chain in finder.chains if chain.layer.selected}
         weights = dict.fromkeys(finder.chains[i].layer.weight for i in sorted(made))
-        return cls(tuple(outputs), tuple(one for one in weights if one not in alone), read, selected=selected)
+        each = sum(more[place].numel() for place in outputs) // counts[1]
+        compared = tuple(one for one in weights if one not in alone)
+        return cls(tuple(outputs), compared, read, selected=selected, each=each)
 
     def within(self, kept: Mapping[str, Tensor]) -> OutputComparison:
         """Return the comparison of models that keep some output channels of layers: removed ones are zero or gone.
@@ -137,17 +142,20 @@ class RelativeError:
     def __init__(self) -> None:
         self._squares: dict[int | str, float] = {}
         self._counts: dict[int | str, int] = {}
-        self._sums: dict[int | str, Tensor] = {}
-        self._totals: dict[int | str, Tensor] = {}
+        self._sums: dict[int | str, Tensor] = {}  # of each value over the samples
+        self._totals: dict[int | str, float] = {}  # of all squares
 
     def add(self, key: int | str, want: Tensor, got: Tensor) -> None:
         """Add some samples, (n, ...) each; some at a time in float64, as they may be as wide as a vocabulary."""
         self._counts[key] = self._counts.get(key, 0) + len(want)
-        for wide, other in zip(in_parts(want), in_parts(got), strict=True):
-            wide = wide.double()
-            self._squares[key] = self._squares.get(key, 0.0) + float((other.double() - wide).square().sum())
-            self._sums[key] = wide.sum(0) + self._sums.get(key, 0)
-            self._totals[key] = wide.square().sum(0) + self._totals.get(key, 0)
+        want, got = (values.flatten(1) if values.dim() > 1 else values[:, None] for values in (want, got))
+        sums = self._sums.setdefault(key, torch.zeros(want.shape[1], dtype=torch.float64, device=want.device))
+        step = max(1, AT_ONCE // max(1, len(want)))
+        for some in (slice(start, start + step) for start in range(0, want.shape[1], step)):
+            wide = want[:, some].double()
+            self._squares[key] = self._squares.get(key, 0.0) + float((got[:, some].double() - wide).square().sum())
+            sums[some] += wide.sum(0)
+            self._totals[key] = self._totals.get(key, 0.0) + float(wide.square().sum())
 
     def shares(self, flat: float) -> Iterator[float]:
         """Yield the relative error of each tensor that varies by more than a share `flat` of its mean square."""
@@ -158,8 +166,8 @@ class RelativeError:
         """Return the squared deviation from the mean of each tensor that varies by more, summed over the samples."""
         found = {}
         for key, total in self._totals.items():
-            count = self._counts[key]
-            around = total if count == 1 else total - self._sums[key].square() / count
-            if not float(around.sum()) <= flat * float(total.sum()):  # NaN passes: its origin is found later
-                found[key] = float(around.sum())
+            count, sums = self._counts[key], self._sums[key]
+            around = total if count == 1 else total - float(sums @ sums) / count
+            if not around <= flat * total:  # NaN passes: its origin is found later
+                found[key] = around
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import chain, repeat
 
 import numpy as np
@@ -19,13 +20,15 @@ from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
 from prunekit.pruning.prune import prune
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
-from prunekit.repair.held_out_images import batches_of
+from prunekit.repair.held_out_images import OUTPUTS, Batch, batches_of
+from prunekit.repair.held_out_images import difference as relative_difference
 from prunekit.repair.layer_fit import LayerFitter
 from prunekit.repair.layer_samples import LayerPass, SampleGatherer, SampleRequest
 from prunekit.repair.memory_budget import kept_channels
 from prunekit.repair.repair_model import repair
 from prunekit.settings.calibration import RepairSettings
 from prunekit.statistics.layer_graph import find_layers
+from prunekit.statistics.output_error import OutputComparison
 
 IMAGES = torch.randn(64, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 SETTINGS = RepairSettings(ridge=1e-12, rows=2048)
@@ -339,3 +342,20 @@ def test_a_model_without_layers_is_masked_and_the_notes_say_so() -> None:
     )
     verify(masked, compact(masked, plan), plan, [(x,)])
     assert report.notes[0] in prune(model, calibration=x, macs=0.6).notes
+
+
+def test_wide_outputs_are_compared_in_parts() -> None:
+    """Outputs as wide as a vocabulary are made for a few samples at a time, and the error is that of all at once."""
+    torch.manual_seed(0)
+    dense, other, x = nn.Linear(4, 6), nn.Linear(4, 6), torch.randn(5, 4)
+    judge = OutputComparison.of(dense, (x,))
+    assert judge.each == 6
+    batches = [Batch(0, (x[:3],), 1.0), Batch(1, (x[3:],), 1.0)]
+    want, got = dense(x).detach().double(), other(x).detach().double()
+    error = float((got - want).square().sum() / (want - want.mean(0)).square().sum())
+    for each in (6, OUTPUTS // 2, OUTPUTS):  # all samples at once, two of them, each alone
+        sizes: list[int] = []
+        hook = other.register_forward_hook(lambda _, given, result, sizes=sizes: sizes.append(len(result)))
+        assert relative_difference(dense, other, batches, replace(judge, each=each)) == pytest.approx(error)
+        hook.remove()
+        assert sizes == {6: [3, 2], OUTPUTS // 2: [2, 1, 2], OUTPUTS: [1] * 5}[each]
