@@ -1,7 +1,7 @@
 """Splits: training, validation and test samples, no sample in two of them, drawn by class and the same each time."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ class Splits:
     preprocessing: Preprocessing | None = None  # the way from an image file to an input; None for other samples
     notes: tuple[str, ...] = ()  # what of the data was left out or changed, for the log
     vocabulary: int | None = None  # of texts, the number of tokens that their tokenizer has
+    spelled: Callable[[], tuple[int, int]] | None = None  # of windows of text, counts tokens and bytes of the test text
 
     @property
     def unmeasured(self) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,23 @@ def text_splits(settings: DataSettings, task: Task) -> Splits:
     unit = "lines" if task.texts == "lines" else f"windows of {settings.window or WINDOW} tokens"
     parts = _blocks(made, settings, f"{where}: {unit}")
     content = [f"{task.texts} {settings.window} {tokenizer.vocabulary}", *(one.digest for one in made.values())]
+    spelled = partial(tokenizer.spelled, parts["test"]) if task.texts == "windows" else None
+    if settings.stride is not None:
+        parts["test"], content = _strided(parts["test"], settings, task), [f"stride {settings.stride}", *content]
     task = replace(task, collate=PaddedTexts(tokenizer.padding))
     found = sample_splits(parts, task, settings=settings, where=where, content=" ".join(content).encode())
-    return replace(found, vocabulary=tokenizer.vocabulary)
+    return replace(found, vocabulary=tokenizer.vocabulary, spelled=spelled)
+
+
+def _strided(test: TextSamples, settings: DataSettings, task: Task) -> TextSamples:
+    """Return whole windows of the same text that begin every `stride` tokens, see `TextSamples.context`."""
+    size, stride = settings.window or WINDOW, settings.stride or 0
+    if task.texts != "windows" or stride > size:
+        expected = f"at most {size}, the window" if task.texts == "windows" else "nothing, as it is for causal_lm"
+        raise UsageError(f"data.stride: expected {expected}, got {stride} with task {task.name!r}")
+    ids = np.concatenate([test.rows[number] for number in range(len(test))])
+    rows = list(np.lib.stride_tricks.sliding_window_view(ids, size)[::stride])
+    return replace(test, rows=rows, context=size - stride, first=0)
 
 
 def _documents(settings: DataSettings, task: Task) -> dict[str, Iterable[str]]:
@@ -77,7 +91,8 @@ def read_texts(file: Path, *, lines: bool) -> list[str]:
             if not isinstance(text, str):
                 got = f"the keys {cut_short(ascii([*found]))}" if isinstance(found, dict) else type(found).__name__
                 raise DataError(f'{shown(file)}:{number}: expected an object with a "text", got {got}')
-            texts.append(text)
+            if text.strip():
+                texts.append(text)
         return texts
     content = read_text(file, "a .txt file in UTF-8, or a .jsonl whose lines have a text", DataError, most=most)
     return [line for line in content.splitlines() if line.strip()] if lines else [content]
@@ -92,6 +107,7 @@ class TextSamples:
     masking: Masking | None = None  # masks tokens; None: none are masked
     with_mask: bool = False  # whether samples have an `attention_mask`, as their lengths differ
     tokens: int = 0  # number of tokens that they were cut from
+    context: int = 0  # number of tokens at the beginning of all but the very first that the one before has counted
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,6 +116,10 @@ class TextSamples:
         ids = torch.from_numpy(self.rows[index].astype(np.int64))
         if self.masking is not None:
             return self.masking(ids, self.first + range(len(self))[index])
+        if self.context:
+            labels = ids.clone()
+            labels[: self.context if self.first + range(len(self))[index] else 0] = IGNORED
+            return {"input_ids": ids, "labels": labels}
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if self.with_mask else {"input_ids": ids}
 
     def part(self, begin: int, end: int) -> TextSamples:
@@ -175,9 +195,11 @@ def _blocks(made: Mapping[str, TextSamples], settings: DataSettings, where: str)
     shares = {"test": settings.test_share, "validation": settings.validation_share}
     needed = sum(FEWEST[name] for name in PARTS if name not in parts)
     if len(rest) < needed:
+        size = rest.tokens // needed
+        cure = f", or set data.window={size}" if size > 1 and not where.endswith(": lines") else ""
         raise DataError(
             f"{where}: expected at least {needed}, of which training needs two, got {len(rest)} of {rest.tokens:,} "
-            "tokens; give more text" + ("" if where.endswith(": lines") else ", or set a smaller data.window")
+            f"tokens; give {'more ' if rest.tokens else ''}text{cure}"
         )
     total, end = len(rest), len(rest)
     for name in ("test", "validation"):
@@ -284,6 +306,16 @@ class TextTokenizer:
                 encoded = self.tokenizer.encode_batch(some)
             found += [np.array(one.ids, np.int32) for one in encoded]
         return [row for row in found if len(row)]
+
+    def spelled(self, samples: TextSamples) -> tuple[int, int]:
+        """Return the number of tokens of samples, and of bytes in UTF-8 of the text that they spell."""
+        tokens = size = 0
+        for begin in range(0, len(samples), LINES):
+            ids = np.concatenate([samples.rows[at] for at in range(begin, min(begin + LINES, len(samples)))])
+            with self._running():
+                text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+            tokens, size = tokens + len(ids), size + len(text.encode("utf-8", "replace"))
+        return tokens, size
 
     def _running(self) -> AbstractContextManager[None]:
         return _errors_of(self.folder / FILE)

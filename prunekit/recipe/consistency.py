@@ -35,6 +35,7 @@ GOES_WITH = {
     "category_ids": ("coco",),
     "tokenizer": ("text", "huggingface"),
     "window": ("text", "huggingface"),
+    "stride": ("text", "huggingface"),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -145,6 +145,9 @@ class DataSettings(Checked):
     window: PositiveInt | None = None
     """For texts: tokens of a sample; null: 128. `causal_lm` and `masked_lm` cut the text into such windows; `masked_lm`
     masks 15 %, by `split_seed`. `embedding` takes each nonempty line, up to this length."""
+    stride: PositiveInt | None = None
+    """For `causal_lm`: tokens from one window of the test text to the next; null: `window`. With fewer, windows
+    overlap, and of each but the first only the last `stride` tokens count, as Hugging Face documents for perplexity."""
     columns: Columns | None = None
     """For huggingface: columns of images and labels; null: the only ones of their kind."""
     labels: bool = True

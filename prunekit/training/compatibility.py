@@ -18,6 +18,9 @@ from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.inputs import described, inputs_as_example, sample_count, select_samples, split, to_device
 
+POSITIONS = "max_position_embeddings"
+"""Entry of configurations of transformers: the longest text that a model was made for."""
+
 
 def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
     """Return inputs and targets of the first two samples that can be read, or of one of them twice."""
@@ -30,7 +33,7 @@ def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
     """Run two samples through the model and its task as in training; buffers and random state don't change."""
     require_class_count(model, splits.task, len(splits.classes))
-    require_vocabulary(model, splits)
+    require_text(model, splits)
     if splits.task.metric is not None:
         splits.task.metric()  # which may need a package that is not installed
     inputs, targets = two_samples(splits.train)
@@ -76,18 +79,40 @@ def require_class_count(model: nn.Module, task: Task, classes: int) -> None:
         )
 
 
-def require_vocabulary(model: nn.Module, splits: Splits) -> None:
-    """Raise a `ModelError` if a tokenizer has more tokens than the model embeds, as far as both say."""
-    find = None if splits.vocabulary is None else getattr(unwrapped(model), "get_input_embeddings", None)
-    known = None
+def require_text(model: nn.Module, splits: Splits) -> None:
+    """Raise a `ModelError` if texts have more tokens, or other ones, than a model takes, as far as both say."""
+    if splits.vocabulary is None:
+        return
+    require_tokens(model, splits.vocabulary)
+    most, window = positions(model), max(splits.sample_shape, default=0)
+    if most is not None and window > most:
+        raise ModelError(
+            f"data.window: expected at most {most:,}, the positions that {type(unwrapped(model)).__name__} has, got "
+            f"samples of {window:,} tokens; set data.window={most}"
+        )
+
+
+def require_tokens(model: nn.Module, vocabulary: int, key: str = "data.tokenizer") -> None:
+    """Raise a `ModelError` if a tokenizer has ids that a model does not embed, as far as it says."""
+    find, known = getattr(unwrapped(model), "get_input_embeddings", None), None
     with suppress(NotImplementedError):  # of models that embed no tokens, as wav2vec 2.0
         known = find() if callable(find) else None
     rows = getattr(known, "num_embeddings", None)
-    if splits.vocabulary is not None and rows is not None and splits.vocabulary > rows:
+    if rows is not None and vocabulary > rows:
         raise ModelError(
-            f"data.tokenizer: its vocabulary has {splits.vocabulary:,} tokens, and {type(model).__name__} embeds "
-            f"{rows:,}: expected the tokenizer that the model was trained with, or a model with a larger vocab_size"
+            f"{key}: its vocabulary has {vocabulary:,} tokens, ids up to {vocabulary - 1:,}, and "
+            f"{type(model).__name__} embeds {rows:,}, ids up to {rows - 1:,}: expected the tokenizer that the model "
+            "was trained with, or a model with a larger vocab_size"
         )
+
+
+def positions(model: nn.Module) -> int | None:
+    """Return the most tokens of a text that a model of transformers has positions for; None if nothing says so."""
+    configs = (getattr(module, "config", None) for module in unwrapped(model).modules())
+    most = next((found for one in configs if isinstance(found := getattr(one, POSITIONS, None), int)), None)
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    first = next((table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None), 0)
+    return most - first if most is not None and most > first else None  # RoBERTa counts from its padding on
 
 
 def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:

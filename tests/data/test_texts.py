@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from mutants import changed_json, changed_values, damaged_bytes, unclean
-from tiny_language import SPECIAL, WORDS, text, write_tokenizer
+from tiny_language import SPECIAL, WORDS, llama, text, write_tokenizer
 from torch import Tensor
 
+from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.data.texts import PIECE, _pieces
 from prunekit.errors import DataError, UsageError
+from prunekit.measure.accuracy import evaluate
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.texts import IGNORED
 
@@ -142,7 +145,7 @@ def test_columns_of_texts_keep_their_parts(settings: DataSettings, tmp_path: Pat
     ("name", "content", "task", "message"),
     [
         ("short.txt", b"w1 w2 w3", "causal_lm",
-         r"windows of 10 tokens: expected at least 4, .* got 0 of 3 tokens; give more text, or set a smaller data\.w"),
+         r"windows of 10 tokens: expected at least 4, .* got 0 of 3 tokens; give more text$"),
         ("few.txt", b"w1\n\nw2", "embedding", r"lines: expected at least 4, of which training needs two, got 2 of 2"),
         ("image.txt", b"\xff\xd8\xff", "causal_lm", r"image.txt:1: expected a .txt file .* byte 0 is not UTF-8"),
         ("zeros.txt", b"a\0b", "causal_lm", r"zeros.txt:1: expected a .txt file .* there is a zero byte"),
@@ -279,3 +282,58 @@ def test_mutants_of_tokenizers_are_used_whole_or_refused(settings: DataSettings,
     count = 240 // len(files)
     mutants = [(name, each) for name, sound in files.items() for each in changed_json(sound, count, seed=len(task))]
     assert unclean(read, mutants) == []
+
+
+def test_strided_windows_count_as_in_the_loop_of_hugging_face(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text(text(400))
+    whole = DataSettings("text", root=tmp_path / "text.txt", tokenizer=tmp_path / "tokenizer", window=16)
+    ids = rows(load_splits(whole, "causal_lm"), "test").flatten()
+    model = llama(initializer_range=0.3).double()
+    for stride in (16, 12, 4):
+        splits = load_splits(replace(whole, stride=stride), "causal_lm")
+        found = evaluate(model, batches(splits.test, 3, shuffle_seed=None), splits.task, torch.device("cpu"))
+        lost, counted, before = 0.0, 0, 0
+        for begin in range(0, len(ids) - 15, stride):  # the page's loop, with the losses added up token by token
+            window = ids[None, begin : begin + 16]
+            labels = window.clone()
+            labels[:, : -(begin + 16 - before)] = -100
+            number = int((labels[:, 1:] != -100).sum())
+            with torch.no_grad():
+                lost += float(model(input_ids=window, labels=labels).loss) * number
+            counted, before = counted + number, begin + 16
+        assert found.counts[1] == counted
+        assert found.values["perplexity"] == pytest.approx(math.exp(lost / counted), rel=1e-6)
+    plain = load_splits(whole, "causal_lm")
+    same = load_splits(replace(whole, stride=16), "causal_lm")
+    one, other = (
+        evaluate(model, batches(some.test, 3, shuffle_seed=None), some.task, torch.device("cpu"))
+        for some in (plain, same)
+    )
+    assert one == other
+    assert plain.spelled is not None
+    tokens, size = plain.spelled()
+    assert (tokens, size) == (len(ids), len(" ".join((*SPECIAL, *WORDS)[at] for at in ids.tolist())))
+
+
+@pytest.mark.parametrize(("task", "stride"), [("causal_lm", 17), ("masked_lm", 4)])
+def test_strides_that_count_nothing_are_refused(tmp_path: Path, task: str, stride: int) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text(text(400))
+    given = DataSettings("text", root=tmp_path / "text.txt", tokenizer=tmp_path / "tokenizer", window=16, stride=stride)
+    expected = "at most 16, the window" if task == "causal_lm" else "nothing, as it is for causal_lm"
+    with pytest.raises(UsageError, match=f"data.stride: expected {expected}, got {stride}"):
+        load_splits(given, task)
+
+
+def test_empty_texts_are_no_data_and_short_ones_name_the_window_that_would_do(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    file = tmp_path / "texts.jsonl"
+    given = DataSettings("text", root=file, tokenizer=tmp_path / "tokenizer", window=16)
+    file.write_text('{"text": ""}\n{"text": " "}\n' * 200)
+    with pytest.raises(DataError, match=r"got 0 of 0 tokens; give text$"):
+        load_splits(given, "causal_lm")
+    file.write_text(json.dumps({"text": text(40)}))
+    with pytest.raises(DataError, match=r"got 2 of 40 tokens; give more text, or set data.window=10$"):
+        load_splits(given, "causal_lm")
+    assert len(load_splits(replace(given, window=10), "causal_lm").test) == 1

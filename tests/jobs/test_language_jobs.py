@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,15 @@ def test_targets_of_the_dense_model_need_its_weights_and_no_gradients(tmp_path: 
 def test_contradictions_of_texts(changes: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load("smollm2", changes)
+
+
+def test_windows_beyond_the_positions_name_the_largest_and_bytes_are_told(tmp_path: Path) -> None:
+    given = job(tmp_path, "causal_lm", write_model(tmp_path / "tiny", llama()))
+    with pytest.raises(ModelError, match=r"data.window: expected at most 64, the positions that .* set data.window=64"):
+        evaluate(resolve(replace(given, data=replace(given.data, window=65))), None, torch.device("cpu"))
+    found = evaluate(resolve(given), None, torch.device("cpu")).figures()
+    test = load_splits(given.known_data, "causal_lm").test
+    assert (found["text_tokens"], found["predicted_tokens"]) == (16 * len(test), 15 * len(test))
+    bits = math.log2(found["perplexity"]) * found["text_tokens"] / found["text_bytes"]
+    assert found["bits_per_byte"] == pytest.approx(bits)
+    assert found["byte_perplexity"] == pytest.approx(2**bits)

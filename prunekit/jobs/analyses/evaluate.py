@@ -1,5 +1,6 @@
 """Evaluation of a model on test data, which training has not seen."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,9 @@ from prunekit.measure.accuracy import Scores
 from prunekit.measure.accuracy import evaluate as measure
 from prunekit.report.headline import capital
 from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.language import PERPLEXITY
 from prunekit.tasks.task import Task, described_task
-from prunekit.training.compatibility import require_class_count, require_vocabulary
+from prunekit.training.compatibility import require_class_count, require_text
 from prunekit.training.parallel import share_corrupt
 from prunekit.utils.display import Displayed, count, in_unit, interval
 from prunekit.utils.display import size as bytes_text
@@ -37,10 +39,23 @@ class Evaluation(Displayed):
     costs: dict[str, Any]  # parameters and MACs, or the bytes of an exported file
     device: str  # where the model ran
     corrupt: dict[str, Any]  # images that could not be read
+    text: tuple[int, int] | None = None  # tokens and bytes of the test text, of a model that predicts the next token
+
+    def by_bytes(self) -> dict[str, Any]:
+        """Return how many tokens were predicted, and figures that do not depend on the tokenizer.
+
+        Bits per byte are those per token times the text's tokens per byte (Gao et al. 2020, The Pile).
+        """
+        if self.text is None or not all(self.text) or PERPLEXITY not in self.task.scores or not self.scores.counts[1]:
+            return {}
+        tokens, size = self.text
+        bits = self.scores.counts[0] / self.scores.counts[1] / math.log(2) * tokens / size
+        text = {"predicted_tokens": int(self.scores.counts[1]), "text_tokens": tokens, "text_bytes": size}
+        return {**text, "bits_per_byte": bits, "byte_perplexity": 2 ** min(bits, 1000.0)}
 
     def figures(self) -> dict[str, Any]:
         """Return scores and costs as plain data."""
-        figures = {"task": described_task(self.task), **self.scores.figures(), **self.costs}
+        figures = {"task": described_task(self.task), **self.scores.figures(), **self.by_bytes(), **self.costs}
         return {"model": self.model, **figures, "device": self.device, "corrupt_images": self.corrupt}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -70,6 +85,11 @@ class Evaluation(Displayed):
         if self.scores.at_chance:
             chance = in_unit(self.scores.chance, self.task.main.unit)
             lines.append(f"Not shown to be better than chance, {chance}: one answer for all")
+        if found := self.by_bytes():
+            lines.append(
+                f"Per byte, whatever the tokenizer: {found['bits_per_byte']:.4f} bits, perplexity "
+                f"{found['byte_perplexity']:.4f} ({found['text_tokens']:,} tokens, {found['text_bytes']:,} bytes)"
+            )
         if self.task.main.note:
             lines.append(capital(self.task.main.note))
         yield "\n".join(lines)
@@ -96,7 +116,8 @@ def evaluate(
     costs = target.figures()
     found = measure(target.model, test.dealt(rank(), size()), splits.task, device, together=True)
     share_corrupt(test)
-    return Evaluation(target.name, splits.task, found, costs, str(device), splits.corrupt)
+    text = splits.spelled() if splits.spelled is not None else None
+    return Evaluation(target.name, splits.task, found, costs, str(device), splits.corrupt, text)
 
 
 def _bound(splits: Splits, target: Subject, dense: Callable[[], nn.Module] | None, device: torch.device) -> Splits:
@@ -118,7 +139,7 @@ def _check(target: Subject, splits: Splits) -> None:
     output, classes = target.probe(), len(splits.classes)
     if not isinstance(target.model, ExportedModel):
         require_class_count(target.model, splits.task, classes)
-        require_vocabulary(target.model, splits)
+        require_text(target.model, splits)
     if splits.task.logits is None or not classes:
         return
     try:
