@@ -52,11 +52,16 @@ class ModelOptions:
 
 
 def model_command(
-    output: str, *, device: bool = True, options: Callable[..., Any] = model_options, runs: bool = False
+    output: str,
+    *,
+    device: bool = True,
+    options: Callable[..., Any] = model_options,
+    runs: bool = False,
+    checked: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a function a command on models, or, with `runs`, also on folders of runs.
 
-    The function takes a console, `ModelOptions`, and its other arguments.
+    The function takes a console, `ModelOptions`, and its other arguments; unless `checked`, it calls `require_targets`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +73,8 @@ def model_command(
             models = ModelOptions(**named)
             words = [*split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
             targets = [word for word in words if word is not None]
-            require_targets(targets, models, runs=runs)
+            if checked:
+                require_targets(targets, models, runs=runs)
             model = " ".join(targets) or models.factory
             of_recipe = any(is_recipe(name) or is_pruned(Path(name)) for name in targets)
             if model and given.get("image", True) is None and models.data is None and not of_recipe:

@@ -1,33 +1,56 @@
 """`prunekit evaluate` and `prunekit predict`: the accuracy of a model, and what it says about images."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
+    find_model_pair,
     job_to_read,
     model_and_data,
     model_command,
     model_or_trained,
     one_target,
     refuse_idle_overrides,
+    require_targets,
     trained,
 )
-from prunekit.cli.options import is_recipe, model_and_images_options
+from prunekit.cli.options import combined, is_recipe, model_and_images_options, split_overrides
 from prunekit.cli.output import Console, check_folder
 from prunekit.distributed.launcher import leads
 from prunekit.errors import UsageError
-from prunekit.jobs.run.early_checks import require_images, require_trained
+from prunekit.jobs.run.early_checks import is_pruned, require_images, require_trained
+from prunekit.utils.availability import missing_packages
+
+LANGUAGE = 'pip install "prunekit[language]"'
+"""The command that installs lm-eval."""
+_count = click.IntRange(min=1)
+_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+task_options = combined(
+    click.option("--download", is_flag=True, help="Let lm-eval fetch data sets that its tasks name."),
+    click.option("--tokenizer", type=_folder, metavar="DIR", help="Its tokenizer, where the folder has none."),
+    click.option("--batch", type=_count, help="Requests of tasks computed at once.  [default: 8]"),
+    click.option("--limit", type=_count, help="Only the first samples of each task, to try it."),
+    click.option("--few-shot", type=click.IntRange(min=0), help="Solved examples before each question."),
+    click.option("--task-folder", type=_folder, metavar="DIR", help="Your own tasks in YAML; runs code they name."),
+    click.option("--tasks", metavar="NAME,...", help="Tasks of lm-eval in place of test data, such as arc_easy."),
+    click.option("--stride", type=_count, help="For text: the recipe's data.stride."),
+    click.option("--window", type=_count, help="For text: the recipe's data.window, tokens of a sample."),
+)
+"""Adds what only language models are evaluated by."""
 
 
 @register_command("evaluate", about="Measure the accuracy of a model on test images.", place=6, together=True)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
-@model_command("evaluate.json.", options=model_and_images_options)
+@task_options
+@model_command("evaluate.json.", options=model_and_images_options, checked=False)
 def evaluate_command(
     console: Console,
     given: ModelOptions,
@@ -35,6 +58,10 @@ def evaluate_command(
     data_recipe: str | None,
     device: str | None,
     output: Path | None,
+    window: int | None,
+    stride: int | None,
+    tasks: str | None,
+    **how: Any,
 ) -> None:
     """Measure top-1 accuracy with its 95 % Wilson interval, or the scores of the recipe's task, on its test split.
 
@@ -43,7 +70,21 @@ def evaluate_command(
     recipe's model, --model gives your own. KEY=VALUE changes the recipe. A model folder inside a run folder is tested
     on the data of that run unless --recipe or --data says otherwise; anywhere else --data is enough, because the folder
     has its preprocessing and task.
+
+    With --tasks a language model is scored at tasks of lm-eval, beside the dense model if the run has kept it. MODEL is
+    then a run, a model folder, or a folder that transformers reads.
     """
+    if tasks is not None:
+        if window or stride or data_recipe:
+            raise UsageError(
+                "--window, --stride and --recipe are of texts, and --tasks bring their own: leave them out"
+            )
+        _evaluate_tasks(console, given, arguments, tasks, device, output, **how)
+        return
+    if idle := next((name for name, value in how.items() if value not in (None, False)), None):
+        raise UsageError(f"--{idle.replace('_', '-')} goes with --tasks, and they were not given")
+    arguments += tuple(f"data.{key}={value}" for key, value in (("window", window), ("stride", stride)) if value)
+    require_targets(split_overrides(arguments)[0], given)
     targets, _, job = model_and_data(arguments, data_recipe, given, device=device)
     check_folder(job.output if job and any(map(is_recipe, targets)) else None)
     from prunekit.jobs.analyses.evaluate import evaluate as measure
@@ -59,6 +100,40 @@ def evaluate_command(
         dense = None if job is None else partial(job_model, job, Own(given.factory))
         found = measure(target, images, where, own, job.task if job else given.task, dense)
     console.show(found, found.figures(), "evaluate", output if leads() else None)
+
+
+def _evaluate_tasks(
+    console: Console,
+    given: ModelOptions,
+    arguments: tuple[str, ...],
+    tasks: str,
+    device: str | None,
+    output: Path | None,
+    **how: Any,
+) -> None:
+    """Score the language model of a folder at tasks of lm-eval."""
+    if missing := missing_packages(["lm_eval"], LANGUAGE):
+        raise UsageError(f"--tasks {missing}")
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir() or not names:
+        got = " ".join(arguments) or "none"
+        raise UsageError(f"expected one folder of a run or of a model, and names of tasks, got {got} and {tasks!r}")
+    folder = Path(arguments[0])
+    if not how.pop("download"):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # before Hugging Face's libraries are imported, which read it then
+    from prunekit.jobs.analyses.language_tasks import Asked, evaluate_tasks, folder_tokenizer, plain_model
+    from prunekit.utils.context import resolve_device
+
+    own, where = how.pop("tokenizer"), resolve_device(device or "auto")
+    asked = Asked(names, how.pop("task_folder"), **{key: value for key, value in how.items() if value is not None})
+    with console.running():
+        model = None if is_pruned(folder) else plain_model(folder, allow_code=given.allow_code)
+        pair = find_model_pair(arguments, given, console) if model is None else None
+        known = None if pair is None or pair.job is None else pair.job.known_data.tokenizer
+        tokenizer = folder_tokenizer([folder, folder / "model", known] if own is None else [own])
+        models = {"model": model} if pair is None else pair.models
+        found = evaluate_tasks(models, str(folder), tokenizer, asked, where, () if pair is None else pair.notes)
+    console.show(found, found.figures(), "evaluate", output)
 
 
 @register_command("predict", about="Show what a model says about images.", place=7)
