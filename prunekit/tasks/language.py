@@ -44,6 +44,10 @@ def _rows(output: Any) -> Tensor:
     return token_scores(output).flatten(0, 1)  # (B * T, classes)
 
 
+def _wide(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
 def _checked(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores (B * T, classes) and labels (B * T,) of all tokens, those that do not count included."""
     scores = token_scores(output)
@@ -65,7 +69,7 @@ def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> 
     """
     scores, wanted = _checked(output, labels)
     known = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
-    total: Tensor = F.cross_entropy(scores.float(), wanted, reduction="sum", **known)  # type: ignore[arg-type]
+    total: Tensor = F.cross_entropy(_wide(scores), wanted, reduction="sum", **known)  # type: ignore[arg-type]
     return total / max(count(labels), 1)
 
 
@@ -77,7 +81,7 @@ def count(labels: Tensor) -> int:
 def predictions(output: Any, labels: Tensor) -> Tensor:
     """Return the sum of the negative log likelihoods in nats, and the numbers of tokens and of right ones, (3,)."""
     scores, wanted = _checked(output, labels)
-    lost = F.cross_entropy(scores.detach().float(), wanted, reduction="none", ignore_index=IGNORED)
+    lost = F.cross_entropy(_wide(scores.detach()), wanted, reduction="none", ignore_index=IGNORED)
     wide = accumulation_dtype(lost.device)
     right = (scores.argmax(1) == wanted).sum()  # -100 is no class
     return torch.stack([lost.to(wide).sum(), (wanted != IGNORED).sum().to(wide), right.to(wide)])

@@ -28,12 +28,13 @@ from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
+from prunekit.tasks.language import DECODER
 from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import share
-from prunekit.utils.inputs import call, inputs_as_example, sample_count
+from prunekit.utils.inputs import MASK, call, inputs_as_example, rows_of, sample_count
 from prunekit.utils.tensors import map_tensors
 
 ModuleCall = tuple[str, int]
@@ -74,9 +75,10 @@ class Distillation(Callback):
     The teacher runs in eval mode without gradients on what the student is given, the same blends of images in the same
     precision. It is not changed: what runs is a copy in the form that is fastest, unless features are compared. These
     are compared call by call, and only in the channels that the current plan keeps, because pruned channels of a masked
-    student are zero and nothing is to be learnt there. `task`, itself or its name, says where class scores are in what
-    the models return. In place of `soft_targets` a task may compare `heads`, as that of detectors does: see
-    `prunekit.tasks.detection_heads.head_error`.
+    student are zero and nothing is to be learnt there. Padding takes part in neither; nor do tokens without a label in
+    `soft_targets`, so that a model of masked tokens learns the teacher's answers to these. `task`, itself or its name,
+    says where class scores are in what the models return. In place of `soft_targets` a task may compare `heads`, as
+    that of detectors does: see `prunekit.tasks.detection_heads.head_error`.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
@@ -174,10 +176,26 @@ class Distillation(Callback):
                     "in the teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they "
                     "record nothing)"
                 )
-            pairs = [_real_positions(inputs, one, taught[key]) for key, one in student.items()]
-            error = feature_error([one for one, _ in pairs], [one for _, one in pairs], sample_count(inputs))
+            pairs = [self._real(inputs, targets, key[0], one, taught[key]) for key, one in student.items()]
+            weight = sample_count(inputs) if targets is None else self._task.weighed(targets)
+            error = feature_error([one for one, _ in pairs], [one for _, one in pairs], weight)
             loss = loss + settings.features.weight * error
         return loss
+
+    def _real(self, inputs: Any, targets: Any, path: str, *features: Tensor) -> list[Tensor]:
+        """Return a module's features at positions that are not padding; those without padding unchanged.
+
+        Padding is where the `attention_mask` is 0, and for a decoder that reads an encoder, where labels do not count.
+        """
+        named = inputs[-1] if isinstance(inputs, tuple) and inputs else inputs
+        if not isinstance(named, Mapping):
+            return [*features]
+        known = [named[MASK] != 0] if isinstance(named.get(MASK), Tensor) else []
+        if DECODER in named and isinstance(targets, Tensor):
+            written = [targets != self._task.ignored]
+            known = known + written if "encoder" in path.split(".") else written + known
+        rows = ([rows_of(one, counted) for one in features] for counted in known if counted.dim() > 1)
+        return next((found for found in rows if found[0] is not features[0]), [*features])
 
     def _answer(self, inputs: Any, targets: Any) -> Any:
         """Return the teacher's output for what the student is called with."""
@@ -217,13 +235,6 @@ class Distillation(Callback):
         """Continue from times."""
         self._stopwatch.add(state["seconds"])
         self._steps_s += state["steps_s"]
-
-
-def _real_positions(inputs: Any, *features: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of features (B, T, ...) at positions that are not padding; features without padding unchanged."""
-    first = features[0]
-    counted = counted_rows(inputs, None, first.shape[0] * first.shape[1]) if first.dim() > 2 else None
-    return features if counted is None else tuple(one.flatten(0, 1)[counted] for one in features)
 
 
 AT_ONCE = 2**21
@@ -277,20 +288,20 @@ class _DivergenceOfMany(torch.autograd.Function):
         return gradient.mul_(weight.to(gradient.dtype)), None, None, None
 
 
-def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
+def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], weight: int = 1) -> Tensor:
     """Return the mean over layers of |student - teacher|^2 / |teacher|^2 (hints of Romero et al. 2015, "FitNets").
 
     Where several processes share a batch, |teacher|^2 is that of all of them, so that the mean of their results,
-    weighted by their images, is that of a single process.
+    weighted by their images or tokens that count, is that of a single process.
     """
     pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
     sizes = [wanted.square().sum() for _, wanted in pairs]
-    *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], images)]))
+    *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], weight)]))
     errors = [
         (given - wanted).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
         for (given, wanted), size in zip(pairs, of_all, strict=True)
     ]
-    mean: Tensor = torch.stack(errors).mean() * (together / images)
+    mean: Tensor = torch.stack(errors).mean() * (together / max(weight, 1))
     return mean
 
 
