@@ -1,7 +1,7 @@
 """Data sets of other libraries: torchvision's by name, Hugging Face's, and map-style ones."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from prunekit.settings.inputs import DataSettings
 LABELS = ("targets", "labels", "_labels")
 """Attributes of torchvision's data sets that may hold their labels."""
 SAMPLES = 16
+TEXTS = 1000
+"""Texts that are read at once."""
 
 
 class NumberedImages:
@@ -216,7 +218,7 @@ def open_rows(settings: DataSettings) -> dict[str, HuggingFaceRows]:
     return rows
 
 
-def open_texts(settings: DataSettings) -> dict[str, list[str]]:
+def open_texts(settings: DataSettings) -> dict[str, Iterator[str]]:
     """Return the texts of each part of a data set: train, and test and validation if it has them.
 
     They are in the column `text`, or in the only one of strings.
@@ -230,7 +232,13 @@ def open_texts(settings: DataSettings) -> dict[str, list[str]]:
             f"{where}: expected a column named text, or one of strings alone, got {', '.join(features)}; rename it: "
             '`rename_column("...", "text")`'
         )
-    return {name: [text for text in part[column][:] if text] for name, part in parts.items()}
+    return {name: _texts(part, column) for name, part in parts.items()}
+
+
+def _texts(part: Any, column: str) -> Iterator[str]:
+    """Yield the texts of a column that are not empty; a few at a time are in memory."""
+    for rows in part.select_columns([column]).iter(TEXTS):
+        yield from filter(None, rows[column])
 
 
 def _opened(settings: DataSettings) -> tuple[Any, dict[str, Any], str]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,7 +22,7 @@ from prunekit.data.library_datasets import open_texts
 from prunekit.data.splits import Splits, require_shares
 from prunekit.data.user_data import sample_splits
 from prunekit.errors import DataError, PrunekitError, UsageError, cut_short, first_line, reraise_shortage
-from prunekit.reading.text_files import read_json, read_json_lines, read_text, shown
+from prunekit.reading.text_files import read_json, read_json_lines, read_text, shown, text_blocks
 from prunekit.settings.inputs import DataSettings
 from prunekit.tasks.task import Task
 from prunekit.tasks.texts import IGNORED, PaddedTexts
@@ -34,7 +35,7 @@ FEWEST = {"train": 2, "validation": 1, "test": 1}
 """Samples that each part has at least."""
 MASKED, REPLACED, KEPT = 0.15, 0.8, 0.9
 """Share of tokens that are predicted; of these the share that is masked, and that with the one of random tokens."""
-Ids = NDArray[np.int32]
+Ids = NDArray[Any]  # int32, or uint16 for a vocabulary that fits
 
 
 def text_splits(settings: DataSettings, task: Task) -> Splits:
@@ -64,56 +65,76 @@ def _strided(test: TextSamples, settings: DataSettings, task: Task) -> TextSampl
     if task.texts != "windows" or stride > size:
         expected = f"at most {size}, the window" if task.texts == "windows" else "nothing, as it is for causal_lm"
         raise UsageError(f"data.stride: expected {expected}, got {stride} with task {task.name!r}")
-    ids = np.concatenate([test.rows[number] for number in range(len(test))])
-    rows = list(np.lib.stride_tricks.sliding_window_view(ids, size)[::stride])
+    ids = np.asarray(test.rows).reshape(-1)
+    rows = np.lib.stride_tricks.sliding_window_view(ids, size)[::stride]
     return replace(test, rows=rows, context=size - stride, first=0)
 
 
-def _documents(settings: DataSettings, task: Task) -> dict[str, Iterable[str]]:
-    """Return the texts of each part that is separate already; all of a file are in `train`."""
+def _documents(settings: DataSettings, task: Task) -> dict[str, Iterator[Iterable[str]]]:
+    """Return the texts of each part that is separate already, each in blocks; all of a file are in `train`."""
     if settings.source == "huggingface":
-        return dict(open_texts(settings))
+        return {name: ([text] for text in texts) for name, texts in open_texts(settings).items()}
     assert settings.root is not None
     root = settings.root
     files = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES) if root.is_dir() else [root]
     if not files:
         raise DataError(f"{root}: expected a file of text, or a folder with {' or '.join(SUFFIXES)} files, found none")
-    return {"train": [text for file in files for text in read_texts(file, lines=task.texts == "lines")]}
+    return {"train": (text for file in files for text in read_texts(file, lines=task.texts == "lines"))}
 
 
-def read_texts(file: Path, *, lines: bool) -> list[str]:
-    """Return the texts of a file: its whole content, or each line; of a .jsonl the `text` of each line."""
-    most = psutil.virtual_memory().available
+def read_texts(file: Path, *, lines: bool) -> Iterator[Iterable[str]]:
+    """Yield the texts of a file in blocks: its whole content, or each line; of a .jsonl the `text` of each line."""
     if file.suffix == ".jsonl":
-        texts = list[str]()
-        for number, found in read_json_lines(file, 'an object with a "text" on each line', DataError, most=most):
+        for number, found in read_json_lines(file, 'an object with a "text" on each line', DataError):
             text = found.get("text") if isinstance(found, dict) else None
             if not isinstance(text, str):
                 got = f"the keys {cut_short(ascii([*found]))}" if isinstance(found, dict) else type(found).__name__
                 raise DataError(f'{shown(file)}:{number}: expected an object with a "text", got {got}')
             if text.strip():
-                texts.append(text)
-        return texts
-    content = read_text(file, "a .txt file in UTF-8, or a .jsonl whose lines have a text", DataError, most=most)
-    return [line for line in content.splitlines() if line.strip()] if lines else [content]
+                yield [text]
+        return
+    blocks = text_blocks(file, "a .txt file in UTF-8, or a .jsonl whose lines have a text", DataError)
+    if lines:
+        yield from ([line] for piece in _pieces(blocks) for line in piece.splitlines())
+    else:
+        yield blocks
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfIds:
+    """Token ids of samples of several lengths, one after the other."""
+
+    ids: Ids  # of all samples
+    ends: NDArray[np.int64]  # where each begins, and where the last one ends
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> Ids:
+        return self.ids[self.ends[:-1][index] : self.ends[1:][index]]
+
+    def part(self, begin: int, end: int) -> RowsOfIds:
+        """Return the rows from number `begin` to before `end`."""
+        return replace(self, ends=self.ends[begin : end + 1])
 
 
 @dataclass(frozen=True, eq=False)
 class TextSamples:
     """Texts as samples of token ids: a map-style data set, of which parts are taken as `samples[3:8]`."""
 
-    rows: Sequence[Ids]  # token ids of each sample
+    rows: Ids | RowsOfIds  # token ids of each sample
     first: int = 0  # number of the first one among all, from which masks are drawn
     masking: Masking | None = None  # masks tokens; None: none are masked
     with_mask: bool = False  # whether samples have an `attention_mask`, as their lengths differ
     tokens: int = 0  # number of tokens that they were cut from
     context: int = 0  # number of tokens at the beginning of all but the very first that the one before has counted
+    around: tuple[Sequence[int], Sequence[int]] = ((), ())  # ids that stand before and after those of each sample
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.from_numpy(self.rows[index].astype(np.int64))
+        ids = torch.from_numpy(self._ids(index, np.int64))
         if self.masking is not None:
             return self.masking(ids, self.first + range(len(self))[index])
         if self.context:
@@ -124,14 +145,20 @@ class TextSamples:
 
     def part(self, begin: int, end: int) -> TextSamples:
         """Return the samples from number `begin` to before `end`."""
-        return replace(self, rows=self.rows[begin:end], first=self.first + begin)
+        rows = self.rows.part(begin, end) if isinstance(self.rows, RowsOfIds) else self.rows[begin:end]
+        return replace(self, rows=rows, first=self.first + begin)
+
+    def _ids(self, index: int, kind: type[np.integer[Any]]) -> Ids:
+        begin, end = self.around
+        return np.concatenate([begin, self.rows[index], end], dtype=kind, casting="unsafe")
 
     @property
     def digest(self) -> str:
         """SHA-256 of all ids, hexadecimal."""
         found = hashlib.sha256()
-        for row in self.rows:
-            found.update(np.int64(len(row)).tobytes() + np.ascontiguousarray(row).tobytes())
+        for index in range(len(self)):
+            row = self._ids(index, np.int32)
+            found.update(np.int64(len(row)).tobytes() + row.tobytes())
         return found.hexdigest()
 
 
@@ -166,27 +193,23 @@ class Masking:
         return {"input_ids": given, "labels": labels}
 
 
-def _samples(texts: Iterable[str], tokenizer: TextTokenizer, settings: DataSettings, task: Task) -> TextSamples:
+def _samples(
+    texts: Iterable[Iterable[str]], tokenizer: TextTokenizer, settings: DataSettings, task: Task
+) -> TextSamples:
     size = settings.window or WINDOW
     if task.texts == "lines":
-        rows = tokenizer.lines(texts, size)
-        return TextSamples(rows, with_mask=True, tokens=sum(map(len, rows)))
-    if task.texts == "windows":
-        ids = tokenizer.stream(texts)
-        return TextSamples(list(_windows(ids, size)), tokens=len(ids))
-    begin, end = tokenizer.around
-    masking = Masking(tokenizer.mask(), tokenizer.vocabulary, settings.split_seed, len(begin), len(end))
-    inner = size - len(begin) - len(end)
+        rows = tokenizer.lines(map("".join, texts), size)
+        return TextSamples(rows, with_mask=True, tokens=len(rows.ids))
+    masking, around = None, ([], [])
+    if task.texts == "masked":
+        around = begin, end = tokenizer.around
+        masking = Masking(tokenizer.mask(), tokenizer.vocabulary, settings.split_seed, len(begin), len(end))
+    inner = size - sum(map(len, around))
     if inner < 1:
         raise UsageError(f"data.window: expected more than the {size - inner} tokens around each text, got {size}")
     ids = tokenizer.stream(texts)
-    rows = [np.concatenate([begin, row, end]).astype(np.int32) for row in _windows(ids, inner)]
-    return TextSamples(rows, masking=masking, tokens=len(ids))
-
-
-def _windows(ids: Ids, size: int) -> Iterator[Ids]:
-    """Yield whole windows; what is left at the end is too short."""
-    return iter(ids[: len(ids) // size * size].reshape(-1, size))
+    windows = ids[: len(ids) // inner * inner].reshape(-1, inner)  # what is left at the end is too short
+    return TextSamples(windows, masking=masking, tokens=len(ids), around=around)
 
 
 def _blocks(made: Mapping[str, TextSamples], settings: DataSettings, where: str) -> dict[str, Any]:
@@ -220,6 +243,8 @@ USUAL = {
 """Tokens that are looked for where a folder names none."""
 PIECE = 1 << 20
 """Characters of a long text that are tokenized at once."""
+LONGEST = 2 * PIECE
+"""Characters of a piece, at most."""
 LINES = 1024
 """Lines that are tokenized at once."""
 MOST_IDS = 2**31 - 2
@@ -284,28 +309,55 @@ class TextTokenizer:
         begin = next((at for at, one in enumerate(special) if not one), 0)
         return found.ids[:begin], found.ids[begin + inner :]
 
-    def stream(self, texts: Iterable[str]) -> Ids:
-        """Return all tokens one after the other, (N,) int32; texts are separated by the end token, if there is one."""
-        end, found = self._special("eos_token"), list[Ids]()
+    def stream(self, texts: Iterable[Iterable[str]]) -> Ids:
+        """Return all tokens one after the other, (N,); texts are separated by the end token, if there is one.
+
+        They lie in a file, and a text, which is given in blocks, is never whole in memory.
+        """
+        return self._kept(self._streamed(texts))
+
+    def _streamed(self, texts: Iterable[Iterable[str]]) -> Iterator[list[int]]:
+        end = self._special("eos_token")
         for number, text in enumerate(texts):
             if number and end is not None:
-                found.append(np.array([end], np.int32))
+                yield [end]
             for piece in _pieces(text):
-                with self._running():
-                    ids = self.tokenizer.encode(piece, add_special_tokens=False).ids
-                found.append(np.array(ids, np.int32))
-        return np.concatenate(found) if found else np.empty(0, np.int32)
+                with self._running():  # without places in the text, which take half of the memory
+                    (found,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+                yield found.ids
 
-    def lines(self, texts: Iterable[str], longest: int) -> list[Ids]:
+    def lines(self, texts: Iterable[str], longest: int) -> RowsOfIds:
         """Return the tokens of each text that has any, special ones around it, cut at a number of tokens."""
-        rest, found = (text for text in texts if text.strip()), list[Ids]()
+        rest, sizes = (text for text in texts if text.strip()), array("q", [0])
+
+        def rows() -> Iterator[list[int]]:
+            while some := list(islice(rest, LINES)):
+                with self._running():
+                    encoded = self.tokenizer.encode_batch(some)
+                found = [one.ids for one in encoded if one.ids]
+                sizes.extend(map(len, found))
+                yield [*chain.from_iterable(found)]
+
         with self._running():
             self.tokenizer.enable_truncation(longest)
-        while some := list(islice(rest, LINES)):
-            with self._running():
-                encoded = self.tokenizer.encode_batch(some)
-            found += [np.array(one.ids, np.int32) for one in encoded]
-        return [row for row in found if len(row)]
+        ids = self._kept(rows())
+        return RowsOfIds(ids, np.cumsum(sizes, dtype=np.int64))
+
+    def _kept(self, parts: Iterable[list[int]]) -> Ids:
+        """Return ids in a mapped file without a name, which is gone as soon as nothing reads it."""
+        kind = np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.int32)
+        with ExitStack() as stack:
+            with _room():
+                file = stack.enter_context(tempfile.TemporaryFile())
+            for part in parts:
+                with self._running():
+                    found = np.array(part, kind)
+                with _room():
+                    file.write(found.tobytes())
+            with _room():
+                file.flush()
+            count = file.tell() // kind.itemsize
+            return np.memmap(file, kind, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, kind)
 
     def spelled(self, samples: TextSamples) -> tuple[int, int]:
         """Return the number of tokens of samples, and of bytes in UTF-8 of the text that they spell."""
@@ -336,18 +388,43 @@ def _errors_of(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces that end with a line, before one that is not empty, as tokens may reach over spaces."""
-    begin = 0
-    while len(text) - begin > PIECE:
-        end = text.find("\n", begin + PIECE) + 1
-        while 0 < end < len(text) and text[end].isspace():
-            end += 1
-        if not end:
-            break
-        yield text[begin:end]
-        begin = end
+@contextmanager
+def _room() -> Iterator[None]:
+    """Turn errors of the file of tokens into a `DataError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"tokens of texts lie in a file in {tempfile.gettempdir()}, two or four bytes each, but: {error.strerror}; "
+            "set TMPDIR to a folder with more room"
+        ) from error
+
+
+def _pieces(blocks: Iterable[str]) -> Iterator[str]:
+    """Yield a text in pieces that end with a line, before one that is not empty, as tokens may reach over spaces.
+
+    Lines of more than `LONGEST` characters are cut at a space, if they have any.
+    """
+    text, begin = "", 0
+    for block in blocks:
+        text, begin = text[begin:] + block, 0
+        while end := _end(text, begin):
+            yield text[begin:end]
+            begin = end
     yield text[begin:]
+
+
+def _end(text: str, begin: int) -> int:
+    """Return where a piece ends that begins somewhere in a text; 0 if more of the text has to be known."""
+    end = text.find("\n", begin + PIECE) + 1
+    while 0 < end < len(text) and text[end].isspace():
+        end += 1
+    if 0 < end < len(text) and end - begin <= LONGEST:
+        return end
+    if len(text) - begin <= LONGEST:
+        return 0
+    space = text.rfind(" ", begin + 1, begin + LONGEST)
+    return begin + LONGEST if space < 0 else space
 
 
 def open_tokenizer(folder: Path | None) -> TextTokenizer:

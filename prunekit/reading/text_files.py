@@ -3,11 +3,15 @@
 What is wrong is an error that says where.
 """
 
+import codecs
+import io
 import json
 import math
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +20,8 @@ from prunekit.errors import ArtifactError, PrunekitError, cut_short
 T = TypeVar("T")
 MOST_BYTES = 2**28
 """The largest text that is read where a caller names no other bound."""
+BLOCK = 2**20
+"""Bytes of a long text that are read at once."""
 MOST_LEVELS = 100
 """How deep lists and mappings may lie in each other: what walks through them later is recursive."""
 MOST_BITS = 128
@@ -38,19 +44,26 @@ def read_bytes(
     path: Path, expected: str, raises: type[PrunekitError] = ArtifactError, *, most: int = MOST_BYTES
 ) -> bytes:
     """Return the content of a regular file, links followed."""
+    return b"".join(_contents(path, expected, raises, most, most + 1))
+
+
+def _contents(path: Path, expected: str, raises: type[PrunekitError], most: int, block: int) -> Iterator[bytes]:
+    """Yield the content of a regular file, some bytes at a time."""
     try:
         # A pipe without a writer would be waited for without O_NONBLOCK, before anything can be asked of it.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(handle, "rb") as file:
-            facts = os.fstat(handle)
+            facts, done = os.fstat(handle), 0
             _require_regular(path, facts.st_mode, expected, raises)
-            content = b"" if facts.st_size > most else file.read(most + 1)
-            size = max(facts.st_size, len(content))
+            size = facts.st_size
+            while size <= most and (content := file.read(min(block, max(size - done + 1, BLOCK)))):
+                done += len(content)
+                size = max(size, done)
+                yield content
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise raises(f"{shown(path)}: expected {expected}, but {_unreadable(error)}") from error
     if size > most:
         raise raises(f"{shown(path)}: expected {expected} of at most {most:,} bytes, got {size:,}")
-    return content
 
 
 def require_file(path: Path, expected: str, raises: type[PrunekitError] = ArtifactError) -> int:
@@ -83,17 +96,36 @@ def read_text(
     most: int = MOST_BYTES,
 ) -> str:
     """Return the text of a UTF-8 file without its byte order mark, with a line feed at the end of each line."""
-    content = read_bytes(path, expected, raises, most=most)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        kind = "it is no text" if b"\0" in content[:4096] else f"byte {error.start} is not UTF-8; save it as UTF-8"
-        raise raises(f"{shown(path)}:{line}: expected {expected}, but {kind}") from error
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise raises(f"{shown(path)}:{line}: expected {expected}, but there is a zero byte: it is no text")
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+    return "".join(text_blocks(path, expected, raises, most=most, block=most + 1))
+
+
+def text_blocks(
+    path: Path,
+    expected: str = "text in UTF-8",
+    raises: type[PrunekitError] = ArtifactError,
+    *,
+    most: int = sys.maxsize,
+    block: int = BLOCK,
+) -> Iterator[str]:
+    """Yield what `read_text` returns, some bytes of the file at a time, so that it may be larger than the memory."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    line, done = 1, 0  # of what was read
+    for content in chain(_contents(path, expected, raises, most, block), [b""]):
+        done += len(content)
+        try:
+            text = decoder.decode(content, final=not content)
+        except UnicodeDecodeError as error:
+            line += error.object.count(b"\n", 0, error.start)
+            at = done - len(error.object) + error.start
+            binary = b"\0" in content[:4096]
+            kind = "it is no text" if binary else f"byte {at} is not UTF-8; save it as UTF-8"
+            raise raises(f"{shown(path)}:{line}: expected {expected}, but {kind}") from error
+        if "\0" in text:
+            line += text.count("\n", 0, text.index("\0"))
+            raise raises(f"{shown(path)}:{line}: expected {expected}, but there is a zero byte: it is no text")
+        line += text.count("\n")
+        if text:
+            yield text
 
 
 def read_json(
@@ -115,11 +147,19 @@ def read_json_lines(
     *,
     most: int = MOST_BYTES,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number, from 1, and the value of each line of a file that is not blank."""
-    lines = read_text(path, expected, raises, most=most).split("\n")  # others end at U+2028 too, which JSON's text has
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield number, parse_json(line, shown(path), expected, raises, line=number)
+    """Yield the number, from 1, and the value of each line that is not blank, of a file of any size.
+
+    A line has at most so many characters.
+    """
+    number, rest = 1, ""
+    for block in chain(text_blocks(path, expected, raises), ["\n"]):
+        *lines, rest = (rest + block).split("\n")  # others end at U+2028 too, which JSON's text has
+        for line in lines:
+            if line.strip():
+                yield number, parse_json(line, shown(path), expected, raises, line=number)
+            number += 1
+        if len(rest) > most:
+            raise raises(f"{shown(path)}:{number}: expected {expected} of at most {most:,} characters, got more")
 
 
 def parse_json(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from mutants import changed_json, changed_values, damaged_bytes, unclean
 from tiny_language import SPECIAL, WORDS, llama, text, write_tokenizer
 from torch import Tensor
 
+from prunekit.data import texts
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
@@ -119,11 +122,55 @@ def test_files_of_a_folder_and_lines_of_json_follow_each_other(settings: DataSet
 
 def test_long_texts_are_read_in_pieces_that_end_with_lines() -> None:
     whole = ("word " * 20 + "\n\n") * (2 * PIECE // 100)
-    pieces = list(_pieces(whole))
+    pieces = list(_pieces([whole]))
     assert len(pieces) == 3
     assert "".join(pieces) == whole
     assert all(piece.endswith("\n") and not piece[0].isspace() for piece in pieces)
-    assert list(_pieces("x" * (2 * PIECE))) == ["x" * (2 * PIECE)]
+    assert list(_pieces(["x" * (2 * PIECE)])) == ["x" * (2 * PIECE)]
+    for size in (1000, PIECE - 1, PIECE + 1):
+        assert list(_pieces(whole[at : at + size] for at in range(0, len(whole), size))) == pieces
+
+
+def test_long_lines_are_cut_at_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "PIECE", 5)
+    monkeypatch.setattr(texts, "LONGEST", 10)
+    assert list(_pieces("one two three four five")) == ["one two", " three", " four five"]
+    assert list(_pieces("x" * 23)) == ["x" * 10, "x" * 10, "xxx"]
+    assert list(_pieces("one two\n\n\nthree")) == ["one two\n\n\n", "three"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "task"), [("a.txt", "causal_lm"), ("a.jsonl", "masked_lm")])
+def test_texts_may_be_larger_than_the_memory(
+    settings: DataSettings, tmp_path: Path, name: str, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither text nor tokens are ever whole in memory, and the file of tokens has no name that could be left over."""
+    (tmp_path / "room").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "room"))
+    monkeypatch.setattr(texts, "PIECE", 10_000)
+    write_tokenizer(tmp_path / "tokens", special=True)
+    words = text(2000)
+    content = json.dumps({"text": words}) + "\n" if name == "a.jsonl" else words
+    count = 6_000_000 // len(content)
+    (tmp_path / name).write_text(content * count)
+    tracemalloc.start()
+    try:
+        splits = load_splits(replace(settings, root=tmp_path / name, window=50), task)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8_000_000  # read whole it would be twice as much
+    assert not list((tmp_path / "room").iterdir())
+    total = len(splits.train) + len(splits.validation) + len(splits.test)
+    assert total == (count * 2000 // 50 if task == "causal_lm" else (count * 2001 - 1) // 48)
+
+
+def test_no_room_for_tokens_is_said(settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(
+        DataError, match=r"tokens of texts lie in a file in .*none, .* set TMPDIR to a folder with more"
+    ):
+        load_splits(settings, "causal_lm")
 
 
 def test_columns_of_texts_keep_their_parts(settings: DataSettings, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from prunekit.reading.text_files import (
     read_text,
     require_file,
     shown,
+    text_blocks,
 )
 
 SOUND: dict[str, Any] = {"name": "é", "sizes": [1, 2.5, None], "parts": [{"id": 1, "box": [0, 1, 2, 3]}], "on": True}
@@ -70,6 +71,29 @@ def test_lines_of_json_have_their_numbers(tmp_path: Path) -> None:
     path.write_text("1\n2\n[Infinity]\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match=r"x\.jsonl:3: \[0\]: .* not finite"):
         list(read_json_lines(path))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+def test_blocks_are_the_text(tmp_path: Path, block: int) -> None:
+    path = tmp_path / "x"
+    path.write_bytes("\ufeffone é\r\n\r\ntwo\r\u2028 three \U0001f600\r".encode())
+    blocks = list(text_blocks(path, block=block))
+    assert "".join(blocks) == read_text(path) == "one é\n\ntwo\n\u2028 three \U0001f600\n"
+    assert all(0 < len(each) <= block + 1 for each in blocks)
+    for content in (b"one\r\ntwo \xc3(", b"one\r\ntwo \xc3"):
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError, match=r"x:2: .* byte 9 is not UTF-8"):
+            list(text_blocks(path, block=block))
+    path.write_bytes(b"one\r\ntwo\r\n\0")
+    with pytest.raises(ArtifactError, match=r"x:3: .* zero byte"):
+        list(text_blocks(path, block=block))
+
+
+def test_a_line_of_json_that_never_ends_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('"a"\n"' + "b" * 3_000_000)
+    with pytest.raises(DataError, match=r"x\.jsonl:2: expected a JSON value on each line of at most 1,000 characters"):
+        list(read_json_lines(path, raises=DataError, most=1000))
 
 
 @pytest.mark.parametrize(
