@@ -28,7 +28,7 @@ from prunekit.measure.accuracy import evaluate as measured
 from prunekit.recipe.loading import load
 from prunekit.settings.inputs import DataSettings, ModelSettings
 from prunekit.settings.job import JobSettings
-from prunekit.settings.train import TrainSettings
+from prunekit.settings.train import DistillSettings, TrainSettings
 
 QUICK = [
     *("data.window=16", "calibration.images=32", "latency.repeats=5", "latency.explain=false"),
@@ -66,6 +66,9 @@ def test_the_recipe_finetunes_a_tiny_decoder_and_reports_perplexity(tmp_path: Pa
     invoke("finetune", "smollm2", *given)
     (run,) = (path.parent for path in (tmp_path / "runs").rglob("metrics.json"))
     metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["compacted_early"]["epoch"] == 0  # adapters are beside the layers of the compact model
+    settings = load("smollm2").finetune
+    assert (settings.adapter, settings.distill) == ("lora", DistillSettings(temperature=2.0))
     dense, pruned = metrics["dense"], metrics["pruned"]
     assert pruned["macs"] <= 0.8 * dense["macs"]
     assert pruned["perplexity"] < dense["perplexity"]  # it was trained, and the dense model was not
@@ -73,9 +76,9 @@ def test_the_recipe_finetunes_a_tiny_decoder_and_reports_perplexity(tmp_path: Pa
         "name": "perplexity", "label": "perplexity", "unit": "", "lower_is_better": True,
     }  # fmt: skip
     small = prunekit.load(run / "model")
-    settings = load("smollm2", given).known_data
-    assert perplexity(small, settings) == pytest.approx(pruned["perplexity"], rel=1e-4)
-    assert perplexity(llama(), settings) == pytest.approx(dense["perplexity"], rel=1e-4)
+    data = load("smollm2", given).known_data
+    assert perplexity(small, data) == pytest.approx(pruned["perplexity"], rel=1e-4)
+    assert perplexity(llama(), data) == pytest.approx(dense["perplexity"], rel=1e-4)
     history = (run / "history.csv").read_text().splitlines()
     assert "validation_perplexity" in history[0]
     page = (run / "report.html").read_text()
