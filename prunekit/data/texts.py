@@ -110,12 +110,10 @@ class RowsOfIds:
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    def __getitem__(self, index: int) -> Ids:
-        return self.ids[self.ends[:-1][index] : self.ends[1:][index]]
-
-    def part(self, begin: int, end: int) -> RowsOfIds:
-        """Return the rows from number `begin` to before `end`."""
-        return replace(self, ends=self.ends[begin : end + 1])
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return replace(self, ends=self.ends[index.start : index.stop + 1])
+        return self.ids[self.ends[index] : self.ends[index + 1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +143,7 @@ class TextSamples:
 
     def part(self, begin: int, end: int) -> TextSamples:
         """Return the samples from number `begin` to before `end`."""
-        rows = self.rows.part(begin, end) if isinstance(self.rows, RowsOfIds) else self.rows[begin:end]
-        return replace(self, rows=rows, first=self.first + begin)
+        return replace(self, rows=self.rows[begin:end], first=self.first + begin)
 
     def _ids(self, index: int, kind: type[np.integer[Any]]) -> Ids:
         begin, end = self.around
@@ -310,10 +307,7 @@ class TextTokenizer:
         return found.ids[:begin], found.ids[begin + inner :]
 
     def stream(self, texts: Iterable[Iterable[str]]) -> Ids:
-        """Return all tokens one after the other, (N,); texts are separated by the end token, if there is one.
-
-        They lie in a file, and a text, which is given in blocks, is never whole in memory.
-        """
+        """Return all tokens one after the other, (N,), those of texts in blocks separated by the end token, if any."""
         return self._kept(self._streamed(texts))
 
     def _streamed(self, texts: Iterable[Iterable[str]]) -> Iterator[list[int]]:

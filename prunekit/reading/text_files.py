@@ -117,8 +117,7 @@ def text_blocks(
         except UnicodeDecodeError as error:
             line += error.object.count(b"\n", 0, error.start)
             at = done - len(error.object) + error.start
-            binary = b"\0" in content[:4096]
-            kind = "it is no text" if binary else f"byte {at} is not UTF-8; save it as UTF-8"
+            kind = "it is no text" if b"\0" in content[:4096] else f"byte {at} is not UTF-8; save it as UTF-8"
             raise raises(f"{shown(path)}:{line}: expected {expected}, but {kind}") from error
         if "\0" in text:
             line += text.count("\n", 0, text.index("\0"))

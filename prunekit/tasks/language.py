@@ -44,7 +44,8 @@ def _rows(output: Any) -> Tensor:
     return token_scores(output).flatten(0, 1)  # (B * T, classes)
 
 
-def _wide(scores: Tensor) -> Tensor:
+def wide(scores: Tensor) -> Tensor:
+    """Return values in float32, or as they are if they are wider."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
@@ -69,7 +70,7 @@ def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> 
     """
     scores, wanted = _checked(output, labels)
     known = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
-    total: Tensor = F.cross_entropy(_wide(scores), wanted, reduction="sum", **known)  # type: ignore[arg-type]
+    total: Tensor = F.cross_entropy(wide(scores), wanted, reduction="sum", **known)  # type: ignore[arg-type]
     return total / max(count(labels), 1)
 
 
@@ -81,10 +82,10 @@ def count(labels: Tensor) -> int:
 def predictions(output: Any, labels: Tensor) -> Tensor:
     """Return the sum of the negative log likelihoods in nats, and the numbers of tokens and of right ones, (3,)."""
     scores, wanted = _checked(output, labels)
-    lost = F.cross_entropy(_wide(scores.detach()), wanted, reduction="none", ignore_index=IGNORED)
-    wide = accumulation_dtype(lost.device)
+    lost = F.cross_entropy(wide(scores.detach()), wanted, reduction="none", ignore_index=IGNORED)
+    sums = accumulation_dtype(lost.device)
     right = (scores.argmax(1) == wanted).sum()  # -100 is no class
-    return torch.stack([lost.to(wide).sum(), (wanted != IGNORED).sum().to(wide), right.to(wide)])
+    return torch.stack([lost.to(sums).sum(), (wanted != IGNORED).sum().to(sums), right.to(sums)])
 
 
 def perplexity(sums: Tensor) -> float:

@@ -28,7 +28,7 @@ from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.language import DECODER
+from prunekit.tasks.language import DECODER, wide
 from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
@@ -259,7 +259,7 @@ def _divergence(student: Tensor, teacher: Tensor, counted: Tensor | None, temper
     """Return the sum of the KL divergences of rows that count."""
     if counted is not None:
         student, teacher = student[counted], teacher[counted]
-    given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
+    given, wanted = (F.log_softmax(wide(values) / temperature, dim=1) for values in (student, teacher))
     return F.kl_div(given, wanted, reduction="sum", log_target=True)
 
 
@@ -294,7 +294,7 @@ def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], weight: 
     Where several processes share a batch, |teacher|^2 is that of all of them, so that the mean of their results,
     weighted by their images or tokens that count, is that of a single process.
     """
-    pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
+    pairs = list(zip(map(wide, student), map(wide, teacher), strict=True))
     sizes = [wanted.square().sum() for _, wanted in pairs]
     *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], weight)]))
     errors = [
@@ -303,10 +303,6 @@ def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], weight: 
     ]
     mean: Tensor = torch.stack(errors).mean() * (together / max(weight, 1))
     return mean
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype.itemsize < 4 else values
 
 
 def feature_paths(model: nn.Module, settings: DistillSettings) -> list[str]:
