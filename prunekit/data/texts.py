@@ -197,7 +197,7 @@ def _samples(
     if task.texts == "lines":
         rows = tokenizer.lines(map("".join, texts), size)
         return TextSamples(rows, with_mask=True, tokens=len(rows.ids))
-    masking, around = None, ([], [])
+    masking, around = None, TextSamples.around
     if task.texts == "masked":
         around = begin, end = tokenizer.around
         masking = Masking(tokenizer.mask(), tokenizer.vocabulary, settings.split_seed, len(begin), len(end))
