@@ -380,3 +380,35 @@ def test_a_module_that_was_written_nowhere_is_locked_and_said() -> None:
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert plan.kept("1.a.weight", 0).size == 6
     assert any(lock.module == "1" and "invalid for input of size" in lock.reason for lock in plan.channel_map.locks)
+
+
+class Distances(nn.Module):
+    """Attention to a table of positions, which one method takes apart into heads as it does tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 3
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.table = nn.Embedding(9, WIDTH)
+
+    def apart(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        x = x.view((*x.size()[:-1], heads, -1))
+        return x.permute(0, 2, 1, 3).contiguous().view(-1, x.size(1), x.size(-1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, v = self.apart(self.q(x), self.heads), self.apart(self.v(x), self.heads)
+        table = self.apart(self.k(self.table.weight.unsqueeze(0)), self.heads).repeat(x.size(0), 1, 1)
+        steps = torch.arange(x.size(1))
+        places = (steps[:, None] - steps + 4).expand(q.size(0), -1, -1)
+        mixed = torch.bmm(torch.bmm(q, table.transpose(1, 2)).gather(2, places).softmax(-1), v)
+        mixed = mixed.view(-1, self.heads, mixed.size(-2), mixed.size(-1)).permute(0, 2, 1, 3).contiguous()
+        return self.o(mixed.view((*mixed.size()[:-2], -1)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_axis_with_labels_in_one_call_and_none_in_another_has_its_own_size_in_each(seed: int) -> None:
+    net = around(Distances(), Distances())
+    plan = settled_plan(net, EXAMPLE, seed, 0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert parity(net, plan, (torch.randn(3, 4, 6),)) <= TOLERANCE
+    assert not any("x.size(1)" in size.name for size in plan.channel_map.sizes)

@@ -50,6 +50,7 @@ class SizeExpression:
     decides: tuple[Labels, ...]  # the expression has to be replaced if positions of one of these are removed
     reads: str | None = None  # the attribute that it reads, such as `part.width`
     alone: bool = False  # it stays where another size of the same call changes, as the height of a new map does
+    labeled: bool = True  # False: the axis has no labels in this call, as one of tokens, and only its size counts
 
 
 def size_expressions(operator: TracedOperator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -69,6 +70,8 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     whole = not any(position is not None and axis in varying for axis, _, position, _ in found)
     merged = [_rows(operator.outputs[0], axis) for axis in range(len(operator.call[2][0])) if axis in varying]
     beside = tuple(rows for rows in merged if rows is not None)
+    if name not in of_name and not made:
+        yield from _unlabeled(operator, node, found)
     for axis, expression, position, labels in found if whole else ():
         if axis in varying and position is None:
             yield from _factors(site.method, expression, labels, beside)
@@ -117,6 +120,15 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
         is_rest = isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.USub)  # as -1 is
         if rows is not None and not is_rest:
             yield axis, expression, position, rows
+
+
+def _unlabeled(operator: TracedOperator, node: ast.expr, found: Iterable[Sized]) -> Iterator[SizeExpression]:
+    """Yield the sizes of axes without labels in the shape that an operator makes."""
+    known, shape, site = {axis for axis, *_ in found}, operator.call[2][0], operator.site
+    made = None if site is None else definition(site.method)
+    for axis, expression, position in shape_arguments(node, len(shape), made and made[0]):
+        if site is not None and axis not in known and (place := place_of(site.method, expression)) is not None:
+            yield SizeExpression(place, position, np.zeros((shape[axis], 1), dtype=np.int64), (), labeled=False)
 
 
 def _of_made(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
@@ -297,17 +309,21 @@ class StatedSizes:
         self._left_alone = {(size.module, size.name) for size in channel_map.sizes}
         self._asked = [part.labels for part in channel_map.traced.extra if isinstance(part, EqualParts)]
         self._found: dict[tuple[str, str, int | None], SizeAttribute] = {}
+        self._unlabeled: dict[tuple[str, str, int | None], set[int]] = {}  # sizes where the axis has no labels
         self._changing: set[str] = set()
         self._reads: dict[str, str | None] = {}
 
     def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
         """Add the sizes of one expression in one call of a module."""
         fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
-        beside = {str(size.place) for size in sizes if not (size.place.is_number or size.alone)}
+        beside = {str(size.place) for size in sizes if size.labeled and not (size.place.is_number or size.alone)}
         changes = bool(fewer) or any(self._shrinks(rows) for size in sizes for rows in size.decides)
         self._changing |= fewer | (beside if changes else set())
         for size in sizes:
             key = (module, str(size.place), size.position)
+            if not size.labeled:
+                self._unlabeled.setdefault(key, set()).add(len(size.labels))
+                continue
             self._reads[key[1]] = size.reads
             earlier = self._found.setdefault(key, SizeAttribute(*key, size.labels)).labels
             if not self._same(earlier, size.labels):
@@ -339,7 +355,13 @@ class StatedSizes:
     def changing(self) -> list[SizeAttribute]:
         """Return the sizes, of every module, in expressions that change in at least one of them."""
         found = [size for size in self._found.values() if (size.module, size.name) not in self._left_alone]
-        return [size for size in found if size.name in self._changing]
+        return [size for size in found if size.name in self._changing and self._in_every_call(size)]
+
+    def _in_every_call(self, size: SizeAttribute) -> bool:
+        """Return whether one number is right in all calls: also where the axis has no labels, as one of tokens."""
+        others = self._unlabeled.get((size.module, size.name, size.position), set())
+        stays = bool((self._final[size.labels] == 0).any(axis=1).all())
+        return not others or (stays and others == {len(size.labels)})
 
     def as_attributes(self, model: nn.Module) -> list[SizeAttribute]:
         """Return the changing sizes, as attributes where an expression only reads one, as in `self.num_heads`.
