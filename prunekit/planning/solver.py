@@ -4,15 +4,17 @@
 cost, and `capacity` chooses widths alone. The last two start from several choices of widths and improve the best.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from prunekit.channels.labels.constraints import Removal
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
@@ -33,6 +35,10 @@ GRID = 4096
 """Steps of the uniform share."""
 TRIED = 129
 """Steps of a ladder that are tried at once where costs may fall as widths grow."""
+FEW = 16
+"""The most heads, experts or the like of a layer that are counted with those of all layers like it."""
+GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio: the fractional parts of its multiples are spread evenly, however many there are."""
 STARTS = 2
 """How many of the best starts are improved by local search; all of them if there are few widths."""
 
@@ -134,9 +140,9 @@ def _chosen(
 ) -> Labels | None:
     """Return counts within the budgets by a scope, else the fastest counts; None if these exceed the budgets too."""
     if scope == "uniform":
-        found = [_highest(parts, *_uniform(channel_map, parts), budgets)]
+        found = [_uniform(channel_map, parts, budgets)]
     elif scope == "global":
-        found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
+        found = [_global(parts, budgets, [scores[part.labels] for part in parts])]
     elif scope == "per_mac":
         found = _most_worth(channel_map, parts, scores, budgets)
     else:
@@ -148,9 +154,9 @@ def _chosen(
 def _most_worth(channel_map: ChannelMap, parts: list[GroupPart], scores: Scores, budgets: Budgets) -> list[Labels]:
     """Return counts within the budgets from several starts, those with the highest sum of kept scores first."""
     worth = KeptScores.of(parts, scores)
-    found = [*by_score_per_cost(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found = [*by_score_per_cost(parts, scores, budgets, partial(_global, parts, budgets))]
     found += lagrangian_search(parts, worth, budgets)
-    found += [_highest(parts, *_uniform(channel_map, parts), budgets), fastest(parts, budgets)]
+    found += [_uniform(channel_map, parts, budgets), fastest(parts, budgets)]
     distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
     starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
     return sorted((local_search(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
@@ -202,57 +208,93 @@ def worth_of_widths(channel_map: ChannelMap, parts: list[GroupPart]) -> Scores:
     return scores
 
 
-def _uniform(channel_map: ChannelMap, parts: list[GroupPart]) -> tuple[Ladder, int]:
-    """Return a ladder that keeps the same share of every part, and so of heads and of positions in them."""
-    # products between tokens have the width of attention, heads times positions, as a factor once: if all positions
-    # were kept, half of these MACs would be left at half of the channels: 33.5 % in test_vit, pit_ti_224, halonet_h1
-    families = _nested(channel_map, parts) if channel_map.joint.size else []
-    chains = [_chain([parts[index] for index in family]) for family in families]
-    products = [np.prod(chain, axis=1) for chain in chains]
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """Parts that keep a share together, as the heads of all layers do."""
 
-    # no count grows as the share falls, so that a trial at the least share has seen all that a larger one prunes
-    def ladder(step: int) -> Labels:
-        share = step / GRID
-        counts = np.array([part.at_most(part.labels.size * share) for part in parts])
-        # the product nearest to the share, as heads are few: of 3 with 3 queries each, two thirds are 2 times 3, not 2
-        for family, chain, product in zip(families, chains, products, strict=True):
-            counts[family] = chain[int(np.argmin(np.abs(product - product[0] * share ** len(family))))]
+    parts: list[int]  # their indices
+    counts: Labels  # (choices, parts) from the least to all; none falls from one choice to the next
+    shares: Numbers  # (choices,) of all that they have
+
+    def at(self, share: float, at_most: bool) -> int:
+        """Return the choice whose share is the nearest to one, or the largest of at most it, if there is one."""
+        ends = self.shares[1:] if at_most else (self.shares[1:] + self.shares[:-1]) / 2 + 2e-9
+        return int(np.searchsorted(ends, share + 1e-9, side="right"))
+
+
+def _uniform(channel_map: ChannelMap, parts: list[GroupPart], budgets: Budgets) -> Labels:
+    """Return counts that keep the same share of every part, as near as its steps allow.
+
+    Heads of keys with their query heads are one share, and positions in heads another: both are factors of products
+    between tokens, of which else half would be left at half of the channels. Heads are few, so that those of all layers
+    keep it together. What is left of the budget goes where the next step keeps the least; a budget of each group is the
+    most that any keeps.
+    """
+    each = any(one.each_group for one in budgets.facts)
+    pools = [_pool([[index]], parts) for index in range(len(parts))] if each else _pools(channel_map, parts)
+
+    def counts_of(choices: list[int]) -> Labels:
+        counts = np.zeros(len(parts), dtype=np.int64)
+        for pool, choice in zip(pools, choices, strict=True):
+            counts[pool.parts] = pool.counts[choice]
         return counts
 
-    return ladder, GRID
+    # no count grows as the share falls, so that a trial at the least share has seen all that a larger one prunes
+    def choices_at(step: int) -> list[int]:
+        return [pool.at(step / GRID, each) for pool in pools]
+
+    choices = choices_at(_highest(lambda step: counts_of(choices_at(step)), GRID, budgets))
+    waiting = {*range(len(pools))}
+    while waiting := {index for index in waiting if choices[index] + 1 < pools[index].shares.size}:
+        index = min(waiting, key=lambda one: (pools[one].shares[choices[one] + 1], one))
+        choices[index] += 1
+        if not budgets.fits(counts_of(choices)):
+            choices[index] -= 1
+            waiting.remove(index)
+    return counts_of(choices)
 
 
-def _chain(family: list[GroupPart]) -> Labels:
-    """Return counts of parts (steps, parts), from all to the least; each step takes from what rounding takes first."""
-    at = [part.counts.size - 1 for part in family]
-    found = [[int(part.counts[-1]) for part in family]]
-    while any(at):
-        middles = [
-            (part.counts[index] + part.counts[index - 1]) / (2 * part.labels.size) if index else -1.0
-            for part, index in zip(family, at, strict=True)
-        ]
-        at[int(np.argmax(middles))] -= 1
-        found.append([int(part.counts[index]) for part, index in zip(family, at, strict=True)])
-    return np.array(found)
-
-
-def _nested(channel_map: ChannelMap, parts: list[GroupPart]) -> list[list[int]]:
-    """Return the parts whose product is the width of an attention: heads, their query heads, and positions in them."""
+def _pools(channel_map: ChannelMap, parts: list[GroupPart]) -> list[_Pool]:
+    """Return the parts by what keeps a share together: few labels of many channels, as heads, in layers that repeat."""
     owner = np.full(channel_map.n_labels, -1)
     for index, part in enumerate(parts):
         owner[part.labels] = index
-    _, heads, positions, queries = channel_map.joint.T
-    taken: set[int] = set()
-    families = []
-    for family in np.unique(owner[np.stack([heads, queries, positions], 1)], axis=0):
-        free = [int(index) for index in dict.fromkeys(family) if index >= 0 and index not in taken]
-        taken |= {*free}
-        families += [free] if free else []
-    return families
+    pairs = np.unique(owner[channel_map.joint[:, [1, 3]]], axis=0) if channel_map.joint.size else []
+    queries = {int(heads): int(own) for heads, own in pairs if heads >= 0 and own >= 0}
+    together: dict[Hashable, list[list[int]]] = {}
+    for index in sorted(set(range(len(parts))) - {*queries.values()}):
+        family = [index, queries[index]] if index in queries else [index]
+        groups = [channel_map.groups[channel_map.group_of[parts[one].labels[0]]] for one in family]
+        few = all(parts[one].labels.size // parts[one].together <= FEW for one in family)
+        coarse = few and parts[index].channels > 1 and channel_map.kind_of(groups[0]) != Removal.POSITIONS
+        free = any(parts[one].counts.size > 1 for one in family)  # others are given, or those of a block that goes
+        key = frozenset(map(channel_map.family_of, groups)) if coarse and free else index
+        together.setdefault(key, []).append(family)
+    return [_pool(families, parts) for families in together.values()]
 
 
-def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:
-    """Return a ladder that keeps the highest ranks of all parts together."""
+def _pool(families: list[list[int]], parts: list[GroupPart]) -> _Pool:
+    """Return the pool of families, each of a layer: what rounding takes first goes first, in layers far apart."""
+    indices = [index for family in families for index in family]
+    own = [parts[index] for index in indices]
+    now = [int(part.counts[-1]) for part in own]
+    rows, places = [now], [(place, number) for number, family in enumerate(families) for place in range(len(family))]
+    steps = (
+        (-(before + after) / part.labels.size, place, (number + 1) * GOLDEN % 1, column, after)
+        for column, (part, (place, number)) in enumerate(zip(own, places, strict=True))
+        for before, after in pairwise(part.counts[::-1].tolist())
+    )
+    for *_, column, count in sorted(steps):
+        now = [*now[:column], count, *now[column + 1 :]]
+        rows.append(now)
+    rows.append([part.labels.size if part.counts.size > 1 else int(part.counts[-1]) for part in own])
+    starts = [0, *np.cumsum([len(family) for family in families])[:-1]]
+    kept = np.multiply.reduceat(np.array(rows), starts, axis=1).sum(axis=1)
+    return _Pool(indices, np.array(rows[-2::-1]), kept[-2::-1] / max(kept[-1], 1))
+
+
+def _global(parts: list[GroupPart], budgets: Budgets, ranks: list[Scores]) -> Labels:
+    """Return counts that keep the highest ranks of all parts together."""
     owner = np.concatenate([np.full(part.labels.size, index) for index, part in enumerate(parts)])
     ranked = owner[np.argsort(-np.concatenate(ranks), kind="stable")]
 
@@ -260,11 +302,11 @@ def _global(parts: list[GroupPart], ranks: list[Scores]) -> tuple[Ladder, int]:
         wanted = np.bincount(ranked[:step], minlength=len(parts))
         return np.array([part.at_most(count) for part, count in zip(parts, wanted, strict=True)])
 
-    return ladder, int(ranked.size)
+    return _fill(parts, ladder(_highest(ladder, int(ranked.size), budgets)), budgets.fits)
 
 
-def _highest(parts: list[GroupPart], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
-    """Return the highest step of a ladder that fits, and then more of single parts as far as that fits."""
+def _highest(ladder: Ladder, top: int, budgets: Budgets) -> int:
+    """Return the highest step of a ladder that fits; 0 if none does."""
     low, high = 0, top
     if budgets.non_monotonic:
         # costs may fall as widths grow, so that a step that fits may lie above one that does not
@@ -275,7 +317,7 @@ def _highest(parts: list[GroupPart], ladder: Ladder, top: int, budgets: Budgets)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if budgets.fits(ladder(middle)) else (low, middle - 1)
-    return _fill(parts, ladder(low), budgets.fits)
+    return low
 
 
 def _fill(parts: list[GroupPart], counts: Labels, fits: Callable[[Labels], bool]) -> Labels:
