@@ -74,12 +74,8 @@ def remarks(small: nn.Module) -> tuple[str, ...]:
             f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
             "plain_classes=True keeps all classes as they are, and prunes less"
         )
-    if "transformers" in sys.modules and (kind := unsayable(small)) is not None:
-        found.append(
-            f"no configuration of transformers says the widths of this {kind}: what its own save_pretrained writes, "
-            "from_pretrained refuses. Save it by prunekit.save, or by save_pretrained of "
-            "prunekit.integrations.transformers; with layout='huggingface' the library's own works"
-        )
+    if "transformers" in sys.modules and (said := unsayable(small)) is not None:
+        found.append(said)
     count = sum(1 for _ in small.parameters())
     if count and is_frozen(small):
         found.append(

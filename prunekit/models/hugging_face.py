@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from importlib import import_module
 from itertools import combinations, islice, product
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -367,8 +368,10 @@ def changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def set_noted_config(model: nn.Module, note: Mapping[str, Any] | None) -> None:
-    """Give the model of transformers in a compact model the configuration that a plan or folder notes, if any."""
-    if note:
+    """Give the model of transformers in a compact model the configuration that is noted, or else a save that warns."""
+    if not note and (found := library_model(model)) is not None:
+        vars(found[1])["save_pretrained"] = MethodType(save_pretrained, found[1])  # pickled as the class's own method
+    elif note:
         for path, (_, value) in note["config"].items():
             if not (value is None or type(value) is int):
                 raise ValueError(f"library_config: {path}: expected a whole number, got {value!r:.99}")
@@ -385,14 +388,26 @@ def set_config(model: Any, config: Any) -> None:
             module.config = new
 
 
+def save_pretrained(model: Any, *given: Any, **by_name: Any) -> Any:
+    """Save a model as its class does, with a warning where the class cannot load that."""
+    if (said := unsayable(model)) is not None:
+        warnings.warn(said, UserWarning, stacklevel=2)
+    return type(model).save_pretrained(model, *given, **by_name)
+
+
 def unsayable(model: nn.Module) -> str | None:
-    """Return the name of the class of transformers in a model whose configuration says other widths; None if none."""
-    found = library_model(model)
-    if found is None:
+    """Return a remark on a model of transformers whose configuration says other widths; None if there is none."""
+    if (found := library_model(model)) is None:
         return None
     _, inner = found
     said = ConfigSearch(inner, inner.config).dense  # nothing where the class cannot be built without values
-    return original_of(type(inner)).__name__ if said and said != shapes_of(inner) else None
+    return (
+        f"no configuration of transformers says the widths of this {original_of(type(inner)).__name__}: what its own "
+        "save_pretrained writes, from_pretrained refuses. Save it by prunekit.save, or by save_pretrained of "
+        "prunekit.integrations.transformers; with layout='huggingface' the library's own works"
+        if said and said != shapes_of(inner)
+        else None
+    )
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
