@@ -8,6 +8,7 @@ use: `trace`, `require_reachable`, `find` (or `predict`), and `deliver`. For bud
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +18,7 @@ from torch import nn
 
 from prunekit.channels.cut.model_match import require_model
 from prunekit.channels.labels.branch import is_inside
-from prunekit.channels.labels.constraints import EqualWidths
+from prunekit.channels.labels.constraints import NO_EQUAL_WIDTHS, EqualWidths, family_name
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.trace import traced_map
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
@@ -31,14 +32,14 @@ from prunekit.hooks.wrappers import require_trainable, unwrapped
 from prunekit.measure.model_size import count_memory
 from prunekit.models.hugging_face import set_noted_config
 from prunekit.modes.public_call import own_part
-from prunekit.planning.candidates import Scores
+from prunekit.planning.candidates import WIDE, Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
 from prunekit.planning.solver import feasible_plan, make_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.context import paused_garbage_collection, release_memory
-from prunekit.utils.display import plural, share
+from prunekit.utils.display import listed, plural, share
 from prunekit.utils.files import json_values
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import Log, stage
@@ -58,6 +59,10 @@ NEAR = 0.005
 """Share of the budget of memory: a plan that leaves at most this much unused is not improved on."""
 SMALL = 0.01
 """Share of the dense model below which an amount is noted: it may have been meant in another unit."""
+LOCKED = 0.25
+"""Share of the parameters that a layout locks, from which on it is noted what others pay for it."""
+PAYS = 2.0
+"""By how much more than the asked share these pay at least for that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +232,7 @@ class PlanSearch:
                     settled = run_trial(self.model, chart, choose, examples, plain=settings.plain_classes)
             settled, unseen = with_untraced_sizes(self.model, settled, examples)
         release_memory(self.model)
-        chart, known = settled.channel_map, set(self.channel_map.locks)
+        chart, known, notes = settled.channel_map, set(self.channel_map.locks), unseen
         if library is not None:
             chart = with_equal_widths(chart, made[-1][0].channel_map.traced.equal_widths)
         added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in chart.locks if lock not in known)
@@ -235,8 +240,9 @@ class PlanSearch:
         plan = replace(plan, channel_map=chart)  # with the locks of the last trial
         if note is not None:
             plan = replace(plan, provenance={**plan.provenance, LIBRARY_CONFIG: note})
-            set_noted_config(settled.compact, note)
-        return Planned(plan, scores, settled.compact, settled.difference, added, unseen + _uncounted(self.channel_map))
+            notes += tuple(_notes_on_layout(plan, scores, settings))
+        set_noted_config(settled.compact, note)
+        return Planned(plan, scores, settled.compact, settled.difference, added, notes + _uncounted(self.channel_map))
 
     def deliver(self, planned: Planned, model: nn.Module) -> LatencyResult | None:
         """Measure the final model beside the dense one in fresh processes; None without a budget of time.
@@ -299,6 +305,44 @@ def _small_amounts(plan: Plan) -> Iterator[str]:
             dense = facts.in_words(found["dense"])
             asked = f"{name}={found['asked']:.4g}"
             yield f"{asked} is {share(allowed, 2)} of the dense model's {dense}: next to nothing stays"
+
+
+def _notes_on_layout(plan: Plan, scores: Scores, settings: PruneSettings) -> Iterator[str]:
+    """Yield sentences on uneven shares and widths that a configuration forces, with what a plan without it keeps."""
+    chart, whole = plan.channel_map, plan.channel_map.traced.equal_widths.whole
+    locked = np.ones(chart.n_labels, dtype=bool)
+    for group in (group for family in chart.families.keys() - whole.keys() for group in chart.families[family]):
+        locked[group.labels] = False
+    locked = chart.completed(locked)
+    sizes = {name: chart.parameters_kept(np.ones_like(locked), [name]) for name in chart.shapes}
+    free = [name for name in sizes if chart.free_share([name])]
+    stay = sum(sizes[name] for name in free if chart.parameters_kept(locked, [name]) == sizes[name])
+    stays, (least, width) = stay / max(1, sum(map(sizes.get, free))), _narrowest(plan)  # type: ignore[arg-type]
+    budgets = ((facts_of(name), found) for name, found in plan.provenance["budgets"].items())
+    asked = min(
+        (facts.left_of(found["asked"], found["dense"]) for facts, found in budgets if found["dense"]), default=1.0
+    )
+    entries = plan.provenance[LIBRARY_CONFIG]["config"].items()
+    wide = {size for _, size in plan.widths().values() if size >= 8 * WIDE and size % WIDE == 0}
+    if odd := [f"{name} {value}" for name, (dense, value) in entries if dense in wide and value % WIDE]:
+        yield f"no multiple of {WIDE}, which kernels are faster for: {', '.join(odd)}; round_to={WIDE} makes them so"
+    if stays >= LOCKED and 1 - least > PAYS * (1 - asked):
+        given = ""
+        with suppress(PlanError):
+            other = replace(settings, layout="equal")
+            left = _narrowest(make_plan(with_equal_widths(chart, NO_EQUAL_WIDTHS), scores, other))[0]
+            given = f"; layout='equal' or 'free' would keep {share(left)} of each, or more"
+        names = sorted(family_name(family) for family in chart.families.keys() & whole.keys())
+        yield (
+            f"layout='huggingface': no configuration says other widths of {listed(names, 3)}, {share(stays)} of the "
+            f"parameters that could go, so that others pay for it: {width} keeps {share(least)}, where "
+            f"{share(asked)} was asked for{given}"
+        )
+
+
+def _narrowest(plan: Plan) -> tuple[float, str]:
+    """Return the least share that a group keeps, and its name."""
+    return min(((kept / size, name) for name, (kept, size) in plan.widths().items()), default=(1.0, ""))
 
 
 def library_of(model: nn.Module, examples: Sequence[tuple[Any, ...]], settings: PruneSettings) -> LibraryModel | None:
