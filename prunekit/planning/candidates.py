@@ -168,7 +168,7 @@ def _served(channel_map: ChannelMap, group: ChannelGroup, counts: Labels, settin
     if any(0 < axis == len(channel_map.labels[name]) - 1 for name, axis in group.slots):  # else experts, or a vector
         each = min(_carried(channel_map, group, slot) for slot in group.slots)
         counts = counts[(counts * each % block == 0) | (counts == group.labels.size)]
-    split = counts[counts % settings.tensor_parallel == 0]
+    split: Labels = counts[counts % settings.tensor_parallel == 0]
     if not split.size:
         raise PlanError(
             f"tensor_parallel: {settings.tensor_parallel} devices cannot share the {group.labels.size} of {group.name}"

@@ -259,7 +259,7 @@ def _pools(channel_map: ChannelMap, parts: list[GroupPart]) -> list[_Pool]:
     owner = np.full(channel_map.n_labels, -1)
     for index, part in enumerate(parts):
         owner[part.labels] = index
-    pairs = np.unique(owner[channel_map.joint[:, [1, 3]]], axis=0) if channel_map.joint.size else []
+    pairs = np.unique(owner[channel_map.joint[:, [1, 3]]], axis=0)
     queries = {int(heads): int(own) for heads, own in pairs if heads >= 0 and own >= 0}
     together: dict[Hashable, list[list[int]]] = {}
     for index in sorted(set(range(len(parts))) - {*queries.values()}):

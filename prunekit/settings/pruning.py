@@ -551,7 +551,7 @@ def server_contradictions(prune: Mapping[str, object]) -> Iterator[tuple[tuple[s
     if layout not in SERVERS:
         return
     block = SERVERS[str(layout)][0]
-    asked = {("round_to",): prune.get("round_to")}
+    asked: dict[tuple[str, ...], object] = {("round_to",): prune.get("round_to")}
     if isinstance(target, Mapping):
         asked["target", "block"] = target.get("block")
     for path, number in asked.items():

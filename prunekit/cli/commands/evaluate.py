@@ -131,8 +131,15 @@ def _evaluate_tasks(
         pair = find_model_pair(arguments, given, console) if model is None else None
         known = None if pair is None or pair.job is None else pair.job.known_data.tokenizer
         tokenizer = folder_tokenizer([folder, folder / "model", known] if own is None else [own])
-        models = {"model": model} if pair is None else pair.models
-        found = evaluate_tasks(models, str(folder), tokenizer, asked, where, () if pair is None else pair.notes)
+        models = {} if model is None else {"model": model}
+        found = evaluate_tasks(
+            models if pair is None else pair.models,
+            str(folder),
+            tokenizer,
+            asked,
+            where,
+            () if pair is None else pair.notes,
+        )
     console.show(found, found.figures(), "evaluate", output)
 
 
