@@ -101,7 +101,7 @@ def _lock_full_axes(axes: LabeledAxes, union: LabelUnion) -> list[LockRecord]:
     return records
 
 
-NOT_JOINT: Labels = np.zeros((0, 3), dtype=np.int64)
+NOT_JOINT: Labels = np.zeros((0, 4), dtype=np.int64)
 
 
 def deciders(n_labels: int, joint: Labels) -> list[Labels]:
