@@ -47,8 +47,9 @@ from prunekit.utils.tensors import gather, has_sample_lists
 
 AT_ONCE = 4096
 """Patches of a layer, about, in a batch: 151 MB for 512 channels and a 3 x 3 kernel in float64."""
-OUTPUTS = 2**25
-"""Values of a layer's output for which token numbers run at a time, about: 134 MB in float32."""
+OUTPUTS = 2**21
+"""Values of a layer's output for which token numbers run at a time, about: 8 MB in float32, as freed pieces of more
+than a hundred layers may not fit together."""
 FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 

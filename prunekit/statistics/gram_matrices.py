@@ -167,9 +167,8 @@ class _Collector(LayerFinder):
         operands = self.operands(call)
         if operands is not None and self._unused is not None and operands.weight == self._unused.weight:
             given, outputs = operands.inputs, operands.matrix.shape[int(operands.transposed)]
-            call = call._replace(
-                compute=lambda *_, **__: given.new_zeros(*given.shape[:-1], outputs)
-            )  # takes no memory
+            # nothing writes to it, so that it takes no memory
+            call = call._replace(compute=lambda *_, **__: given.new_empty(*given.shape[:-1], outputs))
         result = super().call(call)
         mark = self.mark(result) if isinstance(result, Tensor) else None
         if mark is None or mark.layer is None or mark.call != call.number:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.hooks.model_copy import named_tensors, with_tensors
@@ -22,7 +23,7 @@ from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.patches import solve_positive
-from prunekit.utils.context import release_memory, training_mode
+from prunekit.utils.context import device_of, release_memory, training_mode
 from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
@@ -227,6 +228,7 @@ def _gains_by_gradients(
     slopes, errors = _slopes_and_errors(model, stats)
     release_memory(model, collect=False)
     probes, squares, spread = -(-PROBES // samples), [0.0] * len(errors), RelativeError()
+    device = device_of(model)
     try:
         for one in each if len(judge.outputs) > 1 else each[:1]:  # the variance of a single one is in all gains
             for key, values in judge.values(model, one, counted_positions(model, one)):
@@ -246,13 +248,15 @@ def _gains_by_gradients(
                         for place in judge.outputs
                         if place in around
                     ]
-                    sums = [_random_sum(found, generator) for _ in range(probes)]
-                for number, total in enumerate(sums, 1):
+                for number in range(1, probes + 1):
+                    with torch.enable_grad():
+                        sums = [one.random_sum(generator).to(device) / math.sqrt(len(found)) for one in found]
+                        total = sum(sums, torch.zeros((), dtype=torch.float64, device=device))
                     squares = [
                         square + slope**2 / probes
                         for square, slope in zip(squares, slopes.of(total, again=number < probes), strict=True)
                     ]
-                del output, found, sums, total
+                del returned, output, scores, found, sums, total
     except (RuntimeError, NotImplementedError, IndexError, AttributeError, UserWarning):
         return None  # an operator without a gradient, or an output that changes with the number of samples
     if not all(square > 0 for square, error in zip(squares, errors, strict=True) if error > 0):
@@ -281,19 +285,22 @@ class _Judged:
     around: float  # squared deviation of all samples, which squared changes are shares of
     scores: bool  # whether these are scores of tokens, whose probabilities count
 
-    def random(self, generator: torch.Generator) -> Tensor:
-        """Return a random direction, whose products with a change have its squared size as mean square.
+    def random_sum(self, generator: torch.Generator) -> Tensor:
+        """Return a sum whose slope along a change d has the size of d as mean square.
 
-        The size of a change d of scores with probabilities p is d^T (diag(p) - p p^T) d, two times the divergence of
-        the probabilities (Kullback & Leibler 1951) to second order; that of other outputs is d^T d / `around`.
+        The size is d^T d / `around`, by random signs. That of scores with probabilities p is d^T (diag(p) - p p^T) d,
+        two times the divergence of the probabilities to second order, and the mean over positions: the slope of the
+        log likelihood of tokens that are drawn from p (Amari 1998, "Natural gradient works efficiently in learning").
         """
-        signs = torch.randint(0, 2, self.values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-        signs = signs.to(self.values.device)
         if not self.scores:
-            return signs / math.sqrt(self.around)
-        shares = self.values.detach().float().softmax(-1)
-        direction = shares.sqrt().mul_(signs)
-        return direction.sub_(shares.mul_(direction.sum(-1, keepdim=True))).div_(math.sqrt(shares[..., 0].numel()))
+            signs = torch.randint(0, 2, self.values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+            return (signs.to(self.values.device) * self.values).sum(dtype=torch.float64) / math.sqrt(self.around)
+        rows = self.values.flatten(0, -2).float()
+        with torch.no_grad():
+            below = rows.softmax(-1).cumsum_(-1)
+            drawn = torch.rand(len(rows), 1, generator=generator).to(rows.device) * below[:, -1:]
+            tokens = torch.searchsorted(below, drawn).clamp_(max=rows.shape[1] - 1).flatten()
+        return F.cross_entropy(rows, tokens, reduction="sum").double() / math.sqrt(len(rows))
 
 
 def _token_scores(returned: Any, inputs: tuple[Any, ...]) -> Tensor | None:
@@ -301,15 +308,6 @@ def _token_scores(returned: Any, inputs: tuple[Any, ...]) -> Tensor | None:
     found = getattr(returned, "logits", None)
     texts = all(not tensor.is_floating_point() for tensor in gather(inputs))
     return found if texts and isinstance(found, Tensor) and found.dim() == 3 and found.shape[-1] > 1 else None
-
-
-def _random_sum(found: Sequence[_Judged], generator: torch.Generator) -> Tensor:
-    """Return a random sum of outputs, whose mean square along a change is the mean of the outputs' sizes of it."""
-    total = torch.zeros((), dtype=torch.float64)
-    for one in found:
-        whole = (one.random(generator) * one.values).sum(dtype=torch.float64)
-        total = total.to(whole.device) + whole / math.sqrt(len(found))
-    return total
 
 
 def _gain(
