@@ -184,12 +184,14 @@ def _layers_reading(
     Of experts in stacks it is the last stack of each module, whose outputs are summed, and axis 0.
     """
     last = {one.layer.weight.rpartition(".")[0]: one for one in stats.layers if one.layer.stack}
+    own = np.zeros(channel_map.n_labels, dtype=bool)
+    own[group.labels] = True
     for moments in stats.layers:
         summed = last.get(moments.layer.weight.rpartition(".")[0]) is moments
         for axis in (0, moments.layer.axes[1]) if summed else (moments.layer.axes[1],):
             labels = channel_map.labels.get(moments.layer.weight, (None,) * (axis + 1))[axis]
             for deciding in [] if labels is None else channel_map.deciding(labels):
-                if np.isin(deciding, group.labels).any():
+                if own[deciding].any():
                     yield moments, axis, deciding
 
 
