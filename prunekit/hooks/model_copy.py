@@ -313,14 +313,14 @@ def _is_foreign(module: str, packages: tuple[str, ...]) -> bool:
 def foreign_methods(model: nn.Module) -> list[str]:
     """Return the methods of instances that replace those of their class, as `path.name`: no file can hold them.
 
-    Except for those of every module other than forward, such as `train`, which compute nothing.
+    Except for those of every module other than forward, such as `train`, and prunekit's own, which compute nothing.
     """
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
         for name, item in _without_wrappers(module).items()
         if isinstance(item, _FUNCTIONS) and hasattr(type(module), name) and not _is_own_method(module, item)
-        if name == "forward" or not hasattr(nn.Module, name)
+        if name == "forward" or not (hasattr(nn.Module, name) or _is_foreign(str(item.__module__), ("prunekit",)))
     ]
 
 

@@ -77,9 +77,8 @@ def require_trainable(model: nn.Module, what: str) -> None:
             )
     for path, module in model.named_modules():
         own = {**module._parameters, **module._buffers}
-        scaled = any("scale" in name for name in own)
         for name, tensor in own.items():
-            if tensor is not None and (held := _packed(tensor, scaled)) is not None:
+            if tensor is not None and (held := _packed(name, tensor)) is not None:
                 raise ModelError(
                     f"{type(model).__name__}: {f'{path}.{name}'.lstrip('.')} holds quantized or packed weights "
                     f"({held}), of which {what} takes out no channels: give the model in floating point, and quantize "
@@ -87,17 +86,19 @@ def require_trainable(model: nn.Module, what: str) -> None:
                 )
 
 
-def _packed(tensor: torch.Tensor, scaled: bool) -> str | None:
-    """Return how a tensor holds quantized weights; None if it does not. `scaled`: whether there are scales beside it.
+def _packed(name: str, tensor: torch.Tensor) -> str | None:
+    """Return how a tensor of a module holds quantized weights; None if it does not.
 
     Torchao has subclasses of tensors, bitsandbytes parameters of bytes, and GPTQ and others packed integers.
     """
     kind = type(tensor.data)
     if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") and not hasattr(tensor, "placements"):
         return kind.__name__
-    small = tensor.dtype.itemsize == 1 or not (tensor.is_floating_point() or tensor.is_complex())
-    packed = tensor.dim() > 1 and small and tensor.dtype != torch.bool and (scaled or isinstance(tensor, nn.Parameter))
-    return f"{type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}" if packed else None
+    small = tensor.dtype.itemsize == 1 or tensor.dtype in (torch.int16, torch.int32)
+    packed = small and tensor.dtype != torch.bool and tensor.dim() > 1
+    if not packed or not (isinstance(tensor, nn.Parameter) or "weight" in name):
+        return None
+    return f"{type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def is_frozen(model: nn.Module) -> bool:

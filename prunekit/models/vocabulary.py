@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import DataError, ModelError, UsageError
+from prunekit.errors import ArtifactError, DataError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.models.hugging_face import changed_config, library_model, quiet_library, set_config
 from prunekit.utils.context import seeded
@@ -29,7 +29,7 @@ NOTE = "vocabulary"
 """Key in a plan's provenance: the ids that are kept, and the number of ids that there were."""
 KINDS = ("BPE", "WordPiece", "Unigram", "WordLevel")
 """Models of tokenizers that can have fewer tokens."""
-MOST = 2**31
+MOST = 2**24
 """Ids of tokens are below this."""
 TOKENS = ("input_ids", "decoder_input_ids")
 """Arguments of models of transformers that are ids of tokens."""
@@ -123,9 +123,9 @@ class Vocabulary:
         return found
 
     def example(self, model: nn.Module, example: tuple[Any, ...]) -> Any:
-        """Return what a model is called with under the new ids, arguments by name where they have one."""
+        """Return what a model is called with under the new ids, by name where arguments have one, without labels."""
         tokens = {name: self.ids(ids) for name, ids in tokens_in(model, example).items()}
-        given = arguments_by_name(model, example) | tokens
+        given = {name: one for name, one in arguments_by_name(model, example).items() if name != "labels"} | tokens
         return given if all(isinstance(name, str) for name in given) else tuple(given.values())
 
     def cut(self, model: nn.Module) -> nn.Module:
@@ -193,10 +193,13 @@ def noted_vocabulary(note: Any) -> Vocabulary | None:
     """Return the vocabulary that a plan or folder notes; None where it notes none."""
     if note is None:
         return None
-    kept, size = note["kept"], note["size"]
-    if not all(type(one) is int and 0 <= one < min(size, MOST) for one in kept) or kept != sorted({*kept}) or not kept:
-        raise ValueError(f"{NOTE}: expected ascending ids of tokens, below {size!r:.99} and {MOST}")
-    return Vocabulary(torch.tensor(kept), size)
+    match note:
+        case {"kept": [*kept], "size": int(size)} if 0 < size < MOST and kept and all(type(one) is int for one in kept):
+            if kept == sorted({*kept}) and kept[0] >= 0 and kept[-1] < size:
+                return Vocabulary(torch.tensor(kept), size)
+    raise ArtifactError(
+        f"{NOTE}: expected a size below {MOST:,} and ascending ids of tokens below it, got {note!r:.99}"
+    )
 
 
 def without_removed(model: nn.Module, note: Any) -> nn.Module:

@@ -23,7 +23,7 @@ from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.trace import traced_map
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.comparison import shortened
-from prunekit.channels.trial.trial import run_trial, with_untraced_sizes
+from prunekit.channels.trial.trial import TrialResult, run_trial, with_untraced_sizes
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import weighted_output_count
 from prunekit.criteria.scoring import normalize, score
@@ -218,18 +218,26 @@ class PlanSearch:
             made.append((plan, scores))
             return plan.keep
 
+        whole, plain = list(self.examples), settings.plain_classes
+        examples = [shortened(self.model, channel_map, example, example, at) for at, example in enumerate(whole)]
+
+        def tried(chart: ChannelMap) -> TrialResult:
+            """Return a plan that passes on short texts, where most differences show in less time, and on whole ones."""
+            found = run_trial(self.model, chart, choose, examples, plain=plain)
+            if all(short is example for short, example in zip(examples, whole, strict=True)):
+                return found
+            known, keep = found.channel_map, found.keep
+            return run_trial(self.model, known, lambda now: keep if now is known else choose(now), whole, plain=plain)
+
         with paused_garbage_collection():
-            pairs = enumerate(self.examples)
-            examples = [shortened(self.model, channel_map, example, example, place) for place, example in pairs]
-            settled = run_trial(self.model, channel_map, choose, examples, plain=settings.plain_classes)
-            note = None
+            settled, note = tried(channel_map), None
             while library is not None and note is None:
                 chart = with_equal_widths(settled.channel_map, made[-1][0].channel_map.traced.equal_widths)
                 plan = replace(made[-1][0], channel_map=chart)
                 note, other = library.changes(settled.compact, plan)
                 if note is None:
                     layouts.append(other)
-                    settled = run_trial(self.model, chart, choose, examples, plain=settings.plain_classes)
+                    settled = tried(chart)
             settled, unseen = with_untraced_sizes(self.model, settled, examples)
         release_memory(self.model)
         chart, known, notes = settled.channel_map, set(self.channel_map.locks), unseen
@@ -334,7 +342,7 @@ def _notes_on_layout(plan: Plan, scores: Scores, settings: PruneSettings) -> Ite
             given = f"; layout='equal' or 'free' would keep {share(left)} of each, or more"
         names = sorted(family_name(family) for family in chart.families.keys() & whole.keys())
         yield (
-            f"layout='huggingface': no configuration says other widths of {listed(names, 3)}, {share(stays)} of the "
+            f"layout={settings.layout!r}: no configuration says other widths of {listed(names, 3)}, {share(stays)} of the "
             f"parameters that could go, so that others pay for it: {width} keeps {share(least)}, where "
             f"{share(asked)} was asked for{given}"
         )

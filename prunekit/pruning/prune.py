@@ -494,8 +494,8 @@ class Request:
         each, count = 2 if is_large(self.model) else 8, min(8, sample_count(self.samples))
         whole = self.first_samples(count)
         short = shortened(self.model, self.search.channel_map, whole, self.search.examples[0])
-        if short is not whole:
-            return [short]
+        if short is not whole:  # all samples in part, and two as they are
+            return [short, self.first_samples(min(2, count))]
         parts = (select_samples(self.samples, slice(start, start + each)) for start in range(0, count, each))
         return [inputs_as_example(self.model, part) for part in parts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -70,18 +71,49 @@ def test_what_is_left_has_the_padding_of_the_whole() -> None:
     assert left.sum(1).tolist() == [17, 15, 32]
 
 
-def test_the_trial_and_the_proof_take_what_is_left() -> None:
+def test_the_trial_and_the_proof_take_what_is_left_before_the_whole() -> None:
     torch.manual_seed(0)
-    lengths = set()
+    lengths: dict[int, None] = {}  # in the order in which they are met
     model = Reader(1000)
 
     class Watched(Reader):
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
             result = super().forward(input_ids, attention_mask)
             if result.dtype == torch.float64 or self.table.weight.dtype == torch.float64:
-                lengths.add(input_ids.shape[1])
+                lengths[input_ids.shape[1]] = None
             return result
 
     model.__class__ = Watched
     prunekit.prune(model, calibration=torch.randint(50, (16, 100)), params=0.8)
-    assert lengths == {TOKENS}
+    assert [*lengths] == [TOKENS, 100]
+
+
+class Far(nn.Module):
+    """Behaves otherwise beyond position 64: by a literal width in a view, or by a factor of the width."""
+
+    def __init__(self, *, view: bool) -> None:
+        super().__init__()
+        self.table, self.body, self.back = nn.Embedding(90, 32), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.head, self.view = nn.Linear(32, 5), view
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        y = torch.relu(self.body(x))
+        if self.view and ids.shape[1] > 64:
+            y = y.reshape(len(y), -1, 48)
+        far = (torch.arange(ids.shape[1]) >= 64).to(y.dtype)[None, :, None]
+        y = y if self.view else y * (1 + far * (y.shape[-1] / 48 - 0.5))
+        scores: Tensor = self.head(self.back(y) + x)
+        return scores
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_what_shows_beyond_the_short_text_is_found_on_the_whole_one(view: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = Far(view=view).eval(), torch.randint(0, 90, (8, 128))
+    result = prunekit.prune(model, calibration=ids, params=0.7, repair=False)
+    masked = copy.deepcopy(model).double()
+    result.plan.zero(masked)
+    with torch.no_grad():
+        assert result.model.double()(ids).shape == (8, 128, 5)
+        assert torch.allclose(masked(ids), result.model(ids), atol=1e-9)

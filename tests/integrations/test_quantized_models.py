@@ -70,6 +70,22 @@ def test_a_quantized_model_is_refused_with_what_to_do(quantize: Callable[[nn.Mod
             call()
 
 
+class Indexed(nn.Module):
+    """Has numbers of places beside a scale, as windows of Swin v2 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.logit_scale = nn.Linear(8, 16), nn.Linear(16, 4), nn.Parameter(torch.ones(1))
+        self.register_buffer("index", torch.arange(16, dtype=torch.int32).view(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x) * self.logit_scale)[:, self.index % 4]  # type: ignore[no-any-return]
+
+
+def test_numbers_of_places_are_no_quantized_weights() -> None:
+    assert pk.prune(Indexed(), torch.randn(1, 8), params=0.6).model.inner.out_features < 16
+
+
 @pytest.mark.parametrize("layout", ["free", "huggingface"])
 def test_what_was_pruned_is_quantized_afterwards(layout: Any, tmp_path: Path) -> None:
     result = pk.prune(llama(), IDS, params=0.8, layout=layout, outputs="logits")
