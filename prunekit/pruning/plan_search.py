@@ -342,8 +342,8 @@ def _notes_on_layout(plan: Plan, scores: Scores, settings: PruneSettings) -> Ite
             given = f"; layout='equal' or 'free' would keep {share(left)} of each, or more"
         names = sorted(family_name(family) for family in chart.families.keys() & whole.keys())
         yield (
-            f"layout={settings.layout!r}: no configuration says other widths of {listed(names, 3)}, {share(stays)} of the "
-            f"parameters that could go, so that others pay for it: {width} keeps {share(least)}, where "
+            f"layout={settings.layout!r}: no configuration says other widths of {listed(names, 3)}, {share(stays)} of "
+            f"the parameters that could go, so that others pay for it: {width} keeps {share(least)}, where "
             f"{share(asked)} was asked for{given}"
         )
 
