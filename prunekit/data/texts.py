@@ -46,10 +46,7 @@ def text_splits(settings: DataSettings, task: Task) -> Splits:
     """
     require_shares(settings)
     where, tokenizer = str(settings.root or settings.name), open_tokenizer(settings.tokenizer)
-    known = _documents(settings, task)
-    made = {name: _samples(texts, tokenizer, settings, task) for name, texts in known.items()}
-    unit = "lines" if task.texts == "lines" else f"windows of {settings.window or WINDOW} tokens"
-    parts = _blocks(made, settings, f"{where}: {unit}")
+    made, parts = _parts(settings, task, tokenizer, where)
     content = [f"{task.texts} {settings.window} {tokenizer.vocabulary}", *(one.digest for one in made.values())]
     spelled = partial(tokenizer.spelled, parts["test"]) if task.texts == "windows" else None
     if settings.stride is not None:
@@ -57,6 +54,22 @@ def text_splits(settings: DataSettings, task: Task) -> Splits:
     task = replace(task, collate=PaddedTexts(tokenizer.padding))
     found = sample_splits(parts, task, settings=settings, where=where, content=" ".join(content).encode())
     return replace(found, vocabulary=tokenizer.vocabulary, spelled=spelled)
+
+
+def training_text(settings: DataSettings, task: Task) -> Iterator[str]:
+    """Yield the text of the samples for training, which are those for calibration too, a part at a time."""
+    tokenizer = open_tokenizer(settings.tokenizer)
+    _, parts = _parts(settings, task, tokenizer, str(settings.root or settings.name))
+    yield from (text for _, text in tokenizer.written(parts["train"]))
+
+
+def _parts(
+    settings: DataSettings, task: Task, tokenizer: TextTokenizer, where: str
+) -> tuple[dict[str, TextSamples], dict[str, TextSamples]]:
+    """Return the samples as they are stored, and those of each of the three parts."""
+    made = {name: _samples(texts, tokenizer, settings, task) for name, texts in _documents(settings, task).items()}
+    unit = "lines" if task.texts == "lines" else f"windows of {settings.window or WINDOW} tokens"
+    return made, _blocks(made, settings, f"{where}: {unit}")
 
 
 def _strided(test: TextSamples, settings: DataSettings, task: Task) -> TextSamples:
@@ -209,7 +222,7 @@ def _samples(
     return TextSamples(windows, masking=masking, tokens=len(ids), around=around)
 
 
-def _blocks(made: Mapping[str, TextSamples], settings: DataSettings, where: str) -> dict[str, Any]:
+def _blocks(made: Mapping[str, TextSamples], settings: DataSettings, where: str) -> dict[str, TextSamples]:
     """Return the three parts: as they are, or blocks of the part that is there for training."""
     rest, parts = made["train"], {name: part for name, part in made.items() if name != "train"}
     shares = {"test": settings.test_share, "validation": settings.validation_share}
@@ -355,13 +368,16 @@ class TextTokenizer:
 
     def spelled(self, samples: TextSamples) -> tuple[int, int]:
         """Return the number of tokens of samples, and of bytes in UTF-8 of the text that they spell."""
-        tokens = size = 0
+        found = [(tokens, len(text.encode("utf-8", "replace"))) for tokens, text in self.written(samples)]
+        return sum(tokens for tokens, _ in found), sum(size for _, size in found)
+
+    def written(self, samples: TextSamples) -> Iterator[tuple[int, str]]:
+        """Yield the number of tokens and the text of some samples at a time."""
         for begin in range(0, len(samples), LINES):
             ids = np.concatenate([samples.rows[at] for at in range(begin, min(begin + LINES, len(samples)))])
             with self._running():
                 text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-            tokens, size = tokens + len(ids), size + len(text.encode("utf-8", "replace"))
-        return tokens, size
+            yield len(ids), text
 
     def _running(self) -> AbstractContextManager[None]:
         return _errors_of(self.folder / FILE)

@@ -21,10 +21,11 @@ from prunekit.data import texts
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
-from prunekit.data.texts import PIECE, _pieces
+from prunekit.data.texts import PIECE, _pieces, training_text
 from prunekit.errors import DataError, UsageError
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.inputs import DataSettings
+from prunekit.tasks.task import get_task
 from prunekit.tasks.texts import IGNORED
 
 MASK, BEGIN, END, PAD = (SPECIAL.index(name) for name in ("[MASK]", "[CLS]", "[SEP]", "[PAD]"))
@@ -361,6 +362,12 @@ def test_strided_windows_count_as_in_the_loop_of_hugging_face(tmp_path: Path) ->
     assert plain.spelled is not None
     tokens, size = plain.spelled()
     assert (tokens, size) == (len(ids), len(" ".join((*SPECIAL, *WORDS)[at] for at in ids.tolist())))
+
+
+def test_the_training_text_is_that_of_the_training_windows(settings: DataSettings) -> None:
+    train = load_splits(settings, "causal_lm").train
+    found = " ".join(training_text(settings, get_task("causal_lm"))).split()
+    assert found == text(1000).split()[: 10 * len(train)]
 
 
 @pytest.mark.parametrize(("task", "stride"), [("causal_lm", 17), ("masked_lm", 4)])

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from tiny_language import SPECIAL, WORDS, llama, write_tokenizer
+from tiny_language import SPECIAL, WORDS, llama, text, write_tokenizer
 
 import prunekit
 from prunekit.cli import cli
 from prunekit.errors import ModelError, UsageError
 from prunekit.integrations.transformers import save_pretrained
+from prunekit.jobs.analyses.language_tasks import in_calibration
 
 needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval: pip install prunekit[language]")
 QUESTIONS = 6
@@ -53,9 +54,9 @@ def documents() -> list[dict[str, Any]]:
     ]
 
 
-def tasks_in(folder: Path) -> Path:
+def tasks_in(folder: Path, given: list[dict[str, Any]] | None = None) -> Path:
     folder.mkdir()
-    (folder / "docs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents()))
+    (folder / "docs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in given or documents()))
     (folder / "tiny_choice.yaml").write_text(TASK.format(folder=folder))
     return folder
 
@@ -110,6 +111,81 @@ def test_folders_are_scored_at_tasks_as_by_hand(tmp_path: Path, monkeypatch: pyt
         harness_model(made.model, tokenizer_in(tmp_path / "other", more=3))
     with pytest.raises(ModelError, match="expected a language model of transformers, got Linear"):
         harness_model(torch.nn.Linear(2, 2), tokenizer)
+
+
+@needs_lm_eval
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_run_is_scored_beside_its_dense_model_and_says_what_it_calibrated_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    dense, found, made = llama(initializer_range=0.5), text(2000), documents()
+    tokenizer_in(tmp_path / "tiny")
+    dense.save_pretrained(str(tmp_path / "tiny"))  # type: ignore[operator]
+    (tmp_path / "text.txt").write_text(found)
+    copied, other = " ".join(found.split()[20:40]), " ".join(reversed(found.split()[20:40]))
+    for number, one in enumerate(made):
+        one["source"] = (copied, copied[:30], other)[number % 3]
+    tasks = tasks_in(tmp_path / "tasks", made)
+    how = ["data.window=16", "calibration.images=16", "latency.repeats=5", "latency.explain=false", "watch=null"]
+    places = [f"model.name={tmp_path / 'tiny'}", f"data.root={tmp_path / 'text.txt'}", f"output={tmp_path / 'runs'}"]
+    result = CliRunner().invoke(cli, ["prune", "smollm2", *places, *how, "device=cpu", "threads=1"])
+    assert result.exit_code == 0, result.output
+    (run,) = (path.parent for path in (tmp_path / "runs").rglob("metrics.json"))
+    asked = ["--tasks", "tiny_choice", "--task-folder", str(tasks), "--device", "cpu"]
+    result = CliRunner().invoke(cli, ["evaluate", str(run), *asked, "--json"], catch_exceptions=False)
+    (row,) = json.loads(result.stdout)["tasks"]
+    small = prunekit.load(run / "model")
+    assert row["scores"] == {"dense": pytest.approx(share_right(dense)), "pruned": pytest.approx(share_right(small))}
+    assert row["in_calibration"] == QUESTIONS // 3
+    shown = CliRunner().invoke(cli, ["evaluate", str(run / "model"), *asked], catch_exceptions=False).output
+    assert "in calibration" in shown and "13 words in a row" in shown
+    (tmp_path / "text.txt").unlink()
+    gone = CliRunner().invoke(cli, ["evaluate", str(run), *asked], catch_exceptions=False).output
+    assert "in calibration: nobody has looked" in gone and "text.txt" in gone
+
+
+def test_samples_are_counted_that_share_13_words_with_a_text() -> None:
+    words = [f"word{number}" for number in range(30)]
+
+    def sample(number: int, **document: Any) -> dict[str, Any]:
+        return {"doc_id": number, "doc": document}
+
+    copied = " ".join(words[5:18])
+    samples = {
+        "all": [
+            sample(0, text=f"Before, ({copied.upper().replace(' ', ', ')}) -- after!"),
+            sample(0, text=copied),  # of another filter
+            sample(1, question="which?", choices=["none", copied]),
+            sample(2, text=" ".join(words[5:17])),
+            sample(3, one=" ".join(words[5:12]), other=" ".join(words[12:18]), label=1),
+        ],
+        "none": [sample(0, text=" ".join(reversed(words)))],
+    }
+    found = in_calibration(samples, [" ".join(words[:10]), "\n" + " ".join(words[10:])])
+    assert found == {"all": 2}
+
+
+@needs_lm_eval
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_folder_whose_code_builds_its_model_is_scored_once_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tasks, ids = tasks_in(tmp_path / "tasks"), torch.randint(5, 45, (8, 16), generator=torch.Generator().manual_seed(1))
+    made = prunekit.prune(llama(initializer_range=0.5), {"input_ids": ids}, params=0.7, outputs="logits")
+    prunekit.export(made, {"input_ids": ids[:2]}, to="standalone", path=tmp_path / "alone")
+    tokenizer_in(tmp_path / "alone")
+    asked = ["evaluate", str(tmp_path / "alone"), "--tasks", "tiny_choice", "--task-folder", str(tasks), "--json"]
+    refused = CliRunner().invoke(cli, asked)
+    assert refused.exit_code != 0
+    assert "is code that would run; if you trust it, add --allow-code" in refused.output
+    result = CliRunner().invoke(cli, [*asked, "--allow-code"], catch_exceptions=False)
+    assert json.loads(result.stdout)["tasks"][0]["scores"] == {"model": pytest.approx(share_right(made.model))}
 
 
 @needs_lm_eval

@@ -139,6 +139,7 @@ def _evaluate_tasks(
             asked,
             where,
             () if pair is None else pair.notes,
+            None if pair is None else pair.job,
         )
     console.show(found, found.figures(), "evaluate", output)
 

@@ -1,5 +1,7 @@
 """Tasks of lm-eval, by which the field compares language models: a dense and a pruned model side by side."""
 
+import re
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,18 +14,24 @@ from torch import nn
 
 from prunekit.backends.folders.model_file import CODE
 from prunekit.backends.standalone import Standalone
-from prunekit.errors import DataError, ModelError, UsageError, nearest, raised_as, with_type
+from prunekit.data.texts import training_text
+from prunekit.errors import DataError, ModelError, PrunekitError, UsageError, nearest, raised_as, with_type
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.models.hugging_face import builder
 from prunekit.models.names import CONFIG
 from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import ModelSettings
+from prunekit.settings.job import JobSettings
+from prunekit.tasks.task import get_task
 from prunekit.training.compatibility import require_tokens
 from prunekit.utils.availability import import_of_extra
 from prunekit.utils.context import set_mode
 from prunekit.utils.display import Displayed, Table, plural
 
 TOKENIZER = "tokenizer_config.json"
+GRAM = 13
+"""Words in a row that two texts share only if one has been copied (Brown et al. 2020, appendix C)."""
+PUNCTUATION = re.compile(r"[^\w\s]|_")
 
 
 @dataclass(frozen=True)
@@ -63,16 +71,21 @@ class TaskScores(Displayed):
         for row in self.measured:
             errors = {name: "" if error is None else f" ± {error:.4f}" for name, error in row["errors"].items()}
             cells = [f"{row['scores'][name]:.4f}{errors[name]}" for name in names]
-            rows.append((row["task"], row["metric"], row["few_shot"], row["samples"], *cells))
-        yield Table(("task", "metric", "shots", "samples", *names), rows, text=("metric",))
+            copied = [row["in_calibration"]] if "in_calibration" in row else []
+            rows.append((row["task"], row["metric"], row["few_shot"], row["samples"], *copied, *cells))
+        known = ["in calibration"] if "in_calibration" in self.measured[0] else []
+        yield Table(("task", "metric", "shots", "samples", *known, *names), rows, text=("metric",))
         yield from self.notes
 
 
 def evaluate_tasks(
     models: Mapping[str, nn.Module], name: str, tokenizer: Any, asked: Asked, device: torch.device,
-    notes: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (), job: JobSettings | None = None,
 ) -> TaskScores:  # fmt: skip
-    """Return the scores of models of transformers at tasks of lm-eval, by the name of the model."""
+    """Return the scores of models of transformers at tasks of lm-eval, by the name of the model.
+
+    Samples that share `GRAM` words in a row with the training text of the job are counted.
+    """
     library = import_of_extra("lm_eval", "language", "evaluate --tasks", UsageError)
     made = {key: harness_model(model.to(device), tokenizer, asked.batch) for key, model in models.items()}
     failed = f"lm-eval cannot run {', '.join(asked.names)}: "
@@ -85,8 +98,53 @@ def evaluate_tasks(
         }
     if asked.limit is not None:
         notes = (*notes, f"only the first {plural(asked.limit, 'sample')} of each task: not to compare with others'")
-    about = {"lm_eval": version("lm_eval"), "device": str(device), "limit": asked.limit}
-    return TaskScores(name, [*_rows(found)], about, notes)
+    about, rows = {"lm_eval": version("lm_eval"), "device": str(device), "limit": asked.limit}, [*_rows(found)]
+    if job is not None and get_task(job.task).texts is not None and job.data.source in ("text", "huggingface"):
+        samples = next(iter(found.values()))["samples"]
+        try:
+            copied = in_calibration(samples, training_text(job.known_data, get_task(job.task)))
+        except PrunekitError as error:
+            notes = (*notes, f"in calibration: nobody has looked, as the text of the run cannot be read: {error}")
+        else:
+            rows = [{**row, "in_calibration": copied[row["task"]] if row["task"] in samples else None} for row in rows]
+            said = f"samples that share {GRAM} words in a row with the training text of the run"
+            notes = (*notes, f"in calibration: {said}, in lower case and without punctuation")
+    return TaskScores(name, rows, about, notes)
+
+
+def in_calibration(samples: Mapping[str, Iterable[Mapping[str, Any]]], texts: Iterable[str]) -> Counter[str]:
+    """Return how many samples of each task share `GRAM` words in a row with a text, which is given in parts.
+
+    Words are in lower case and without punctuation (Brown et al. 2020, Language models are few-shot learners, appendix
+    C). Samples are lm-eval's; each text in their document is looked at by itself.
+    """
+    wanted: dict[int, set[tuple[str, int]]] = {}
+    for task, some in samples.items():
+        for one in some:
+            for text in _texts(one["doc"]):
+                for gram in _grams([text]):
+                    wanted.setdefault(gram, set()).add((task, one["doc_id"]))
+    found = {one for gram in _grams(texts) for one in wanted.get(gram, ())}
+    return Counter(task for task, _ in found)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+def _grams(texts: Iterable[str]) -> Iterator[int]:
+    """Yield a hash of every `GRAM` words in a row of a text, which is given in parts."""
+    last = deque[str](maxlen=GRAM)
+    for text in texts:
+        for word in PUNCTUATION.sub("", text.lower()).split():
+            last.append(word)
+            if len(last) == GRAM:
+                yield hash(tuple(last))
 
 
 def harness_model(model: nn.Module, tokenizer: Any, batch: int | str, **more: Any) -> Any:
