@@ -251,6 +251,16 @@ def _wrong_types(values: Mapping[str, Any]) -> Iterator[Finding]:
             yield path, _wrong_value(path, missing, values)
 
 
+ELSEWHERE: Mapping[KeyPath, str] = {
+    (
+        "prune",
+        "vocabulary",
+    ): "recipes prune no tokens: make the model smaller first, in Python, by prunekit.Vocabulary, "
+    "save model and tokenizer into a folder, and give that as model.name",
+}
+"""Keys that a recipe has not, though `prune` has such an argument, and what to do."""
+
+
 def _unknown_keys(values: Any, path: KeyPath) -> Iterator[Finding]:
     allowed = keys_of(path)
     if allowed is None or not isinstance(values, Mapping):
@@ -259,7 +269,8 @@ def _unknown_keys(values: Any, path: KeyPath) -> Iterator[Finding]:
         if allows(path, key):
             yield from _unknown_keys(value, (*path, key))
         else:
-            yield (*path, key), f"unknown key; {nearest(key, allowed)}"
+            known = ELSEWHERE.get((*path, key)) or nearest(key, allowed)
+            yield (*path, key), f"unknown key; {known}"
 
 
 def _wrong_value(path: KeyPath, missing: bool, values: Any) -> str:

@@ -141,10 +141,12 @@ def test_a_run_is_scored_beside_its_dense_model_and_says_what_it_calibrated_on(
     assert row["scores"] == {"dense": pytest.approx(share_right(dense)), "pruned": pytest.approx(share_right(small))}
     assert row["in_calibration"] == QUESTIONS // 3
     shown = CliRunner().invoke(cli, ["evaluate", str(run / "model"), *asked], catch_exceptions=False).output
-    assert "in calibration" in shown and "13 words in a row" in shown
+    assert "in calibration" in shown
+    assert "13 words in a row" in shown
     (tmp_path / "text.txt").unlink()
     gone = CliRunner().invoke(cli, ["evaluate", str(run), *asked], catch_exceptions=False).output
-    assert "in calibration: nobody has looked" in gone and "text.txt" in gone
+    assert "in calibration: nobody has looked" in gone
+    assert "text.txt" in gone
 
 
 def test_samples_are_counted_that_share_13_words_with_a_text() -> None:

@@ -60,6 +60,38 @@ def perplexity(model: torch.nn.Module, settings: DataSettings) -> float:
 
 
 @pytest.mark.slow
+def test_a_recipe_prunes_a_model_with_fewer_tokens_from_its_folder(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    dense, given = llama(), asked(tmp_path, tmp_path / "fewer")
+    (tmp_path / "text.txt").write_text(text(2000).replace("w3", "w4"))
+    write_model(tmp_path / "tiny", dense)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tiny" / "tokenizer.json"))
+    ids = tokenizer((tmp_path / "text.txt").read_text(), return_tensors="pt").input_ids
+    vocabulary = prunekit.Vocabulary.used(dense, tokenizer, ids)
+    small = vocabulary.cut(dense)
+    small.save_pretrained(str(tmp_path / "fewer"))  # type: ignore[operator]
+    vocabulary.tokenizer(tokenizer).save_pretrained(str(tmp_path / "fewer"))
+    invoke("prune", "smollm2", *given)
+    (path,) = (tmp_path / "runs").rglob("metrics.json")
+    metrics = json.loads(path.read_text())
+    assert metrics["dense"]["params"] == sum(one.numel() for one in small.parameters())
+    whole = replace(load("smollm2", given).known_data, tokenizer=tmp_path / "tiny")
+    ids = load_splits(whole, "causal_lm").test.fetch(torch.arange(4))[0]["input_ids"]
+    fewer = load_splits(load("smollm2", given).known_data, "causal_lm").test.fetch(torch.arange(4))[0]["input_ids"]
+    assert torch.equal(vocabulary.ids(ids), fewer)
+    assert len(prunekit.load(path.parent / "model").get_input_embeddings().weight) == len(vocabulary.kept)  # type: ignore[operator]
+
+
+def test_a_recipe_that_asks_for_fewer_tokens_says_how_to_have_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\nmodel: {name: resnet18}\nprune:\n  vocabulary: used\n")
+    with pytest.raises(
+        RecipeError, match=r"mine.yaml:4:3: prune.vocabulary: unknown key; recipes prune no tokens: .*V"
+    ):
+        load(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.slow
 def test_the_recipe_finetunes_a_tiny_decoder_and_reports_perplexity(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", llama())
     given = [*asked(tmp_path, folder), "finetune.lr=0.01", "finetune.epochs=3"]
