@@ -82,7 +82,7 @@ def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
     counted = counted_positions(model, inputs)
     if counted is None:
         return slice(None)
-    whole = counted.flatten(1).all(1)
+    whole = next(mask for mask in counted.masks if not bool(mask.all())).flatten(1).all(1)
     number = torch.where(whole, whole.cumsum(0) - 0.5, (~whole).cumsum(0) - 1.0)
     return (number / torch.where(whole, whole.sum(), (~whole).sum())).argsort(stable=True)
 

@@ -12,7 +12,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.statistics.output_error import FLAT, OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import sample_count, sample_noun, select_samples, split
+from prunekit.utils.inputs import Counted, sample_count, sample_noun, select_samples, split
 from prunekit.utils.tensors import gather, has_sample_lists, holds_samples, is_finite, map_tensors
 
 OUTPUTS = 2**23
@@ -28,8 +28,8 @@ class Batch:
     number: int  # of the batch
     inputs: Inputs  # of the model
     share: float  # of the sampled rows
-    # bool, False where positions of the samples are padding, see `counted_positions`; None: none are
-    counted: Tensor | None = None
+    # positions of the samples that are not padding, see `counted_positions`; None: all are
+    counted: Counted | None = None
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
@@ -69,7 +69,7 @@ def _first_not_finite(value: Any) -> int | None:
     return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
 
 
-def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | None = None) -> tuple[list[Batch], int]:
+def batches_of(inputs: Inputs, held_out: float, size: int, counted: Counted | None = None) -> tuple[list[Batch], int]:
     """Return batches to fit on, then those of held-out images, and the number of batches to fit on."""
     total = sample_count(inputs)
     split = total - max(1, round(total * held_out))

@@ -34,7 +34,14 @@ from prunekit.statistics.observers import watch
 from prunekit.statistics.patches import gram, gram_bytes, sample_rows
 from prunekit.statistics.reductions import VarianceSum
 from prunekit.utils.context import training_mode
-from prunekit.utils.inputs import counted_positions, inputs_as_example, inputs_in, sample_count, select_samples
+from prunekit.utils.inputs import (
+    Counted,
+    counted_positions,
+    inputs_as_example,
+    inputs_in,
+    sample_count,
+    select_samples,
+)
 from prunekit.utils.tensors import FileMemory, first_not_finite, in_parts, is_finite
 
 VOCABULARY = 8
@@ -138,7 +145,7 @@ class _Collector(LayerFinder):
         self.batch_rows = 0
         self.batch = -1
         self.batch_samples = samples
-        self.counted: Tensor | None = None
+        self.counted: Counted | None = None
         self._samples = samples
         self._ends: dict[WeightUse, VarianceSum] = {}
         self._waiting: dict[int, list[Tensor]] = {}

@@ -24,7 +24,15 @@ from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor,
 from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.patches import solve_positive
 from prunekit.utils.context import device_of, release_memory, training_mode
-from prunekit.utils.inputs import call, counted_positions, inputs_as_example, rows_of, sample_count, select_samples
+from prunekit.utils.inputs import (
+    Counted,
+    call,
+    counted_positions,
+    inputs_as_example,
+    rows_of,
+    sample_count,
+    select_samples,
+)
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.progress import tracked
 from prunekit.utils.tensors import AT_ONCE, gather, in_parts
@@ -265,14 +273,10 @@ def _gains_by_gradients(
     return [gain if gain is not None and math.isfinite(gain) else None for gain in found_gains]
 
 
-def _number_of(sample: tuple[Any, ...], counted: Tensor | None) -> int:
+def _number_of(sample: tuple[Any, ...], counted: Counted | None) -> int:
     """Return a number of what a sample holds, whatever its place among others and its padding."""
-    there = (
-        tensor
-        if counted is None or tensor.shape[: counted.dim()] != counted.shape
-        else tensor[counted.to(tensor.device)]
-        for tensor in gather(sample)
-    )
+    masks = ((tensor, None if counted is None else counted.of(tensor.shape)) for tensor in gather(sample))
+    there = (tensor if mask is None else tensor[mask.to(tensor.device)] for tensor, mask in masks)
     parts = (tensor.detach().cpu().contiguous() for tensor in there)
     return zlib.crc32(b"".join(part.flatten().view(torch.uint8).numpy().tobytes() for part in parts))
 

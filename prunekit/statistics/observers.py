@@ -29,9 +29,11 @@ from prunekit.statistics.layer_stats import Side
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall
 from prunekit.utils.context import device_of, training_mode, without_gradients
 from prunekit.utils.inputs import (
+    Counted,
     Keywords,
     call,
     counted_positions,
+    decoder_shape,
     inputs_as_example,
     inputs_in,
     rows_of,
@@ -151,8 +153,8 @@ class PassHooks(HookOwner):
         self._calls: Counter[Hashable] = Counter()
         self._interceptor: ConsumerInterceptor | None = None
         self._intercepting = False
-        self.counted: Tensor | None = None  # which positions of the pass are not padding, see `counted_positions`
-        self.sequences: tuple[int, int] | None = None  # (B, T) of samples that are sequences, see `sequence_shape`
+        self.counted: Counted | None = None  # which positions of the pass are not padding, see `counted_positions`
+        self.sequences: list[tuple[int, int]] = []  # (B, T) of samples that are sequences, and of a decoder's
 
     def dealt(self, rank: int, of: int) -> None:
         """Take the passes for every `of`-th of a data set's, from number `rank`; `number` counts accordingly."""
@@ -240,7 +242,8 @@ class PassHooks(HookOwner):
             with without_torch_function():  # these computations are not the model's
                 example = (*given, Keywords(named))
                 self.counted = counted_positions(self._model, example)
-                self.sequences = sequence_shape(self._model, example)
+                shapes = (of(self._model, example) for of in (sequence_shape, decoder_shape))
+                self.sequences = [shape for shape in shapes if shape is not None]
             self._calls.clear()
             self.start_pass()
         self._depth += 1  # a model may call itself

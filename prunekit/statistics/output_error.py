@@ -13,7 +13,7 @@ from prunekit.channels.tracing.storages import plain_in
 from prunekit.statistics.layer_graph import LayerFinder
 from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
-from prunekit.utils.inputs import call, rows_of, sample_count, select_samples
+from prunekit.utils.inputs import Counted, call, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather
 
@@ -77,7 +77,7 @@ class OutputComparison:
         return replace(self, weights=weights, channels={weight: kept[weight] for weight in weights if weight in kept})
 
     def values(
-        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Counted | None = None
     ) -> list[tuple[int | str, Tensor]]:
         """Return the compared tensors, samples or positions first, each with its index or weight.
 
@@ -88,7 +88,7 @@ class OutputComparison:
         return self.run(model, inputs, counted, most)[1]
 
     def run(
-        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None, most: int = 0
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Counted | None = None, most: int = 0
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return the model's output, None if the pass ends after `most` calls of layers, and the compared tensors."""
         layers, output = _LayerOutputs(model, self, counted, most), None
@@ -112,7 +112,7 @@ def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: LayerFinder, re
 class _LayerOutputs(CallInterceptor):
     """Collects the outputs of some layers, and stops behind a number of their calls; 0: never."""
 
-    def __init__(self, model: nn.Module, judge: OutputComparison, counted: Tensor | None, most: int) -> None:
+    def __init__(self, model: nn.Module, judge: OutputComparison, counted: Counted | None, most: int) -> None:
         super().__init__(model)
         self._counted, self._most = counted, most
         self.found: list[tuple[int | str, Tensor]] = []

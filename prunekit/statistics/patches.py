@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prunekit.utils.inputs import fitting_positions
+from prunekit.utils.inputs import Counted
 from prunekit.utils.tensors import is_finite
 
 CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
@@ -42,18 +42,15 @@ class PatchGeometry:
         """Return the number of rows of an output."""
         return prod(self.positions(output))
 
-    def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
+    def counted(self, positions: Sequence[int], counted: Counted | None) -> Tensor | None:
         """Return the rows of an output that are not padding, (N,), ascending; None if none is padding.
 
         `positions` is the shape of its rows: (B, T, ...) of tokens or of a convolution along them.
         """
-        if counted is None or len(self.kernel) > 1:
+        mask = None if counted is None or len(self.kernel) > 1 else counted.of(positions)
+        if mask is None:
             return None
-        counted = fitting_positions(positions, counted)
-        flags = counted.flatten().cpu()
-        if tuple(positions[: counted.dim()]) == counted.shape:
-            return flags.repeat_interleave(prod(positions[counted.dim() :])).nonzero().flatten()
-        return flags.nonzero().flatten() if tuple(positions) == (len(flags),) else None
+        return mask.flatten().cpu().repeat_interleave(prod(positions[mask.dim() :])).nonzero().flatten()
 
     def positions(self, output: Tensor) -> tuple[int, ...]:
         """Return the shape of an output's rows."""

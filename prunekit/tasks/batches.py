@@ -19,11 +19,14 @@ from prunekit.tasks.task import Task, get_task
 from prunekit.tasks.texts import LABELS, PaddedTexts
 from prunekit.utils.inputs import (
     MASK,
+    OF_DECODER,
     Keywords,
     are_images,
     arguments_by_name,
     as_example,
     concatenate,
+    counted_positions,
+    decoder_positions,
     described,
     images_in,
     inputs_as_example,
@@ -144,6 +147,7 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]]) -> tuple
     if masked and (uneven or any(MASK in row for row in rows)):
         _fill_in_masks(rows)
         _pad(rows)
+        _pad_decoded(model, rows)
     if uneven and type(model).__module__.startswith("ultralytics."):
         _pad_images(rows)
     wanted = {name: type(item) for name, item in rows[0].items()}
@@ -188,22 +192,48 @@ def _fill_in_masks(rows: list[Row]) -> None:
             row[MASK] = torch.ones(first.shape[:axes], dtype=kind, device=first.device)
 
 
-def _pad(rows: list[Row]) -> None:
-    """Pad everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
-    masks: list[Any] = [row.get(MASK) for row in rows]
+def _pad(rows: list[Row], side: str = "", more: int = 0) -> None:
+    """Pad everything that is as long as a batch's mask, `more` than the longest one needs, on the side of padding.
+
+    The arguments for a decoder, whose names begin with that, go by a mask of their own; all others by the samples'.
+    """
+    masks: list[Any] = [row.get(side + MASK) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == masks[0].dim() >= 2 for each in masks):
         return
     axis = masks[0].dim() - 1
-    longest = max(each.shape[axis] for each in masks)
+    longest = max(each.shape[axis] for each in masks) + more
     left = any(bool((each[..., 0] == 0).any()) for each in masks)
     for name in dict.fromkeys(name for row in rows for name in row):
-        fill = 0 if name == MASK else _filler([row.get(name) for row in rows], masks)
+        if str(name).startswith(OF_DECODER) != bool(side):
+            continue
+        fill = 0 if name == side + MASK else _filler([row.get(name) for row in rows], masks)
         for row, each in zip(rows, masks, strict=True):
             values = row.get(name)
             if isinstance(values, Tensor) and values.dim() > axis and values.shape[axis] == each.shape[axis]:
                 size = (*values.shape[:axis], longest - each.shape[axis], *values.shape[axis + 1 :])
-                more = values.new_full(size, fill)
-                row[name] = torch.cat([more, values] if left else [values, more], axis)
+                ends = values.new_full(size, fill)
+                row[name] = torch.cat([ends, values] if left else [values, ends], axis)
+
+
+def _pad_decoded(model: nn.Module, rows: list[Row]) -> None:
+    """Pad what a decoder reads to the longest; where that is as long as the samples, pad these by one position more.
+
+    So shapes tell activations of the encoder from those of the decoder, whose padding is elsewhere.
+    """
+    ids: list[Any] = [row.get(OF_DECODER + "input_ids") for row in rows]
+    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in ids):
+        return
+    if len({each.shape[1] for each in ids}) > 1 and OF_DECODER + MASK in parameter_names(model):
+        for row, each in zip(rows, ids, strict=True):
+            there = decoder_positions(model, row)
+            row[OF_DECODER + MASK] = torch.ones_like(each) if there is None else there.to(each.dtype)
+        _pad(rows, OF_DECODER)
+    shape, most = rows[0][OF_DECODER + "input_ids"].shape, getattr(model, "config", None)
+    room = shape[1] < getattr(most, "max_position_embeddings", shape[1] + 1)
+    alike = isinstance(rows[0].get(MASK), Tensor) and rows[0][MASK].shape[1:] == shape[1:]
+    examples = ((Keywords({str(name): item for name, item in row.items()}),) for row in rows)
+    if room and alike and any(counted_positions(model, one) is not None for one in examples):
+        _pad(rows, more=1)
 
 
 GRAY = 114 / 255

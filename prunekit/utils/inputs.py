@@ -4,7 +4,8 @@ An *example* is the one form of them that the package works with, a tuple of pos
 end if there are any: `as_example` makes it of what a user gave, and `call` calls a model with it. Inputs of a batch are
 any nesting of tensors with samples on their first axis, or of lists of samples (`prunekit.utils.tensors`): they
 are counted, selected, concatenated and described here.
-In sequences, padding is found by the `attention_mask`. Nested tensors in general are in `prunekit.utils.tensors`.
+In sequences, padding is found by the `attention_mask`, and a decoder's by its own. Nested tensors in general are in
+`prunekit.utils.tensors`.
 """
 
 import inspect
@@ -398,18 +399,66 @@ def concatenate(parts: Sequence[Any]) -> Any:
     return map_samples(parts[0], lambda _: torch.cat(next(found)), lambda _: [*chain.from_iterable(next(found))])
 
 
-def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
-    """Return which positions are not padding, (B, ..., T) bool, by the `attention_mask`; None if all count.
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """Positions that are not padding, in masks (B, ..., T) bool: of the samples, and of what a decoder reads of them.
+
+    Values belong to the mask that their shape fits. Where encoder and decoder read as many positions, their shapes do
+    not tell them apart, and those count that do on both sides.
+    """
+
+    masks: tuple[Tensor, ...]
+
+    def __getitem__(self, samples: slice) -> "Counted":
+        return Counted(tuple(mask[samples] for mask in self.masks))
+
+    def of(self, positions: Sequence[int]) -> Tensor | None:
+        """Return the mask of positions of the shape (B, ..., T, ...), or (B * ... * T,); None if none fits.
+
+        Several sequences of a sample may be on one axis of the positions, and of the mask then, or on their own.
+        """
+        for whole in self.masks:
+            for mask in (whole, whole.flatten(0, -2)):
+                if tuple(positions[: mask.dim()]) == mask.shape:
+                    return mask
+        return next((mask.flatten() for mask in self.masks if tuple(positions) == (mask.numel(),)), None)
+
+
+def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Counted | None:
+    """Return which positions are not padding, by the `attention_mask` and `decoder_positions`; None if all count.
 
     A mask is understood if it has zeros and ones (B, T) with a one in each row, as tokenizers of transformers give it;
     or the like for several sequences in each sample, such as (B, 2, T) of pairs and (B, choices, T).
     """
-    mask = _padding_mask(model, example)
-    if mask is None:
+    given = _padding_mask(model, example), decoder_positions(model, arguments_by_name(model, example))
+    masks = [mask != 0 for mask in given if mask is not None and bool(((mask == 0) | (mask == 1)).all())]
+    if len(masks) == 2 and masks[0].shape == masks[1].shape:
+        masks = [masks[0] & masks[1]]
+    masks = [mask for mask in masks if bool(mask.any(-1).all())]
+    return None if all(bool(mask.all()) for mask in masks) else Counted(tuple(masks))
+
+
+OF_DECODER = "decoder_"
+"""The beginning of the names of arguments that are for the decoder, in the convention of transformers."""
+
+
+def decoder_positions(model: nn.Module, arguments: Mapping[str | int, Any]) -> Tensor | None:
+    """Return a mask of what a decoder reads (B, T): its own, or of ids that end in padding by the configuration."""
+    mask, ids = arguments.get(OF_DECODER + MASK), arguments.get(OF_DECODER + "input_ids")
+    if isinstance(mask, Tensor):
+        return mask if mask.dim() == 2 and not mask.is_complex() else None
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not isinstance(pad, int):
         return None
-    counted = mask != 0
-    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(-1).all())
-    return counted if plain and not bool(counted.all()) else None
+    there = ids != pad
+    there[:, :1] = True  # the decoder's start, for which T5 takes the padding too
+    return there.flip(1).cummax(1).values.flip(1)
+
+
+def decoder_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Return (B, T) of the token numbers that a decoder reads beside an encoder; None without any."""
+    ids = arguments_by_name(model, example).get(OF_DECODER + "input_ids")
+    return (ids.shape[0], ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() == 2 else None
 
 
 def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
@@ -436,36 +485,23 @@ def _padding_mask(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
     return mask if mask.dim() == 2 or first.shape[: mask.dim()] == mask.shape else None
 
 
-def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
+def rows_of(values: Tensor, counted: Counted | None) -> Tensor:
     """Return the positions that count, (N, ..., channels), see `counted_positions`; None: all count.
 
     Values are (B, T, ..., channels), (B * T, channels), or (B, heads, T, channels) as keys and values of attention in a
-    cache; those of another shape, such as class scores (B, classes), are returned as they are. Several sequences for
-    each sample may be on one axis of the values or on axes of their own.
+    cache; those of another shape, such as class scores (B, classes), are returned as they are.
     """
     if counted is None:
         return values
-    counted = fitting_positions(values.shape, counted)
-    if values.dim() > counted.dim() and values.shape[: counted.dim()] == counted.shape:
-        return values[counted.to(values.device)]
-    if values.dim() == 4 and (values.shape[0], values.shape[2]) == counted.shape:
-        return values.transpose(1, 2)[counted.to(values.device)]
-    if values.dim() == 2 and len(values) == counted.numel():
-        return values[counted.flatten().to(values.device)]
-    return values
+    mask = counted.of(values.shape[:-1])
+    if mask is None and values.dim() == 4 and (mask := counted.of((values.shape[0], values.shape[2]))) is not None:
+        values = values.transpose(1, 2)
+    return values if mask is None else values[mask.to(values.device)]
 
 
-def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
+def blank_padding(values: Tensor, counted: Counted | None) -> Tensor:
     """Return values (B, T, ..., channels) with zeros at padding; values of another shape as they are."""
-    if counted is None:
+    mask = None if counted is None else counted.of(values.shape[:-1])
+    if mask is None:
         return values
-    counted = fitting_positions(values.shape, counted)
-    if values.dim() <= counted.dim() or values.shape[: counted.dim()] != counted.shape:
-        return values
-    blank = ~counted.to(values.device)
-    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - blank.dim())), 0)
-
-
-def fitting_positions(shape: Sequence[int], counted: Tensor) -> Tensor:
-    """Return positions (B, ..., T) of several sequences in a sample as (B * ..., T) unless values have such axes."""
-    return counted if tuple(shape[: counted.dim()]) == counted.shape else counted.flatten(0, -2)
+    return values.masked_fill(~mask.to(values.device).view(*mask.shape, *[1] * (values.dim() - mask.dim())), 0)

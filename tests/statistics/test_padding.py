@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, counted: Tensor) -> Tensor:
         scores = self.q(self.norm(x)) @ x.mT
-        weights = scores.masked_fill(~counted[:, None], -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~(counted if counted.dim() == 3 else counted[:, None]), -torch.inf).softmax(-1)
         x = x + self.v(weights @ x)
         rows = x.flatten(0, 1) if self.flat else x  # as experts take tokens
         hidden: Tensor = self.down(F.gelu(self.up(rows)))
@@ -53,6 +54,37 @@ class Reader(nn.Module):
         mean = (x * counted[..., None]).sum(1) / counted.sum(1, keepdim=True)
         scores: Tensor = self.head(x if self.tokens else mean)
         return scores
+
+
+class Translator(nn.Module):
+    """Scores (B, T, 5) of what a causal decoder reads beside an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(pad_token_id=PAD)
+        self.table, self.head, self.idle = nn.Embedding(20, 12), nn.Linear(12, 5), nn.Dropout()
+        self.encoder, self.decoder, self.keys, self.cross = Block(flat=False), Block(flat=True), *linear(2)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        decoder_input_ids: Tensor,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        there = attention_mask.bool()
+        read, x = self.encoder(self.table(input_ids), there), self.idle(self.table(decoder_input_ids))
+        x = self.decoder(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None])
+        weights = (x @ self.keys(read).mT).masked_fill(~there[:, None], -torch.inf).softmax(-1)
+        scores: Tensor = self.head(x + self.cross(weights @ read))
+        return scores
+
+
+def linear(count: int) -> list[nn.Linear]:
+    return [nn.Linear(12, 12) for _ in range(count)]
+
+
+PAD = 18
 
 
 def net(**options: Any) -> Reader:
@@ -83,6 +115,66 @@ def test_statistics_of_texts_are_those_of_each_alone(flat: bool) -> None:
     for key, layer in wanted.items():
         for name in ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction"):
             assert np.allclose(getattr(found[key], name), getattr(layer, name), rtol=1e-9, atol=1e-12), (key, name)
+
+
+def pairs(longest: int, written: int, filler: int, *, masked: bool) -> dict[str, Tensor]:
+    """Texts for encoder and decoder, padded to the lengths that are asked for."""
+    first, draw = texts(longest, filler), torch.Generator().manual_seed(6)
+    ids, mask = torch.full((len(LENGTHS), written), filler), torch.zeros(len(LENGTHS), written).long()
+    for row, length in enumerate(reversed(LENGTHS)):
+        ids[row, :length], mask[row, :length] = torch.randint(1, PAD, (length,), generator=draw), 1
+    ids[:, 0] = filler  # the start of what is written, as T5 has it
+    made = {"input_ids": first["ids"], "attention_mask": first["attention_mask"], "decoder_input_ids": ids}
+    return made | ({"decoder_attention_mask": mask} if masked else {})
+
+
+def pairs_alone() -> list[dict[str, Tensor]]:
+    whole, each = pairs(8, 8, PAD, masked=False), zip(LENGTHS, reversed(LENGTHS), strict=True)
+    return [
+        {name: part[i : i + 1, : written if "decoder" in name else read] for name, part in whole.items()}
+        for i, (read, written) in enumerate(each)
+    ]
+
+
+def translator() -> Translator:
+    torch.manual_seed(3)
+    return Translator().double().eval()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_statistics_of_translations_are_those_of_each_alone(masked: bool) -> None:
+    """The decoder's padding is left out, by its own mask or by the id of padding."""
+    model = translator()
+    wanted = prunekit.calibrate(model, pairs_alone())
+    found = prunekit.calibrate(model, pairs(8, 11, PAD, masked=masked))
+    assert found.keys() == wanted.keys()
+    for key, layer in wanted.items():
+        for name in ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction"):
+            assert np.allclose(getattr(found[key], name), getattr(layer, name), rtol=1e-9, atol=1e-12), (key, name)
+
+
+@pytest.mark.parametrize(("longest", "written"), [(13, 9), (8, 8), (10, 10)])
+def test_padding_of_encoder_and_decoder_is_told_apart(longest: int, written: int) -> None:
+    """Also where both read as many positions."""
+    model = translator()
+    given = pairs_alone(), pairs(8, 9, PAD, masked=False), pairs(longest, written, PAD, masked=False)
+    alone, some, more = (joined_samples(model, each, 16) for each in given)
+    wanted, first, second = (with_gains(model, collect_patches(model, [(each,)]), each) for each in (alone, some, more))
+    assert len(first.layers) == len(second.layers) > 10
+    for least, one, other in zip(wanted.layers, first.layers, second.layers, strict=True):
+        assert least.rows == one.rows == other.rows
+        for same in zip(least.grams, one.grams, other.grams, strict=True):
+            assert all(torch.allclose(same[0], each, rtol=1e-9, atol=1e-12) for each in same[1:])
+        assert one.output_gain == pytest.approx(other.output_gain, rel=1e-6)
+        assert torch.allclose(one.variance, other.variance)
+
+
+def test_positions_of_one_shape_count_where_both_sides_do() -> None:
+    counted = counted_positions(translator(), (Keywords(pairs(8, 8, PAD, masked=True)),))
+    assert counted is not None
+    assert [mask.sum(1).tolist() for mask in counted.masks] == [
+        [min(both) for both in zip(LENGTHS, reversed(LENGTHS), strict=True)]
+    ]
 
 
 def test_lengths_may_differ_from_batch_to_batch() -> None:
@@ -213,4 +305,4 @@ def test_masks_of_zeros_and_ones_are_understood(mask: Tensor | None, understood:
     by_name = counted_positions(net(tokens=True), (ids, Keywords(attention_mask=mask)))
     for found in (by_place, by_name):
         assert (found is not None) == understood
-        assert found is None or mask is None or torch.equal(found, mask != 0)
+        assert found is None or mask is None or torch.equal(found.masks[0], mask != 0)

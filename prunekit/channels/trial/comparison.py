@@ -408,7 +408,8 @@ def shortened(
         return example
     places, counted = torch.arange(TOKENS).repeat(whole[0], 1), counted_positions(model, example)
     if counted is not None:
-        edges = (counted[:, 1:] != counted[:, :-1]).int().argmax(1).cpu()
+        there = counted.masks[0]
+        edges = (there[:, 1:] != there[:, :-1]).int().argmax(1).cpu()
         places += (edges - TOKENS // 2).clamp(0, whole[1] - TOKENS)[:, None]
     short: tuple[Any, ...] = map_tensors(example, lambda tensor: tensor.gather(1, places.to(tensor.device)))
     sizes = {whole[0]: before[0], TOKENS: before[1], whole[0] * TOKENS: before[0] * before[1]}

@@ -34,7 +34,7 @@ from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import share
-from prunekit.utils.inputs import MASK, call, inputs_as_example, rows_of, sample_count
+from prunekit.utils.inputs import MASK, Counted, call, inputs_as_example, rows_of, sample_count
 from prunekit.utils.tensors import map_tensors
 
 ModuleCall = tuple[str, int]
@@ -194,8 +194,8 @@ class Distillation(Callback):
         if DECODER in named and isinstance(targets, Tensor):
             written = [targets != self._task.ignored]
             known = known + written if "encoder" in path.split(".") else written + known
-        rows = ([rows_of(one, counted) for one in features] for counted in known if counted.dim() > 1)
-        return next((found for found in rows if found[0] is not features[0]), [*features])
+        counted = Counted(tuple(mask for mask in known if mask.dim() > 1))
+        return [rows_of(one, counted) for one in features]
 
     def _answer(self, inputs: Any, targets: Any) -> Any:
         """Return the teacher's output for what the student is called with."""
