@@ -275,7 +275,8 @@ def test_it_is_repaired_and_verified_as_any_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "note", [{"kept": [1, 0], "size": 3}, {"kept": [0, 3], "size": 3}, {"kept": [], "size": 3}, {"kept": "ab"},
-             {"kept": [2**70], "size": 2**80}, {"kept": [0.0], "size": 3}, {"kept": [0], "size": "3"}, {"kept": [0], "size": 2**62}, {"kept": [0], "size": 9.5}, [3]],
+             {"kept": [2**70], "size": 2**80}, {"kept": [0.0], "size": 3}, {"kept": [0], "size": "3"},
+             {"kept": [0], "size": 2**62}, {"kept": [0], "size": 9.5}, [3]],
 )  # fmt: skip
 def test_a_damaged_note_is_refused(note: Any) -> None:
     with pytest.raises(ArtifactError, match="expected a size below"):
