@@ -38,9 +38,8 @@ def tokenizer_in(folder: Path, more: int = 0) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     write_tokenizer(folder, more=more)
-    made = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]"
-    )
+    kind: Any = PreTrainedTokenizerFast
+    made = kind(tokenizer_file=str(folder / "tokenizer.json"), eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
     made.save_pretrained(str(folder))
     return made
 
