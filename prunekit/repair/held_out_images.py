@@ -12,7 +12,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.statistics.output_error import FLAT, OutputComparison, RelativeError
 from prunekit.utils.context import same_draws
-from prunekit.utils.inputs import Counted, sample_count, sample_noun, select_samples, split
+from prunekit.utils.inputs import FLATTENED, Counted, described, sample_count, sample_noun, select_samples, split
 from prunekit.utils.tensors import gather, has_sample_lists, holds_samples, is_finite, map_tensors
 
 OUTPUTS = 2**23
@@ -54,7 +54,8 @@ def require_images(images: Tensor | Inputs) -> Inputs:
             "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
         )
     if len({len(value) for value in values}) > 1:
-        raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
+        shown = described(inputs[0] if len(inputs) == 1 else inputs)
+        raise DataError(f"calibration: expected as many samples of each input, got {shown}; {FLATTENED}")
     for value in values:
         if (first := _first_not_finite(value)) is not None:
             raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")

@@ -18,6 +18,7 @@ from prunekit.errors import DataError, reraise_shortage
 from prunekit.tasks.task import Task, get_task
 from prunekit.tasks.texts import LABELS, PaddedTexts
 from prunekit.utils.inputs import (
+    FLATTENED,
     MASK,
     OF_DECODER,
     Keywords,
@@ -264,7 +265,7 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
     if len(lengths) != 1:
         raise DataError(
             f"{where}: expected a mapping of tensors with as many samples each, got {described(data)}; a tokenizer "
-            'returns such with return_tensors="pt"'
+            f'returns such with return_tensors="pt"; {FLATTENED}'
         )
     yield from _parts(tensors, lengths.pop(), size)
 

@@ -38,6 +38,11 @@ from prunekit.utils.tensors import (
 
 MASK = "attention_mask"
 """The argument of `forward` that marks padding, in the convention of transformers."""
+FLATTENED = (
+    "patches of all images on one axis, as Qwen2-VL takes them, need an axis of samples, (N, patches, ...): prune a "
+    "module around the model whose forward flattens them"
+)
+"""Advice about inputs whose first axis holds other things than samples."""
 EXPECTED = "expected an example: a tensor, a tuple of positional arguments or a mapping of keyword arguments"
 
 

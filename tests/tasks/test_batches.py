@@ -186,6 +186,38 @@ def test_forms_that_are_none_are_refused_alike(data: Any, says: str) -> None:
     wrong(lambda model, data: measure_sensitivity(model, chart, {}, data), data, says)
 
 
+class Patched(nn.Module):
+    """Reads patches (N * 8, 3) of all signals on one axis, and which signal (N,) each text is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, kind: Tensor, patches: Tensor) -> Tensor:
+        scores: Tensor = self.head(F.relu(self.stem(patches)).view(len(kind), -1, 8).mean(1) + kind[:, None])
+        return scores
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Patched()
+
+    def forward(self, kind: Tensor, patches: Tensor) -> Tensor:
+        scores: Tensor = self.inner(kind, patches.flatten(0, 1))
+        return scores
+
+
+def test_patches_of_all_samples_on_one_axis_are_refused_with_a_way_that_works() -> None:
+    whole = {"kind": torch.arange(24).float(), "patches": LEFT.mT.flatten(0, 1)}
+    parts = [{"kind": whole["kind"][i : i + 1], "patches": whole["patches"][8 * i : 8 * i + 8]} for i in range(24)]
+    for data in (whole, parts):
+        with pytest.raises(DataError, match=r"patches: float32 \(192, 3\).*a module around the model"):
+            prunekit.prune(Patched(), calibration=data, channels=0.5)
+    result = prunekit.prune(Flattening(), calibration=whole | {"patches": LEFT.mT}, channels=0.5)
+    assert result.model.get_submodule("inner")(whole["kind"], whole["patches"]).shape == (24, 3)
+
+
 def test_columns_of_numbers_collated_as_lists_name_the_format() -> None:
     """What a loader makes of a data set of plain lists: one tensor for each position."""
     batches = [{"left": list(LEFT[:8].unbind(2))}, {"left": list(LEFT[8:].unbind(2))}]
