@@ -75,8 +75,10 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
         yield
 
 
-_OF_ALL = vars(nn.Module()).keys() - {"_buffers"}
-"""Attributes of all modules that a forward pass does not change."""
+HOOKED = "_output_capturing_hooks_installed"
+"""The remark of a model of transformers that its own hooks, which collect hidden states, are there."""
+_OF_ALL = vars(nn.Module()).keys() - {"_buffers"} | {HOOKED}
+"""Attributes of all modules that a forward pass does not change; and that remark, as hooks stay."""
 
 
 @contextmanager

@@ -90,3 +90,14 @@ def test_buffers_that_are_replaced_are_as_they_were(scripted: bool) -> None:
         model(torch.ones(2))
         assert part.passes == 1
     assert part.passes == 0
+
+
+def test_hooks_of_transformers_are_not_set_twice() -> None:
+    """Set in a first pass, they stay, and so does the remark that they are there; twice, states are counted double."""
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model, ids = LlamaModel(LlamaConfig(vocab_size=9, **sizes)).eval(), torch.arange(6)[None]
+    with same_attributes(model):
+        model(ids, output_hidden_states=True)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 4

@@ -16,6 +16,7 @@ from prunekit.channels.tracing.substitutes import SizedAttention
 from prunekit.compaction.folded_norms import FoldedNorm
 from prunekit.hooks.hook import HOOK_TABLES
 from prunekit.hooks.model_copy import foreign_methods
+from prunekit.utils.context import HOOKED
 
 _OF_TORCH = frozenset(vars(nn.Module())) | frozenset(HOOK_TABLES)
 """Attributes that torch gives every module."""
@@ -23,7 +24,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) | frozenset(HOOK_TABLES)
 
 _SETTING_HOOKS = frozenset({"transformers"})
 """Packages whose models set hooks on themselves when they run, as transformers' do to return hidden states."""
-_OF_HOOKS = frozenset({"_output_capturing_hooks_installed"})
+_OF_HOOKS = frozenset({HOOKED})
 """Remarks of such models that the hooks are there, which a model that has not run must not have."""
 
 
