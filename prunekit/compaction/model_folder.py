@@ -431,8 +431,9 @@ def _dense(
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
     """Return the dense model with its norms folded, and without the tokens that are removed, as in the folder."""
-    with _blaming(folder, "folded_norms or vocabulary: does not fit the model"):
+    with _blaming(folder, "vocabulary: does not fit the model"):
         whole = without_removed(unwrapped(dense, offloaded=True), manifest.get("provenance", {}).get(VOCABULARY))
+    with _blaming(folder, "folded_norms: does not fit the model"):
         return with_folds(whole, manifest.get("folded_norms"))
 
 
