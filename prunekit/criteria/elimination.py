@@ -229,7 +229,7 @@ def _by_group(
         step = max(1, PART // rows[0].numel())
         kind = torch.promote_types(rows.dtype, torch.float32)
         parts = (
-            some.to(kind) * by.to(kind)[:, None, None]
+            some.to(by.device, kind) * by.to(kind)[:, None, None]
             for some, by in zip(torch.split(rows, step), torch.split(factors, step), strict=True)
         )
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own

@@ -205,8 +205,9 @@ class StatsCollector(ConsumerHooks):
 
     def _has_tokens(self, tensor: Tensor) -> bool:
         """Return whether a tensor is (B, T, channels) of sequences, or (1, T, channels) of what all of them share."""
-        shape = tuple(tensor.shape[:2])
-        return tensor.ndim == 3 and any(shape in ((1, length), (count, length)) for count, length in self.sequences)
+        return tensor.ndim == 3 and any(
+            tuple(tensor.shape[:2]) in ((1, length), (count, length)) for count, length in self.sequences
+        )
 
     def finish_pass(self) -> None:
         """Add the results of the finished forward pass; one that raised does not count."""

@@ -41,7 +41,7 @@ class OutputComparison:
     channels: Mapping[str, Tensor] = field(default_factory=dict)
     # whether computed values select entries of these outputs, such as the queries that score best
     selected: bool = False
-    each: int = 0  # values of the compared outputs of a sample
+    each: int = field(default=0, compare=False)  # values of the compared outputs of a sample
     # calls of these layers that the dense model makes, by the shapes of the inputs
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
 

@@ -232,7 +232,9 @@ def test_what_a_decoder_reads_is_made_of_labels_in_a_job(tmp_path: Path) -> None
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", llama(), more=7)
-    with pytest.raises(ModelError, match=r"its vocabulary has 52 tokens, ids up to 51, and LlamaForCausalLM embeds 45, ids"):
+    with pytest.raises(
+        ModelError, match=r"its vocabulary has 52 tokens, ids up to 51, and LlamaForCausalLM embeds 45, ids"
+    ):
         prepare(job(tmp_path, "causal_lm", folder))
 
 
@@ -249,7 +251,9 @@ def test_targets_of_the_dense_model_need_its_weights_and_no_gradients(tmp_path: 
     folder = write_model(tmp_path / "tiny", bert("BertModel"))
     with pytest.raises(UsageError, match=r"baseline: expected none, because the targets of task 'embedding' are"):
         prepare(job(tmp_path, "embedding", folder, baseline=TrainSettings(epochs=1)))
-    settings = load("smollm2", ["task=embedding", f"model.name={folder}", "prune.criterion=taylor", "finetune.distill=null"])
+    settings = load(
+        "smollm2", ["task=embedding", f"model.name={folder}", "prune.criterion=taylor", "finetune.distill=null"]
+    )
     (tmp_path / "text.txt").write_text(text(600))
     with pytest.raises(UsageError, match=r"at the dense model whose outputs are the targets .* got 'taylor'"):
         prepare(replace(settings, data=replace(settings.data, root=tmp_path / "text.txt"), device="cpu"))
