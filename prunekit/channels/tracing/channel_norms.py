@@ -165,8 +165,8 @@ APART = "; in a module of its own, which takes these channels and returns them n
 def norm_of(module: nn.Module, flow: LabelFlow, inputs: Any, output: Any) -> ChannelNorm | str:
     """Return a call of a module as a norm, or the reason why it is none."""
     name = type(module).__name__
-    parts = [(one, one._non_persistent_buffers_set) for one in module.modules()]  # state_dict() would be traced
-    if any(found is not None and key not in unsaved for one, unsaved in parts for key, found in one._buffers.items()):
+    whole = [(one, one._non_persistent_buffers_set) for one in module.modules()]  # state_dict() would be traced
+    if any(found is not None and key not in unsaved for one, unsaved in whole for key, found in one._buffers.items()):
         return f"{name} does more than normalize: it has buffers"
     sources, results = gather(inputs), gather(output)
     if not sources or len(results) != 1:
