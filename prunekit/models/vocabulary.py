@@ -22,7 +22,7 @@ from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.models.hugging_face import changed_config, library_model, quiet_library, set_config
 from prunekit.utils.context import seeded
 from prunekit.utils.display import listed
-from prunekit.utils.inputs import arguments_by_name
+from prunekit.utils.inputs import DECODER, arguments_by_name
 from prunekit.utils.tensors import gather
 
 NOTE = "vocabulary"
@@ -31,7 +31,7 @@ KINDS = ("BPE", "WordPiece", "Unigram", "WordLevel")
 """Models of tokenizers that can have fewer tokens."""
 MOST = 2**24
 """Ids of tokens are below this."""
-TOKENS = ("input_ids", "decoder_input_ids")
+TOKENS = ("input_ids", DECODER)
 """Arguments of models of transformers that are ids of tokens."""
 PADDING = ("padding_idx", "pad_token_id")
 """Attributes of modules that are the id of padding."""

@@ -18,6 +18,7 @@ from prunekit.errors import DataError, reraise_shortage
 from prunekit.tasks.task import Task, get_task
 from prunekit.tasks.texts import LABELS, PaddedTexts
 from prunekit.utils.inputs import (
+    DECODER,
     FLATTENED,
     MASK,
     OF_DECODER,
@@ -221,7 +222,7 @@ def _pad_decoded(model: nn.Module, rows: list[Row]) -> None:
 
     So shapes tell activations of the encoder from those of the decoder, whose padding is elsewhere.
     """
-    ids: list[Any] = [row.get(OF_DECODER + "input_ids") for row in rows]
+    ids: list[Any] = [row.get(DECODER) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in ids):
         return
     if len({each.shape[1] for each in ids}) > 1 and OF_DECODER + MASK in parameter_names(model):
@@ -229,7 +230,7 @@ def _pad_decoded(model: nn.Module, rows: list[Row]) -> None:
             there = decoder_positions(model, row)
             row[OF_DECODER + MASK] = torch.ones_like(each) if there is None else there.to(each.dtype)
         _pad(rows, OF_DECODER)
-    shape, most = rows[0][OF_DECODER + "input_ids"].shape, getattr(model, "config", None)
+    shape, most = rows[0][DECODER].shape, getattr(model, "config", None)
     room = shape[1] < getattr(most, "max_position_embeddings", shape[1] + 1)
     alike = isinstance(rows[0].get(MASK), Tensor) and rows[0][MASK].shape[1:] == shape[1:]
     examples = ((Keywords({str(name): item for name, item in row.items()}),) for row in rows)

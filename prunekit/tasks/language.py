@@ -20,9 +20,9 @@ from prunekit.models.interface import logits
 from prunekit.tasks.classification import most_frequent, top1
 from prunekit.tasks.task import Score, Task, register_task, with_smoothing
 from prunekit.tasks.texts import IGNORED, PaddedTexts, counted_tokens, named_inputs, token_labels
+from prunekit.utils.inputs import DECODER
 from prunekit.utils.tensors import accumulation_dtype, occurrences
 
-DECODER = "decoder_input_ids"
 MOST = 1e300
 """Perplexity of a model that is worse than any number can say, and where no token counts."""
 NAMES_OF_SHIFTS = ("prepare_decoder_input_ids_from_labels", "_shift_right")

@@ -445,11 +445,13 @@ def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Counted | N
 
 OF_DECODER = "decoder_"
 """The beginning of the names of arguments that are for the decoder, in the convention of transformers."""
+DECODER = OF_DECODER + "input_ids"
+"""The argument with the token numbers that a decoder reads."""
 
 
 def decoder_positions(model: nn.Module, arguments: Mapping[str | int, Any]) -> Tensor | None:
     """Return a mask of what a decoder reads (B, T): its own, or of ids that end in padding by the configuration."""
-    mask, ids = arguments.get(OF_DECODER + MASK), arguments.get(OF_DECODER + "input_ids")
+    mask, ids = arguments.get(OF_DECODER + MASK), arguments.get(DECODER)
     if isinstance(mask, Tensor):
         return mask if mask.dim() == 2 and not mask.is_complex() else None
     pad = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -462,7 +464,7 @@ def decoder_positions(model: nn.Module, arguments: Mapping[str | int, Any]) -> T
 
 def decoder_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
     """Return (B, T) of the token numbers that a decoder reads beside an encoder; None without any."""
-    ids = arguments_by_name(model, example).get(OF_DECODER + "input_ids")
+    ids = arguments_by_name(model, example).get(DECODER)
     return (ids.shape[0], ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() == 2 else None
 
 

@@ -34,6 +34,12 @@ metadata: {{version: 1.0}}
 """
 
 
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
 def tokenizer_in(folder: Path, more: int = 0) -> Any:
     from transformers import PreTrainedTokenizerFast
 
@@ -73,13 +79,12 @@ def share_right(model: torch.nn.Module) -> float:
 
 
 @needs_lm_eval
+@pytest.mark.usefixtures("offline")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_folders_are_scored_at_tasks_as_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_scored_at_tasks_as_by_hand(tmp_path: Path) -> None:
     from prunekit.integrations.lm_eval import harness_model
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tasks, dense = tasks_in(tmp_path / "tasks"), llama(initializer_range=0.5)
     tokenizer = tokenizer_in(tmp_path / "tiny")
     dense.save_pretrained(str(tmp_path / "tiny"))  # type: ignore[operator]
@@ -113,13 +118,10 @@ def test_folders_are_scored_at_tasks_as_by_hand(tmp_path: Path, monkeypatch: pyt
 
 
 @needs_lm_eval
+@pytest.mark.usefixtures("offline")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_run_is_scored_beside_its_dense_model_and_says_what_it_calibrated_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_run_is_scored_beside_its_dense_model_and_says_what_it_calibrated_on(tmp_path: Path) -> None:
     dense, found, made = llama(initializer_range=0.5), text(2000), documents()
     tokenizer_in(tmp_path / "tiny")
     dense.save_pretrained(str(tmp_path / "tiny"))  # type: ignore[operator]
@@ -170,13 +172,10 @@ def test_samples_are_counted_that_share_13_words_with_a_text() -> None:
 
 
 @needs_lm_eval
+@pytest.mark.usefixtures("offline")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_folder_whose_code_builds_its_model_is_scored_once_that_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_a_folder_whose_code_builds_its_model_is_scored_once_that_is_allowed(tmp_path: Path) -> None:
     tasks, ids = tasks_in(tmp_path / "tasks"), torch.randint(5, 45, (8, 16), generator=torch.Generator().manual_seed(1))
     made = prunekit.prune(llama(initializer_range=0.5), {"input_ids": ids}, params=0.7, outputs="logits")
     prunekit.export(made, {"input_ids": ids[:2]}, to="standalone", path=tmp_path / "alone")

@@ -28,13 +28,13 @@ from prunekit.models.interface import logits
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import DistillSettings
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION
-from prunekit.tasks.language import DECODER, wide
+from prunekit.tasks.language import wide
 from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import share
-from prunekit.utils.inputs import MASK, Counted, call, inputs_as_example, rows_of, sample_count
+from prunekit.utils.inputs import DECODER, MASK, Counted, call, inputs_as_example, rows_of, sample_count
 from prunekit.utils.tensors import map_tensors
 
 ModuleCall = tuple[str, int]
