@@ -184,7 +184,6 @@ def pictures(work: Path) -> Iterator[tuple[str, Callable[[], str | bytes]]]:
     yield "training.svg", lambda: chart(main() / "report.html", "curves")
     yield "features.png", lambda: picture(next((main() / "features").glob("*.png")))
     yield "filters.png", lambda: picture(main() / "filters" / "filters.png")
-    yield "weights.svg", lambda: chart(main() / "histograms" / "histograms.html", "weights", 4)
     yield "boxes.png", lambda: boxes(first(work, "runs/yolo-coco8") / "detections")
     yield "pareto.svg", lambda: chart(work / "comparison.html", "pareto", 2)
     yield "staircase.svg", lambda: chart(first(work, "runs/resnet34/profile") / "report.html", "layers", 3)

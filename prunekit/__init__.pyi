@@ -17,8 +17,6 @@ from prunekit.deploy.deployment_transform import channels_last as channels_last
 from prunekit.deploy.deployment_transform import flush_subnormals as flush_subnormals
 from prunekit.deploy.semi_structured import semi_structured as semi_structured
 from prunekit.errors import PrunekitError as PrunekitError
-from prunekit.inspection.capture.recorder import Capture as Capture
-from prunekit.inspection.capture.recorder import capture as capture
 from prunekit.jobs.analyses.bench import Benchmark as Benchmark
 from prunekit.jobs.analyses.bench import bench as bench
 from prunekit.jobs.analyses.explain import Explanation as Explanation

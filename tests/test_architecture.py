@@ -59,7 +59,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "backends": ("files", "int8", "folders", "."),
     "channels": ("labels", "rules", "tracing", "rewrite", "cut", "depth", ".", "trial"),
     "cli": (".", "commands"),
-    "inspection": ("capture", "visualize"),
+    "inspection": ("visualize",),
     "integrations": ("yolo", "."),
     "jobs": ("run", "analyses", "stages", "."),
     "measure": (".", "latency", "causes", "latency_profile", "device"),

@@ -98,20 +98,6 @@ def test_training_steps_beside_plain_ones_and_what_memory_grows_by() -> None:
     assert rows[0]["grown_bytes"] == 0
 
 
-def test_captures_beside_the_plain_forward_and_copies_beside_the_memory() -> None:
-    arguments = ("--model", "resnet18", "--batch", "1", "--size", "32", "--rounds", "2", "--json")
-    done = run("capture.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert [name.removesuffix("/resnet18") for name in rows] == [
-        "capture/hooks", "capture/mean", "capture/moments", "capture/extremes", "capture/copies", "torch/copies"
-    ]  # fmt: skip
-    for row in rows.values():
-        assert row["outputs"] == 20
-    copies = rows["capture/copies/resnet18"]
-    assert copies["of_copy"] == pytest.approx(copies["added_ms"] / copies["copy_ms"])
-
-
 @pytest.mark.slow
 def test_rounded_widths_are_timed_beside_any() -> None:
     done = run("rounding.py", "--json", "--models", "mobilenet_v3_small", "--rounds", "2")

@@ -16,7 +16,6 @@ from torchvision.models import resnet152
 from prunekit.channels.trace import trace
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.recorder import capture
 from prunekit.jobs.analyses.bench import Benchmark, bench
 from prunekit.jobs.analyses.explain import Explanation
 from prunekit.jobs.analyses.sensitivity import Sensitivity
@@ -300,10 +299,6 @@ def test_bench_times_models_by_name() -> None:
         bench(nn.Linear(8, 8), torch.zeros(2, 8))  # type: ignore[arg-type]
 
 
-def test_captured_tensors_and_thresholds(model: nn.Module, example: tuple[torch.Tensor]) -> None:
-    with capture(model, nn.Conv2d, reduce="mean") as record, torch.no_grad():
-        model(*example)
-    check(record)
-    assert repr(record["conv1"][0]) == "<Captured: output 0 of conv1, batch 0, call 0: 1x64x16x16>"
+def test_thresholds() -> None:
     found = ActivationThresholds(dict.fromkeys(channels(), 0.1), dict.fromkeys(channels(), 0.5), 0.5, "output", 3)
     check(found)

@@ -1,1 +1,1 @@
-"""Looking into networks, which pruning itself does not need: capture and pictures."""
+"""Looking into networks, which pruning itself does not need: pictures."""

@@ -181,12 +181,7 @@ class PassHooks(HookOwner):
         self._calls[key] += 1
         return self._calls[key] - 1
 
-    def intercept_consumers(
-        self,
-        before: ConsumerCallback,
-        after: ConsumerCallback,
-        interceptor: type[ConsumerInterceptor] = ConsumerInterceptor,
-    ) -> None:
+    def intercept_consumers(self, before: ConsumerCallback, after: ConsumerCallback) -> None:
         """Pass the inputs and outputs of consumers to callbacks while the model runs.
 
         Until this owner exits, attention modules that hide their projections from torch's functions are replaced by
@@ -194,7 +189,7 @@ class PassHooks(HookOwner):
         """
         self.own_context(without_fast_path())
         self.own_context(_substituted(self._model))
-        self._interceptor = interceptor(self._model, before, after)
+        self._interceptor = ConsumerInterceptor(self._model, before, after)
 
     def register(self) -> None:
         """Register the hooks on the model."""

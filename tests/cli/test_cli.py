@@ -30,7 +30,7 @@ COMMANDS = (
     "finetune", "prune", "calibrate", "frontier", "sensitivity", "evaluate", "predict", "profile", "bench", "kit",
     "explain", "export", "inspect",
 )  # fmt: skip
-VIEWS = tuple(f"visualize {kind}" for kind in ("features", "filters", "histograms"))
+VIEWS = tuple(f"visualize {kind}" for kind in ("features", "filters"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]
 
 

@@ -63,7 +63,6 @@ def test_sensitivity_is_measured_by_the_score_of_the_task(here: Path, monkeypatc
     [
         ("sensitivity", "sentences", "most sensitive group first"),
         ("visualize features", "pose", "3 maps of 16 x 16"),
-        ("visualize histograms", "sentences", "sentences on 16 pairs"),
     ],
 )
 @pytest.mark.usefixtures("here")

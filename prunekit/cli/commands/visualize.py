@@ -2,7 +2,6 @@
 
 - `features`: what layers make of an image.
 - `filters`: what the first layer detects.
-- `histograms`: distributions of weights and activations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import click
 
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import ModelOptions, find_model_pair, model_command, pictures_folder, report_of
-from prunekit.cli.options import allow_code_option, combined, data_option, own_model_option, task_option
 from prunekit.cli.output import Console, plain, save
 from prunekit.utils.availability import require_figures
 from prunekit.utils.display import table
@@ -116,47 +114,3 @@ def filters_command(
     pages = report_of(pair, folder, "filters")
     lines = [f"{pair.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
-
-
-@visualize_group.command("histograms", short_help="Show distributions of weights and activations.")
-@click.argument("arguments", nargs=-1, metavar="RUN|RECIPE [KEY=VALUE]...")
-@click.option(
-    "--layers",
-    multiple=True,
-    metavar="GLOB",
-    help="Whose activations.  [default: convolutions and linear]",
-)
-@model_command(
-    "the page and its table.  [default: histograms, for a run in its folder]",
-    runs=True,
-    options=combined(allow_code_option, task_option, data_option, own_model_option),
-)
-def histograms_command(
-    console: Console,
-    given: ModelOptions,
-    arguments: tuple[str, ...],
-    layers: tuple[str, ...],
-    device: str | None,
-    output: Path | None,
-) -> None:
-    """Show distributions of weights, activations and importance scores by layer.
-
-    The page has histograms of the dense model beside the pruned one; a CSV file has their numbers.
-
-    A run's folder, or a recipe (its dense model, trained first where it has no weights), of any task. Activations are
-    those on the calibration samples of the recipe. The report of a run links to the page.
-    """
-    from prunekit.jobs.analyses.pictures import write_statistics
-    from prunekit.report.sections.pictures import write_histograms
-    from prunekit.utils.context import resolve_device
-
-    with console.running():
-        pair = find_model_pair(arguments, given, console)
-        folder = pictures_folder(pair, output, "histograms")
-        where = resolve_device(device or (pair.job.device if pair.job else "cpu"))
-        payload = plain(write_statistics(pair, folder, where, list(layers) or None))
-    save(payload, folder, "histograms.json", console)
-    page = write_histograms(folder, pair.run)
-    shown = "\n".join(map(str, [page, *report_of(pair, folder, "histograms")]))
-    first = f"{payload['model']} on {payload['images']} {payload['samples']}"
-    console.result({**payload, "page": str(page)}, f"{first}\nTable: {folder / 'histograms.csv'}\n{shown}")

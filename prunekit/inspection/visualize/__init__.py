@@ -1,1 +1,1 @@
-"""Pictures of what a model computes: feature maps, filters, histograms."""
+"""Pictures of what a model computes: feature maps, filters."""

@@ -1,10 +1,11 @@
 """Feature maps: the outputs of layers for one image, with pruned channels in the places of the dense model."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
-from prunekit.inspection.capture.layer_hooks import Layers, select_layers
-from prunekit.inspection.capture.recorder import Captured, capture
+from prunekit.hooks.hook import never_called
+from prunekit.hooks.owner import HookOwner
 from prunekit.utils.context import training_mode
 from prunekit.utils.display import plural
+from prunekit.utils.globs import globs, matching
 from prunekit.utils.inputs import running
+from prunekit.utils.tensors import gather
 
 View = Literal["maps", "tokens", "bars"]
 KeptChannels = Callable[[str, int], NDArray[np.bool_] | None]
@@ -58,17 +61,23 @@ class LayerFeatures:
 
 
 def feature_maps(
-    models: Mapping[str, nn.Module], image: Tensor, layers: Layers | None = None, *, kept: KeptChannels | None = None
+    models: Mapping[str, nn.Module],
+    image: Tensor,
+    layers: str | Iterable[str] | None = None,
+    *,
+    kept: KeptChannels | None = None,
 ) -> list[LayerFeatures]:
     """Run models on an image and return the outputs of layers, in the order in which the first model runs them.
 
     Args:
-        layers: layers of the first model, see `prunekit.capture`; None: its children, as far as they can be shown, and
+        layers: globs over paths of modules in the first model; None: its children, as far as they can be shown, and
             those in lists and dictionaries of modules.
     """
     first = next(iter(models.values()))
     wanted = list(_children(first)) if layers is None else layers
-    paths = select_layers(first, wanted, "layers").paths
+    called = [path for path, module in first.named_modules() if path and not never_called(module)]
+    chosen = {path for pattern in globs(wanted, "layers") for path in matching(pattern, called, "layers")}
+    paths = [path for path in called if path in chosen]
     taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
     found = []
     for key in next(iter(taken.values())):
@@ -78,7 +87,7 @@ def feature_maps(
             if layers is not None:
                 raise
     if not found:
-        names = ", ".join(list(paths)[:3])
+        names = ", ".join(paths[:3])
         raise UsageError(f"layers: none of {names} runs and returns what can be shown; choose others")
     return found
 
@@ -92,30 +101,35 @@ def _children(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Captured]:
-    """Return the first floating-point tensor that each call returned."""
-    known = {*dict(model.named_modules()), *dict(model.named_parameters())}
-    here = [path for path in paths if path in known]  # the other model may have folded norms
-    if not here:
-        return {}
+def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Tensor]:
+    """Return a copy of the first floating-point tensor that each call returned."""
+    modules, found, calls = dict(model.named_modules()), dict[tuple[str, int], Tensor](), Counter[str]()
+
+    def note(path: str, module: nn.Module, given: Any, by_name: Any, result: Any) -> None:
+        values = next(filter(Tensor.is_floating_point, gather(result)), None)
+        if values is not None:  # copied at once: what runs next may write into it
+            found[path, calls[path]] = values.detach().clone()
+        calls[path] += 1
+
+    def hooks(owner: HookOwner) -> None:
+        for path in paths:
+            if path in modules:  # the other model may have folded norms
+                owner.own_forward(modules[path], partial(note, path))
+
     ready = running(model, image, called=f"the {name} model")
-    with ready, training_mode(model, False), torch.no_grad(), capture(model, here) as record:
+    with ready, training_mode(model, False), torch.no_grad(), HookOwner(hooks):
         model(image)
-    found: dict[tuple[str, int], Captured] = {}
-    for entry in record:
-        if entry.value.is_floating_point():
-            found.setdefault((entry.path, entry.call), entry)
     return found
 
 
 def _features(
     key: tuple[str, int],
-    taken: Mapping[str, Mapping[tuple[str, int], Captured]],
+    taken: Mapping[str, Mapping[tuple[str, int], Tensor]],
     image: tuple[int, ...],
     kept: KeptChannels | None,
 ) -> LayerFeatures:
     path, call = key
-    views = {name: view_of(calls[key].value, image, path) for name, calls in taken.items() if key in calls}
+    views = {name: view_of(calls[key], image, path) for name, calls in taken.items() if key in calls}
     first = next(iter(views.values()))
     mask = kept(path, call) if kept is not None and PRUNED in views else None
     sides, mask, note = aligned({name: one.values for name, one in views.items()}, mask, "channels")

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from prunekit.compaction.model_folder import read_manifest
 from prunekit.data.datasets import ImageDataset
-from prunekit.data.splits import Splits, image_transform_of
+from prunekit.data.splits import image_transform_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
-from prunekit.inspection.capture.layer_hooks import attention_weights
 from prunekit.inspection.visualize.image_grids import Pixels, as_picture, stretched
-from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject, bound_splits
+from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own, Subject
 from prunekit.jobs.run.early_checks import MANIFEST, NO_IMAGE
 from prunekit.jobs.run.subject_sources import resolve
 from prunekit.models.preprocessing import Preprocessing
@@ -72,19 +71,6 @@ class ModelPair(Subject):
         mean, std = ((sum(part) / len(part),) if shape[0] == 1 else part for part in (feed.mean, feed.std))
         return Preprocessing(*shape[1:], round(max(shape[1:]) * 8 / 7), mean=mean, std=std)
 
-    def of_job(self) -> Splits:
-        """Return the data of its recipe."""
-        if self.splits is not None:
-            return self.splits
-        assert self.job is not None
-        if (self.job.data.source == "own") != (self.own.data is not None):
-            raise UsageError(
-                f"{self.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
-                "alone, and a task by name"
-            )
-        splits = self.data(self.job.known_data, self.own, "look at", self.job.task)
-        return bound_splits(splits, next(iter(self.models.values())))
-
     def input(self, image: Path | None, index: int = 0) -> tuple[Tensor, str]:
         """Return an input (1, C, H, W) and its name, from an image file or a test image of the recipe."""
         if image is not None:
@@ -104,7 +90,7 @@ class ModelPair(Subject):
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
             raise UsageError(
                 f"{self.name}: expected a task whose inputs are images (C, H, W), got {splits.task.name!r} with "
-                f"{described(inputs)}; histograms are drawn for every task"
+                f"{described(inputs)}"
             )
         return inputs, f"test image {index}"
 
@@ -184,14 +170,12 @@ def _load_dense(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module
 
 
 def _rows(manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Mask]:
-    found, modules, projections = {}, dict(model.named_modules()), attention_weights(model)
+    found, modules = {}, dict(model.named_modules())
     for name, axes in manifest["kept"].items():
         path, _, kind = name.rpartition(".")
         if kind != "weight" or path not in modules:
-            path = name  # of the weights of attention that have no module of their own
-            if path not in projections:
-                continue
-        axis = 1 if path in modules and getattr(modules[path], "transposed", False) else 0
+            continue
+        axis = 1 if getattr(modules[path], "transposed", False) else 0
         dense = manifest["dense_shapes"][name][axis]
         found[path] = np.ones(dense, bool) if axes[axis] is None else np.isin(np.arange(dense), axes[axis])
     return found

@@ -91,13 +91,6 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
     return _four_abreast(scores, "group", "histograms", "Histograms of importance scores per channel group", _histogram)
 
 
-def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return a panel for each layer, with the histogram of each model as the share of its values."""
-    kind = str(rows["kind"].iloc[0])
-    draw = partial(_distribution, log=kind == "activations")
-    return _four_abreast(rows, "layer", kind, f"Histograms of the {kind} of each layer", draw)
-
-
 def _four_abreast(
     table: pd.DataFrame, key: str, name: str, label: str, draw: Callable[..., None]
 ) -> tuple[Markup, int, int]:
@@ -132,29 +125,6 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     axes.set_xticks(ends, labels=[f"{end:.3g}" for end in ends])
     axes.set_yticks([most], labels=[str(most)])
     axes.grid(visible=False)
-
-
-def _distribution(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
-
-    for model, part in rows.groupby("model", sort=False):
-        edges = np.append(part["low"].to_numpy(), part["high"].iloc[-1])
-        if edges[0] == edges[-1]:
-            edges = edges + np.linspace(-0.5, 0.5, len(edges))  # a single value
-        shares = 100 * part["count"].to_numpy() / max(part["count"].sum(), 1)
-        # Bins of two models have the same width only if their ranges are the same.
-        shares = shares / (edges[1] - edges[0])
-        color = COLORS.get(str(model), COLORS["pruned"])
-        axes.stairs(shares, edges, color=color, fill=True, alpha=0.25)
-        axes.stairs(shares, edges, color=color, label=str(model), linewidth=1.1)
-    axes.set_title(shortened(name, 26), fontsize=9.5)
-    axes.tick_params(labelsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(3))
-    if log:
-        axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(NullFormatter() if log else FuncFormatter(lambda value, _: ""))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.tick_params(axis="y", which="both", left=False)
 
 
 def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:

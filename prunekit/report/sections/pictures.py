@@ -5,16 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from prunekit.errors import ArtifactError
 from prunekit.reading.text_files import read_json
-from prunekit.report.figures import charts as figures
-from prunekit.report.rendering import linked, write
-from prunekit.report.run_data import Run, read_run
+from prunekit.report.rendering import write
+from prunekit.report.run_data import Run
 from prunekit.report.sections.section import register_section
 
-FACTS, PAGE = "histograms.json", "histograms.html"
 LARGEST = 1_000_000
 """Limit of bytes of feature maps in a page, which take a third more as text; other pictures are named by their file."""
 LARGEST_DETECTIONS = 2_500_000
@@ -44,31 +40,6 @@ def filters(run: Run) -> dict[str, Any] | None:
     folder, keys = run.folder / "filters", {"layer", "models", "filters", "shape", "kept"}
     facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
     return facts and {"filters": {**facts, "data": as_data(read_picture(folder / "filters.png"))}}
-
-
-@register_section("statistics", about="distributions of weights and activations", order=130)
-def statistics(run: Run) -> dict[str, Any] | None:
-    """Return a link to the page of histograms."""
-    page = run.folder / "histograms" / PAGE
-    return {"statistics": linked(page, run.page_folder / "report.html")} if page.is_file() else None
-
-
-def write_histograms(folder: Path, run: Path | None = None) -> Path:
-    """Render `histograms.html` into a folder that `prunekit.jobs.analyses.pictures.write_statistics` has written."""
-    facts = read_json(folder / FACTS)
-    try:
-        rows = pd.read_csv(folder / "histograms.csv", dtype={"layer": str}, keep_default_na=False)
-    except (ValueError, OSError) as error:
-        raise ArtifactError(f"{folder / 'histograms.csv'}: expected a CSV table, but {error}") from error
-    kinds = {kind: rows[rows["kind"] == kind] for kind in ("weights", "activations")}
-    return write(
-        folder / PAGE,
-        "histograms.html",
-        facts=facts,
-        filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
-        parts={kind: figures.figure_or_none(figures.distributions, part) for kind, part in kinds.items()},
-        scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
-    )
 
 
 def write_features(folder: Path) -> Path:

@@ -1,16 +1,13 @@
-"""First-layer filters as pictures, and histograms of weights and activations that count every value."""
+"""First-layer filters as pictures."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch import nn
 
 from prunekit.errors import UsageError
-from prunekit.hooks.hook import count_hooks
-from prunekit.inspection.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.inspection.visualize.filters import draw_filters, first_filters
 
 IMAGE = (3, 8, 8)
@@ -80,54 +77,3 @@ def test_a_layer_without_filters_is_refused(layer: str | None, message: str) -> 
     model = conv(4) if layer else nn.Sequential(nn.Linear(4, 2))
     with pytest.raises(UsageError, match=message or "the model has no filters that are images"):
         first_filters({"dense": model}, IMAGE, layer)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.relu = nn.Linear(4, 4), nn.ReLU()
-
-    def forward(self, values: Tensor) -> Tensor:
-        return torch.as_tensor(self.relu(self.layer(self.layer(values))) / values[:, :1])
-
-
-def test_activations_are_counted_over_all_batches_and_calls() -> None:
-    model, batches = Twice(), [torch.randn(5, 4), 3 * torch.randn(7, 4)]
-    found = activation_distributions(model, batches, ["layer", "relu"], bins=16)
-    values = {"layer": [], "relu": []}  # type: ignore[var-annotated]
-    with torch.no_grad():
-        for batch in batches:
-            first = model.layer(batch)
-            values["layer"] += [first, model.layer(first)]
-            values["relu"].append(model.layer(first).relu())
-    for layer, parts in values.items():
-        whole = torch.cat(parts).flatten()
-        counts, edges = np.histogram(whole.numpy(), 16)
-        assert abs(np.array(found[layer].counts) - counts).sum() <= 2  # rounding at an edge
-        assert (found[layer].low, found[layer].high) == pytest.approx((edges[0], edges[-1]))
-        assert sum(found[layer].counts) == len(whole)
-    assert count_hooks(model) == 0
-    rows = rows_of(found, model="dense")
-    assert len(rows) == 2 * 16
-    assert sum(row["count"] for row in rows) == sum(sum(one.counts) for one in found.values())
-
-
-def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
-    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    weight_norm(model.linear1)
-    found = activation_distributions(model, [torch.randn(3, 5, 8)], bins=4)
-    assert list(found) == ["self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"]
-    assert sum(found["self_attn.in_proj_weight"].counts) == 3 * 5 * 24
-    assert set(weight_distributions(model, 4)) == set(found)
-    assert sum(found["self_attn.out_proj"].counts) == 3 * 5 * 8
-    assert sum(weight_distributions(model, 4)["linear1"].counts) == 16 * 8
-
-
-def test_what_is_not_finite_or_all_the_same() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False))
-    nn.init.constant_(model[0].weight, 0.5)  # type: ignore[arg-type]
-    weights = weight_distributions(model, 4)["0"]
-    assert (weights.low, weights.high, weights.counts) == (0.5, 0.5, (4, 0, 0, 0))
-    given = [torch.tensor([[1.0, 1.0], [torch.nan, 1.0]])]
-    found = activation_distributions(model, given, bins=4)["0"]
-    assert sum(found.counts) == 2

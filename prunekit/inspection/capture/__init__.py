@@ -1,1 +1,0 @@
-"""Capture of what layers read and return while a model runs."""
