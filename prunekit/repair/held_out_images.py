@@ -87,14 +87,22 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Counted | No
     return found, sum(a < split for a, _, _ in bounds)
 
 
-def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: OutputComparison) -> float:
+def difference(
+    dense: nn.Module,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    judge: OutputComparison,
+    running: Iterable[Batch] | None = None,
+) -> float:
     """Return the mean squared difference of outputs as a share of their variance among samples, averaged over outputs.
 
-    Where positions may be padding, as for the scores of each token, those that are not are the samples.
+    Where positions may be padding, as for the scores of each token, those that are not are the samples. `running` are
+    batches that the other model reads in place of the dense one's.
     """
     spread, batches = RelativeError(), [*batches]
-    for batch in (part for whole in batches for part in _parts(whole, judge.each)):
-        want, got = (_values(each, batch, judge) for each in (dense, model))
+    parts = ([part for whole in some for part in _parts(whole, judge.each)] for some in (batches, running or batches))
+    for batch, own in zip(*parts, strict=True):
+        want, got = _values(dense, batch, judge), _values(model, own, judge)
         other_way = {key for key in judge.weights if _shapes(want, key) != _shapes(got, key)}
         if len(other_way) < len(judge.outputs) + len(judge.weights):  # a layer that is called differently under masks
             want, got = ([pair for pair in values if pair[0] not in other_way] for values in (want, got))

@@ -56,6 +56,7 @@ def repair(
     images: Tensor | list[Tensor] | Inputs | Mapping[str, Any],
     settings: RepairSettings | None = None,
     *,
+    running: Tensor | None = None,
     log: Callable[[str], None] | None = None,
     progress: bool | None = None,
 ) -> tuple[nn.Module, RepairReport]:
@@ -70,6 +71,9 @@ def repair(
     detectors take them, or all inputs as a tuple by position or as a mapping by name; the last `settings.held_out` of
     them are held out. `log` gets a line on the memory that the repair will take, before it starts.
 
+    `running`, of the images' shape, is what the masked model reads in their place: the hidden states that reach a block
+    of a network whose earlier blocks are pruned. Targets are the dense outputs on `images`.
+
     The copy is dense in size. If its output on held-out images is no nearer to the dense one's than without repair,
     only the first half of the layers is repaired, the first quarter and so on, down to none; the report says so.
 
@@ -79,7 +83,7 @@ def repair(
         PlanError: the plan is that of another model.
     """
     settings = settings or RepairSettings()
-    with RepairSetup.entered(dense, plan, images, "repair", progress) as setup:
+    with RepairSetup.entered(dense, plan, images, "repair", progress, running) as setup:
         fitter = LayerFitter(setup.original, setup.masked, plan, settings)
         walk = LayerWalk(setup, settings, fitter)
         if log is not None:
@@ -105,10 +109,13 @@ class RepairSetup:
     skipped: list[LayerRepair]  # a report of each of the others, with the reason
     looping: bool  # whether the model loops over samples
     judge: OutputComparison  # compares outputs
+    running: Inputs  # what the masked model reads in place of the calibration images
 
     @classmethod
     @contextmanager
-    def entered(cls, dense: nn.Module, plan: Plan, images: Any, name: str, progress: bool | None) -> Iterator[Self]:
+    def entered(
+        cls, dense: nn.Module, plan: Plan, images: Any, name: str, progress: bool | None, running: Tensor | None = None
+    ) -> Iterator[Self]:
         """Yield the setup, with both copies in eval mode, without gradients, and with norms over kept channels.
 
         `name` is that of the job, for messages and bars; see `repair` for the rest.
@@ -128,11 +135,12 @@ class RepairSetup:
             judge = OutputComparison.of(original, inputs, plan.channel_map.read)
             judge = judge.within({name: torch.from_numpy(plan.kept(name, axis)) for name, axis in axes.items()})
             with NarrowNorms(masked, plan.channel_map, plan.keep), reporting(progress, name):
-                yield cls(original, masked, plan, inputs, found, layers, skipped, looping, judge)
+                others = inputs if running is None else require_images(running)
+                yield cls(original, masked, plan, inputs, found, layers, skipped, looping, judge, others)
 
     def difference(self, walk: LayerWalk, model: nn.Module | None = None) -> float:
         """Return the error of the masked model's output, or another's, on held-out images."""
-        return difference(self.original, model or self.masked, walk.judging, self.judge)
+        return difference(self.original, model or self.masked, walk.judging, self.judge, walk.running_judging)
 
     def fit_stacks(self, walk: LayerWalk, fitter: LayerFitter, before: float) -> list[LayerRepair]:
         """Fit stacks of matrices, as experts have them, where the model's output is nearer to the dense one's then."""
@@ -196,11 +204,12 @@ class LayerWalk:
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
-        self.fitting, self.judging = batches[:fitted], batches[fitted:]
+        others = batches if setup.running is inputs else batches_of(setup.running, settings.held_out, size)[0]
+        self.fitting, self.judging, self.running_judging = batches[:fitted], batches[fitted:], others[fitted:]
         gatherers = [
-            SampleGatherer(run, batches, fitted, partial(_cuts, firsts, count, limit), setup.found)
-            for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
-        ]
+            SampleGatherer(run, some, fitted, partial(_cuts, firsts, count, limit), setup.found)
+            for firsts, run, some in zip((weights, early), runs, (batches, others), strict=False)
+        ]  # the dense one need not go back to the source
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
         self._together = fitted_together(self._layers, sources, sizes, rows, settings)
         self._ahead = self._read_ahead(sizes, rows)
