@@ -301,7 +301,8 @@ class _ObjectiveStates:
         self._products = self._inverse.new_zeros(rest, size, size)  # (n, d, d) P likewise; the constant has no weight
         for place, one in enumerate(objectives):
             gram, products = with_ridge(one.gram.double())[: len(seen) + first.biased], one.products
-            self._inverse[place] = _inverse(gram[kept][:, kept])  # in float64
+            self._inverse[place] = _inverse(gram[:, :size] if bool(seen.all()) else gram[kept][:, kept])  # in float64
+            del gram
             self._products[place, :columns, :columns] = products if bool(seen.all()) else products[seen][:, seen]
         taps, places = (by.reshape(len(first.labels), -1) for by in (seen, seen.cumsum(0) - 1))
         own = [torch.from_numpy(first.labels == label).to(seen.device) for label in labels]
