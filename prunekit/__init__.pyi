@@ -55,6 +55,8 @@ from prunekit.planning.budgets.budget import register_budget as register_budget
 from prunekit.planning.budgets.cost_model import Term as Term
 from prunekit.planning.plan import Plan as Plan
 from prunekit.planning.plan import load_plan as load_plan
+from prunekit.pruning.blocks.prune_folder import PrunedFolder as PrunedFolder
+from prunekit.pruning.blocks.prune_folder import prune_folder as prune_folder
 from prunekit.pruning.collected_statistics import Collected as Collected
 from prunekit.pruning.collected_statistics import collect as collect
 from prunekit.pruning.latency.profiled_networks import kit as kit

@@ -64,7 +64,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "jobs": ("run", "analyses", "stages", "."),
     "measure": (".", "latency", "causes", "latency_profile", "device"),
     "planning": ("budgets", ".", "patterns"),
-    "pruning": ("latency", "."),
+    "pruning": ("latency", ".", "blocks"),
     "repair": (".", "patterns"),
     "report": (".", "figures", "sections", "pages"),
     "training": ("callbacks", "."),

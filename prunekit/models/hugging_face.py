@@ -88,7 +88,7 @@ def _of_type(name: str, head: Head, /, num_classes: int | None = None, **argumen
 
 def _of_folder(folder: Path, head: Head, /, num_classes: int | None = None, **arguments: Any) -> nn.Module:
     library = _library()
-    config = _config(folder)
+    config = folder_config(folder)
     _require_known(config.model_type, arguments)
     expected = (
         "; expected the files that `save_pretrained` writes, with safetensors, of a model without code of its own, "
@@ -120,7 +120,7 @@ def structure_of(settings: ModelSettings) -> ModelSettings:
     """Return the settings that build the model of a folder without it: its type and what its configuration changes."""
     if settings.folder is None:
         return settings
-    return _of_config(_config(settings.folder), settings.head, settings.arguments)
+    return _of_config(folder_config(settings.folder), settings.head, settings.arguments)
 
 
 def _of_config(config: Any, head: Head | None, arguments: Mapping[str, Any]) -> ModelSettings:
@@ -183,7 +183,8 @@ def _require_own_files(folder: Path) -> None:
             stack += entries
 
 
-def _config(folder: Path) -> Any:
+def folder_config(folder: Path) -> Any:
+    """Return the configuration in a folder, none of whose files name anything outside it."""
     _require_own_files(folder)
     library, expected = _library(), "expected the configuration of a model that transformers knows"
     with raised_as(ModelError, f"{folder / CONFIG}: {expected}: ", "; code of a folder's own is not run", str):

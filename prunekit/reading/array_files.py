@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -99,12 +99,25 @@ def _array(file: IO[bytes], size: int, free: int) -> np.ndarray[Any, Any]:
 
 
 def read_tensors(
-    path: Path, expected: str = "tensors (.safetensors)", raises: type[PrunekitError] = ArtifactError
+    path: Path,
+    expected: str = "tensors (.safetensors)",
+    raises: type[PrunekitError] = ArtifactError,
+    names: Iterable[str] | None = None,
 ) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Return the tensors of a safetensors file by name, on the CPU, and its metadata."""
+    """Return the tensors of a safetensors file by name, all or some, on the CPU, and its metadata."""
     require_file(path, expected, raises)
     with _reading(path, expected, raises), openable(path) as name, safe_open(name, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        wanted = file.keys() if names is None else names
+        return {name: file.get_tensor(name) for name in wanted}, file.metadata() or {}
+
+
+def tensor_headers(path: Path, raises: type[PrunekitError]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the type, such as `BF16`, and the shape of each tensor of a safetensors file, without reading values."""
+    expected = "tensors (.safetensors)"
+    require_file(path, expected, raises)
+    with _reading(path, expected, raises), openable(path) as name, safe_open(name, framework="pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
 
 @contextmanager

@@ -1,0 +1,296 @@
+"""Pruning of a decoder in a folder, one block in memory at a time: `prune_folder`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prunekit.channels.tracing.channel_map import ChannelMap, Keep
+from prunekit.channels.trial.trial import run_trial
+from prunekit.compaction.compact_model import compact
+from prunekit.criteria.elimination import eliminations
+from prunekit.errors import PlanError, ResumeError, UsageError, VerificationError, require_kind
+from prunekit.hooks.model_copy import named_tensors
+from prunekit.measure.verification import verify
+from prunekit.models.hugging_face import Changes, quiet_library
+from prunekit.models.names import CONFIG
+from prunekit.modes.public_call import public_call
+from prunekit.planning.plan import Plan
+from prunekit.pruning.blocks.block_widths import BlockLayout, Widths, kept_by
+from prunekit.pruning.blocks.decoder import INDEX, SHORT, WHOLE, Decoder, run
+from prunekit.pruning.sample_statistics import patch_statistics
+from prunekit.reading.array_files import read_arrays
+from prunekit.reading.text_files import read_json
+from prunekit.repair.repair_model import repair as repair_masked
+from prunekit.settings.calibration import RepairSettings
+from prunekit.utils.context import release_memory
+from prunekit.utils.display import Displayed, Table, count, plural, scientific, share, size
+from prunekit.utils.files import StrPath, atomic_file, folder_at, require_writable, write_json
+from prunekit.utils.progress import reporting, stage
+
+WORK = "unfinished"
+"""Folder inside the result with hidden states and orders of removal, until the last block is written."""
+COPIED = (".json", ".txt", ".model", ".jinja")
+"""Ends of the names of files beside the weights, such as those of a tokenizer, that the result has too."""
+LIMIT = 2**30
+"""Bytes that a repair may take beside copies of a block, unless its settings say otherwise."""
+
+
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrunedFolder(Displayed):
+    """The result of `prune_folder`.
+
+    Attributes:
+        folder: with configuration and weights, which `from_pretrained` loads.
+        config: entries of the configuration that differ, each with the dense and the new value.
+        parameters: of the dense and of the pruned decoder, tied ones once.
+        blocks: of each block the error of its output on held-out samples `before` and `after` its repair, as a share of
+            the output's variance, and the largest relative `difference` of masked and compact block in float64.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).save_pretrained("dense")
+        >>> pk.prune_folder("dense", torch.randint(0, 32, (8, 16)), params=0.8, out="pruned")
+        <PrunedFolder: 7... % of 6... k parameters, 2 blocks, in pruned>
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    parameters: tuple[int, int]
+    blocks: tuple[Figures, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the figures of each block."""
+        return [{"block": index, **found} for index, found in enumerate(self.blocks)]
+
+    def _headline(self) -> str:
+        (dense, left), blocks = self.parameters, plural(len(self.blocks), "block")
+        return f"{share(left / dense)} of {count(dense)} parameters, {blocks}, in {self.folder}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Pruned: {self._headline()}"
+        yield Table(("entry", "dense", "pruned"), [(name, *map(str, pair)) for name, pair in self.config.items()])
+        figures = (
+            (share(one["before"], 2), share(one["after"], 2), scientific(one["difference"])) for one in self.blocks
+        )
+        rows = [(str(index), *each) for index, each in enumerate(figures)]
+        yield Table(("block", "error", "repaired", "masked against compact"), rows)
+
+
+@public_call
+def prune_folder(
+    folder: StrPath,
+    tokens: Any,
+    *,
+    params: float,
+    out: StrPath,
+    repair: RepairSettings | None = None,
+    progress: bool | None = None,
+) -> PrunedFolder:
+    """Prune a decoder of transformers whose weights lie in a folder, with one block at a time in memory.
+
+    A first pass over the blocks finds the order in which key-value heads, query heads and MLP channels of each would
+    go, and its errors (`elimination`). The widths, the same in all blocks, are those with the lowest sum of errors
+    within the budget. A second pass prunes each block, fits its weights to what the dense block returns, on the hidden
+    states that the pruned blocks before it make, proves in float64 that masked and compact block agree, and writes it.
+    Embeddings, head and hidden size stay. Where the decoder fits into memory twice, `prune` loses less: it weighs
+    errors by their effect on the logits, and makes the hidden states fewer.
+
+    Hidden states of the samples lie in mapped files in the folder `unfinished` of the result. A call with the same
+    arguments goes on behind the last block that an interrupted one has finished, and gives the same files.
+
+    Args:
+        folder: `config.json` and `model.safetensors`, or its index with several files, as `save_pretrained` writes
+            them, in half or full precision; not changed.
+        tokens: windows of text of one length without padding, at least 8: integers (B, T), a list of such windows, or
+            what a tokenizer returns for them.
+        params: share of the parameters, embeddings included and tied ones counted once, that may be left.
+        out: the new folder, which `AutoModelForCausalLM.from_pretrained` loads. Weights keep their precision.
+        repair: how layers are fitted again; None: `RepairSettings` with 1 GiB of memory beside copies of a block.
+        progress: whether to show stages and bars.
+
+    Raises:
+        ModelError: a file is missing or differs from its index or the configuration, or no blocks repeat.
+        DataError: the tokens have padding, or are not the model's.
+        PlanError: the budget cannot be met.
+        ResumeError: `out` holds an unfinished result of other arguments.
+        UsageError: `out` holds something else, or the disk is too small.
+        VerificationError: masked and compact block differ, or the block that the class builds.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).save_pretrained("dense")
+        >>> result = pk.prune_folder("dense", torch.randint(0, 32, (8, 16)), params=0.8, out="pruned")
+        >>> LlamaForCausalLM.from_pretrained("pruned").num_parameters() == result.parameters[1]
+        True
+    """
+    if not (isinstance(params, (int, float)) and 0 < params < 1):
+        raise UsageError(f"params: expected the share of the parameters that may be left, in (0, 1), got {params!r}")
+    settings = RepairSettings(memory_bytes=LIMIT) if repair is None else repair
+    require_kind("repair", settings, RepairSettings, "prunekit.RepairSettings()")
+    with reporting(progress, "prune_folder"):
+        decoder = Decoder.of(folder_at(folder))
+        job = _Job(decoder, decoder.require_tokens(tokens), folder_at(out), settings)
+        job.begin(params)
+        return job.write(*job.plan(params * decoder.parameters))
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A run of `prune_folder`. What it has done is in files: an order or a record of each block that is finished."""
+
+    decoder: Decoder
+    tokens: Tensor  # (B, T)
+    out: Path
+    settings: RepairSettings
+
+    def begin(self, params: float) -> None:
+        """Begin or go on; nothing is written before it is known that there is room for all of it."""
+        require_writable(self.out, folder=True)
+        source, asked = self.decoder.weights, self.out / WORK / "asked.json"
+        files = [source.folder / name for name in sorted({CONFIG, *(file for file, _ in source.places.values())})]
+        wanted = {
+            "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+            "tokens": sha256(self.tokens.numpy().tobytes()).hexdigest(),
+            "params": params,
+            "repair": asdict(self.settings),
+            "versions": [version(name) for name in ("prunekit", "torch", "transformers")],
+        }
+        there = [path for path in self.out.rglob("*") if path.is_file()]
+        if there and not asked.is_file():
+            raise UsageError(f"{self.out}: expected a new or empty folder, got one with {there[0].name!r}")
+        if there and read_json(asked) != wanted:
+            raise ResumeError(f"{self.out}: holds an unfinished result of other arguments; remove it, or name another")
+        need = source.nbytes + 5 * 4 * self.tokens.numel() * self.decoder.width
+        need -= sum(path.stat().st_size for path in there)
+        free = shutil.disk_usage(next(path for path in (self.out, *self.out.absolute().parents) if path.exists())).free
+        if free < need:
+            raise UsageError(
+                f"{self.out}: expected {size(need)} of free disk for weights and hidden states, got {size(free)}; name "
+                "a folder on another disk, or give fewer tokens"
+            )
+        asked.parent.mkdir(parents=True, exist_ok=True)
+        write_json(asked, wanted)
+
+    def plan(self, budget: float) -> tuple[BlockLayout, Widths, Changes, list[Keep]]:
+        """Pass over the dense blocks: find the widths of all, their configuration, and the channels of each."""
+        stage("hidden states, and widths that a configuration can say")
+        self.decoder.embed(self.tokens, self._hidden("dense", 0))
+        short = self._hidden("dense", 0)[:2, :SHORT].clone()
+        layout = BlockLayout.of(self.decoder, short)
+        orders, errors = list[dict[str, Any]](), list[dict[str, Any]]()
+        for index in range(self.decoder.count):
+            file = self.out / WORK / f"order-{index:05}.npz"
+            if not file.is_file():
+                stage(f"block {index + 1} of {self.decoder.count}: order of removal")
+                block, hidden, found = self.decoder.block(index), self._hidden("dense", index), dict[str, Any]()
+                patches = patch_statistics(block, hidden, layout.channel_map, self.settings, groups=layout.groups)
+                release_memory(block)
+                ranked = eliminations(block, layout.channel_map, patches, layout.groups)
+                del patches
+                for i, group in enumerate(layout.groups):
+                    found[f"{i}.order"] = np.searchsorted(group.labels, ranked[group.name].labels)
+                    found[f"{i}.errors"] = ranked[group.name].errors
+                release_memory(block)
+                run(block, hidden, self._hidden("dense", index + 1))
+                with atomic_file(file) as temporary, temporary.open("wb") as opened:
+                    np.savez(opened, **found)
+            arrays = read_arrays(file)
+            orders.append({group.name: arrays[f"{i}.order"] for i, group in enumerate(layout.groups)})
+            errors.append({group.name: arrays[f"{i}.errors"] for i, group in enumerate(layout.groups)})
+        block = self.decoder.block(0)
+        for widths in layout.within(budget, errors):
+            keeps = [kept_by(layout.channel_map, widths, order) for order in orders]
+            if changes := layout.changes(block, Plan(layout.channel_map, keeps[0]), short):
+                return layout, widths, changes, keeps
+        raise PlanError(f"params: no configuration says widths within {count(int(budget))} parameters{WHOLE}")
+
+    def write(self, layout: BlockLayout, widths: Widths, changes: Changes, keeps: list[Keep]) -> PrunedFolder:
+        """Pass over the blocks again: prune, fit, prove and write each, and at last what makes the folder a model."""
+        built, decoder, number = layout.built(changes), self.decoder, len(keeps)
+        places, records = dict[str, str](), list[Figures]()
+        for index in range(number + 1):
+            record, names = self.out / WORK / f"block-{index:05}.json", decoder.names(index if index < number else None)
+            shard = self.out / f"model-{index + 1:05}-of-{number + 1:05}.safetensors"
+            if not record.is_file():
+                stage(
+                    f"block {index + 1} of {number}: prune, fit and prove" if index < number else "what is in no block"
+                )
+                tensors, figures = (
+                    self._block(layout, keeps[index], index, built)
+                    if index < number
+                    else (decoder.weights.read(names), {})
+                )
+                stored = {decoder.weights.places[names[own]][1]: one.contiguous() for own, one in tensors.items()}
+                with atomic_file(shard) as temporary:
+                    save_file(stored, temporary, {"format": "pt"})
+                del tensors, stored
+                write_json(record, figures)
+            places |= {decoder.weights.places[name][1]: shard.name for name in names.values()}
+            records.append(read_json(record))
+        total = sum((self.out / shard).stat().st_size for shard in {*places.values()})
+        write_json(self.out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        for path in decoder.weights.folder.iterdir():
+            if path.is_file() and path.suffix in COPIED and path.name != CONFIG and ".index" not in path.suffixes:
+                shutil.copyfile(path, self.out / path.name)
+        with quiet_library():
+            layout.search.made(changes).save_pretrained(self.out)
+        shutil.rmtree(self.out / WORK)
+        sizes = decoder.parameters, layout.parameters(widths)
+        return PrunedFolder(self.out, layout.search.noted(changes), sizes, tuple(records[:number]))
+
+    def _block(self, layout: BlockLayout, keep: Keep, index: int, built: Any) -> tuple[dict[str, Tensor], Figures]:
+        """Return the tensors of a block that is pruned, fitted and proven, with its figures; hidden states pass it."""
+        block, where = self.decoder.block(index), f"{self.decoder.path}.{index}"
+        dense, running = self._hidden("dense", index), self._hidden("pruned", index)
+        short = dense[:2, :SHORT].clone()
+
+        def choose(chart: ChannelMap) -> Keep:
+            if len(chart.locks) > len(layout.channel_map.locks):
+                raise PlanError(f"{where}: more channels stay than in the first block: {chart.locks[-1].reason}{WHOLE}")
+            return keep
+
+        trial = run_trial(block, layout.channel_map, choose, [(short,)])
+        plan, most = Plan(trial.channel_map, keep), trial.difference
+        del trial
+        release_memory(block)
+        masked, report = repair_masked(block, plan, dense, self.settings, running=running)
+        release_memory(block)
+        kinds = {own: tensor.dtype for own, tensor in self.decoder.stored(index).items()}
+        with torch.no_grad():
+            for own, tensor in named_tensors(masked):
+                tensor.copy_(tensor.to(kinds.get(own, tensor.dtype)))  # as it will be read from the file
+        small = compact(masked, plan)
+        proof = verify(masked, small, plan, [(short,), (running[:1],)], strict=True)
+        if not layout.agrees(built, index, small, short):
+            raise VerificationError(f"{where}: what its class builds of the new configuration computes something else")
+        del masked
+        run(block, dense, self._hidden("dense", index + 1))
+        run(small, running, self._hidden("pruned", index + 1))
+        release_memory(block)
+        figures = {"before": report.before, "after": report.after}
+        tensors = {own: tensor.detach().to(kinds[own]) for own, tensor in named_tensors(small) if own in kinds}
+        return tensors, {**figures, "difference": max(most, proof.max_relative_difference)}
+
+    def _hidden(self, kind: str, index: int) -> Tensor:
+        """Return the hidden states (B, T, D) in front of a block, mapped; those two blocks before are overwritten."""
+        shape = *self.tokens.shape, self.decoder.width
+        name = f"{kind}-{index % 2}.bin" if index else "embedded.bin"
+        return torch.from_file(str(self.out / WORK / name), shared=True, size=int(np.prod(shape))).view(shape)
