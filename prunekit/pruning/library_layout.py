@@ -35,7 +35,7 @@ DOUBLE = 2e9
 """The most bytes that the parameters of a model take in float64 for it to be compared in that."""
 MULTIPLE = 128
 """The largest number that a width may have to be a multiple of."""
-NEAR = 0.95
+NEAR = 0.98
 """The least share of a budget that larger blocks of a server use up, of what smaller ones do, to be taken."""
 TOGETHER = 6
 """The most families that share one entry of a configuration."""
