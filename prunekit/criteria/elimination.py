@@ -27,7 +27,7 @@ are routed to it (the saliency of REAP, Lasby et al. 2025, without gates), and n
 Changing both d x d matrices after every removal would take nearly all the time. So their changes wait as rows H_c, S
 and Q until there are `PENDING`, and until then only the blocks on the diagonal and the rows c are brought up to date.
 
-1. H = `_inverse` - H_c^T S and P = `_products` - Q^T S - S^T Q, summed over the rows that wait.
+1. H = `_inverse` - H_c^T S, and P = M + M^T with M = `_halves` - Q^T S, summed over the rows that wait.
 2. `_blocks` are the blocks of these H and P, rows that wait included.
 3. No column is asked for once it is gone, so that it may be dropped from all matrices.
 4. Costs add up: their sum is the error of the layer without all removed columns, the others fitted to the dense output.
@@ -298,12 +298,15 @@ class _ObjectiveStates:
         kept = torch.cat([seen, seen.new_ones(int(first.biased))]).nonzero().flatten()  # others change no column
         size, columns = len(kept), len(kept) - first.biased
         self._inverse = first.gram.new_empty(rest, size, size, dtype=kind)  # (n, d, d) H without the changes that wait
-        self._products = self._inverse.new_zeros(rest, size, size)  # (n, d, d) P likewise; the constant has no weight
+        # (n, d, d) half of P likewise, which need not be symmetric, so that a change is one product instead of two; the
+        # constant has no weight
+        self._halves = self._inverse.new_zeros(rest, size, size)
         for place, one in enumerate(objectives):
             gram, products = with_ridge(one.gram.double())[: len(seen) + first.biased], one.products
             self._inverse[place] = _inverse(gram[:, :size] if bool(seen.all()) else gram[kept][:, kept])  # in float64
             del gram
-            self._products[place, :columns, :columns] = products if bool(seen.all()) else products[seen][:, seen]
+            self._halves[place, :columns, :columns] = products if bool(seen.all()) else products[seen][:, seen]
+        self._halves /= 2
         taps, places = (by.reshape(len(first.labels), -1) for by in (seen, seen.cumsum(0) - 1))
         own = [torch.from_numpy(first.labels == label).to(seen.device) for label in labels]
         read = [places[which][taps[which]] for which in own]
@@ -352,8 +355,8 @@ class _ObjectiveStates:
         before, shares, halves = self._rows[:, :, :start]
         picked = shares[..., columns].mT  # (n, k, pending)
         inverse = torch.baddbmm(self._inverse[:, columns], picked, before, alpha=-1)  # (n, k, d) H_c, with all changes
-        products = torch.baddbmm(self._products[:, columns], picked, halves, alpha=-1)
-        products.baddbmm_(halves[..., columns].mT, shares, alpha=-1)  # (n, k, d) P_c
+        products = self._halves[:, columns] + self._halves.index_select(2, columns).mT
+        products.baddbmm_(picked, halves, alpha=-1).baddbmm_(halves[..., columns].mT, shares, alpha=-1)  # (n, k, d) P_c
         solved = solve_positive(inverse[..., columns], torch.cat([products[..., columns], inverse], 2))
         own, share = torch.split(solved, [len(columns), inverse.shape[2]], 2)  # H_cc^-1 P_cc, and S
         half = torch.baddbmm(products, products[..., columns], share, alpha=-0.5)
@@ -373,23 +376,23 @@ class _ObjectiveStates:
         if self._pending:
             before, shares, halves = self._rows[:, :, : self._pending]
             self._inverse.baddbmm_(before.mT, shares, alpha=-1)
-            self._products.baddbmm_(halves.mT, shares, alpha=-1).baddbmm_(shares.mT, halves, alpha=-1)
+            self._halves.baddbmm_(halves.mT, shares, alpha=-1)
             self._pending = 0
         if int(self._gone.sum()) > GONE * len(self._gone):
             self._forget()
         count, size, _ = self._inverse.shape
         self._rows = self._inverse.new_empty(3, count, max(PENDING, room), size)
-        self._blocks = {
-            size: tuple(matrix[:, every[:, :, None], every[:, None, :]] for matrix in (self._inverse, self._products))
-            for size, every in self._columns.items()
-        }
+        self._blocks = {}
+        for size, every in self._columns.items():
+            inverse, half = (by[:, every[:, :, None], every[:, None, :]] for by in (self._inverse, self._halves))
+            self._blocks[size] = inverse, half + half.mT
 
     def _forget(self) -> None:
         """Drop the columns that were removed: nothing needs them again, and products over them take time."""
         left = (~self._gone).nonzero().flatten()
         places = (~self._gone).cumsum(0) - 1
         self._inverse = self._inverse.index_select(1, left).index_select(2, left)
-        self._products = self._products.index_select(1, left).index_select(2, left)
+        self._halves = self._halves.index_select(1, left).index_select(2, left)
         self._columns = {size: places[found].clamp(min=0) for size, found in self._columns.items()}
         self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
 
