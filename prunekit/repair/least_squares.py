@@ -148,13 +148,14 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     """
     inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
-    moments = mean_products(inputs[fitted], inputs[fitted])
+    read = inputs[fitted]
+    moments = mean_products(read, read)
     scale, every = problem.scale.to(problem.now), slice(None)
     some = slice(None, None, max(1, len(scale) // CHOOSING))
 
     def correlations(wanted: Tensor) -> Tensor:
         missing = (wanted - problem.now[fitted]).div_(scale)
-        return mean_products(inputs[fitted], missing.to(inputs.dtype))
+        return mean_products(read, missing.to(inputs.dtype))
 
     def end(found: Tensor, rows: slice, outputs: slice = every) -> Tensor:
         return product(inputs[rows], found).mul_(scale[outputs]).add_(problem.now[rows, outputs])

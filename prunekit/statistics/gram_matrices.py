@@ -326,10 +326,10 @@ def _is_product(layer: LayerCall) -> bool:
 def _variance_of_product(weight: Tensor, matrix: Tensor, count: int) -> Tensor:
     """Return the variance of a linear layer's outputs by a Gram matrix of what it reads, (o,): W C W^T."""
     mean = matrix[-1, :-1]
-    centered = matrix[:-1, :-1] - torch.outer(mean, mean)
-    parts = (part.detach().to(matrix.dtype) for part in in_parts(weight))  # faster than outputs as wide as a vocabulary
+    centered = (matrix[:-1, :-1] - torch.outer(mean, mean)).to(torch.promote_types(weight.dtype, torch.float32))
+    parts = (part.detach().to(centered) for part in in_parts(weight))  # faster than outputs as wide as a vocabulary
     found = torch.cat([torch.linalg.vecdot(part @ centered, part) for part in parts])
-    return found.clamp(min=0) * (count / max(1, count - 1))
+    return found.double().clamp(min=0) * (count / max(1, count - 1))
 
 
 def _summed(patch: Tensor, factors: Tensor | None) -> Tensor:

@@ -123,7 +123,11 @@ class _Prediction:
         kept = torch.arange(len(matrix) - 1, device=matrix.device) % 2 == 0
         change = _predicted(matrix, kept, biased=biased)
         left = torch.cat([kept, kept.new_full((1,), biased)])
-        return cls(change[left].to(torch.promote_types(kind, torch.float32)), change.T @ matrix @ change)
+        gone, factors = matrix[:-1][~kept], change[left]
+        # (G + ridge) factors = G at the columns that stay, so that the products of all columns need not be summed
+        pull = (with_ridge(matrix).diagonal() - matrix.diagonal())[left]
+        missing = gone[:, :-1][:, ~kept] - gone[:, left] @ factors - factors.T @ (pull[:, None] * factors)
+        return cls(factors.to(torch.promote_types(kind, torch.float32)), missing)
 
     def change(self, read: Tensor) -> Tensor:
         """Return prediction less channel at all positions of what layers read, (..., gone)."""

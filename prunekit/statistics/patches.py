@@ -15,6 +15,8 @@ from prunekit.utils.tensors import is_finite
 CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 BLOCK = 4096
 """Rows whose products are summed at a time."""
+HALVED = 512
+"""Columns from which on their products with each other are computed half by half."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,16 @@ class PatchGeometry:
     def outputs(self, output: Tensor, rows: Tensor) -> Tensor:
         """Return some rows of a tensor shaped like the output, (N, channels)."""
         if not self.kernel:
-            return output.reshape(-1, output.shape[-1])[rows]
+            return output.reshape(-1, output.shape[-1]).index_select(0, rows)
         positions = output.shape[2:].numel()
         return output.flatten(2)[rows // positions, :, rows % positions]
 
     def channels(self, inputs: Tensor, index: Tensor) -> Tensor:
-        """Return some channels of an input."""
-        return inputs[:, index] if self.kernel else inputs[..., index]
+        """Return some channels of an input, ascending; all of them without a copy."""
+        axis = 1 if self.kernel else inputs.dim() - 1
+        if len(index) == inputs.shape[axis]:
+            return inputs
+        return inputs[:, index] if self.kernel else inputs.index_select(axis, index)  # indexing takes six times as long
 
     def centers(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
         """Return the input at the middle tap of each row, (N, channels); `spatial` are the output's sizes."""
@@ -107,7 +112,7 @@ class PatchGeometry:
     def patches(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
         """Return the patches of rows, (N, channels * taps), channel by channel; `spatial` are the output's sizes."""
         if not self.kernel:
-            return inputs.reshape(-1, inputs.shape[-1])[rows]
+            return inputs.reshape(-1, inputs.shape[-1]).index_select(0, rows)
         if any(self.padding):
             inputs = F.pad(inputs, [size for size in reversed(self.padding) for _ in range(2)])
         outer, inner = inputs.stride()[:2], inputs.stride()[2:]
@@ -182,13 +187,25 @@ def mean_products(left: Tensor, right: Tensor) -> Tensor:
     """
     kind = summing_type(left)
     parts = zip(torch.split(left, BLOCK), torch.split(right, BLOCK), strict=True)
-    products = (one.to(kind).T @ other.to(kind) for one, other in parts)
+    same = left is right
+    products = (_own_products(one.to(kind)) if same else one.to(kind).T @ other.to(kind) for one, other in parts)
     total = next(products).double()
     for more in products:
         total += more
     if kind == torch.float32 and not is_finite(total):  # squares of 1e19 exceed float32
         return mean_products(left.double(), right.double())
     return total.div_(len(left))
+
+
+def _own_products(values: Tensor) -> Tensor:
+    """Return the products of columns with each other, summed over rows; those of two halves are computed only once."""
+    half = values.shape[1] // 2
+    if 2 * half < HALVED:
+        return values.T @ values
+    first, second = values[:, :half], values[:, half:]
+    across = first.T @ second
+    rows = torch.cat([_own_products(first), across], 1), torch.cat([across.T, _own_products(second)], 1)
+    return torch.cat(rows)
 
 
 def apply_weight(inputs: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_graph import find_layers
-from prunekit.statistics.patches import BLOCK, PatchGeometry, geometry_of, gram, gram_bytes, sample_rows
+from prunekit.statistics.patches import BLOCK, HALVED, PatchGeometry, geometry_of, gram, gram_bytes, sample_rows
 from prunekit.utils.tensors import is_finite
 
 
@@ -39,12 +39,13 @@ def test_linear_rows_are_tokens() -> None:
     assert torch.equal(how.patches(x, torch.tensor([0, 7]), ()), torch.stack([x[0, 0], x[1, 2]]))
 
 
+@pytest.mark.parametrize("columns", [64, HALVED + 1])
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_the_gram_matrix_is_summed_block_by_block(kind: torch.dtype, tolerance: float) -> None:
-    inputs = torch.randn(2 * BLOCK + 100, 64, dtype=kind)
+def test_the_gram_matrix_is_summed_block_by_block(kind: torch.dtype, tolerance: float, columns: int) -> None:
+    inputs = torch.randn(2 * BLOCK + 100, columns, dtype=kind)
     wide = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.float64)], 1)
     torch.testing.assert_close(gram(inputs), wide.T @ wide / len(wide), rtol=0, atol=tolerance)
-    assert gram(inputs).nbytes == gram_bytes(64)
+    assert gram(inputs).nbytes == gram_bytes(columns)
 
 
 def test_squares_beyond_float32_are_finite() -> None:
