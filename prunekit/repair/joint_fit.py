@@ -244,7 +244,7 @@ class LayerWeights:
 
     def _weight(self, layer: LayerCall, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the kept weights, (o, d)."""
-        return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
+        return layer.matrix(self._tensors[layer.weight].detach())[rows].index_select(1, columns).flatten(1).double()
 
     def _write(self, layer: LayerCall, rows: Tensor, columns: Tensor, change: WeightChange) -> None:
         """Change a layer's weight, and its bias, or where it has none that of its norm, in place."""

@@ -33,6 +33,8 @@ class SampleRequest:
     # what to sample of the layer before, and of this layer's outputs in the same windows; None: no windows
     source: SourceRequest | None = None
     calls: tuple[LayerCall, ...] = ()  # of the layer's weight in the pass; empty: the layer's own
+    # the first layer that reads the same tensor, at whose call this one's inputs are sampled; None: itself
+    first: LayerCall | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,14 +164,14 @@ class SampleGatherer:
         run, batch, route = self._run, self._batches[i], self._routes[i]
         run.lifetimes, run.expected = route.lifetimes, route.names
         run.taken = tuple(SampledCalls() for _ in requests)
-        keep_at, stop_at = route.cuts[step], max(route.stop(request.layer.weight) for request in requests)
-        stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
         made = [request.layer.weight in route.layers for request in requests]
         if not any(made):
             return
+        wanted = [route.routed(request) for request, is_made in zip(requests, made, strict=True) if is_made]
+        keep_at, stop_at = route.cuts[step], max(route.stop((one.first or one.layer).weight) for one in wanted)
+        stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
         kept, self._states[i] = self._states[i], None
         now = 0 if keep_at == self._saved_at[i] else keep_at
-        wanted = [route.routed(request) for request, is_made in zip(requests, made, strict=True) if is_made]
         found = run.take(wanted, batch, kept, now, stop_at)
         there = iter(run.taken)
         run.taken = tuple(next(there) if is_made else SampledCalls() for is_made in made)
@@ -209,7 +211,10 @@ class PassRoute:
         if source is not None:
             before = self.layers.get(source.layer.weight)
             source = None if before is None else source._replace(layer=before[0])
-        return replace(request, calls=self.layers.get(request.layer.weight, ()), source=source)
+        calls = self.layers.get(request.layer.weight, ())
+        first = () if request.first is None else self.layers.get(request.first.weight, ())
+        alike = len(first) == len(calls) == 1 and first[0].read is not None and first[0].read == calls[0].read
+        return replace(request, calls=calls, source=source, first=first[0] if alike else None)
 
 
 class LayerPass(ResumableRun):
@@ -249,9 +254,10 @@ class LayerPass(ResumableRun):
                 operands = self.operands(call)
                 if operands is not None and operands.weight == request.source.layer.weight:
                     self._sample_source(sample, request.source, operands.inputs)
-            if call.number == layer.call:
+            first = request.first or layer
+            if call.number == first.call:
                 operands = self.operands(call)
-                if operands is not None and operands.weight == layer.weight:
+                if operands is not None and operands.weight == first.weight:
                     self._sample_inputs(sample, self.real(operands.inputs))
             if call.number == layer.ready and sample.other is not None and sample.rows is not None:
                 other = self.real(sample.other)

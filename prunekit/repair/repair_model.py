@@ -281,7 +281,10 @@ class LayerWalk:
                     dense = self._dense_samples(slice(some.start, stop), inputs=False)
                     if stop > some.stop and not any(dense):  # it takes another path, but perhaps behind these layers
                         stops, dense = {}, self._dense_samples(some, inputs=False)
-                running = self._running.take([replace(one, centers=False) for one in requests], some.start)
+                # where nothing is added to what they return, none of them need be computed
+                first = None if any(one.layer.other is not None for one in requests) else requests[0].layer
+                asked = [replace(one, centers=False, first=first) for one in requests]
+                running = self._running.take(asked, some.start)
             for request in requests:
                 one, other = dense.pop(0), running.pop(0)
                 if one is None or other is None or one.totals != other.totals:

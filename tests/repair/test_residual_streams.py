@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import prunekit as pk
 from prunekit.planning.plan import Plan
 from prunekit.repair import repair_model
+from prunekit.repair.held_out_images import Batch
+from prunekit.repair.layer_samples import LayerPass, SampleRequest
 from prunekit.repair.least_squares import FitProblem
 from prunekit.repair.repair_model import repair
 
@@ -71,6 +73,18 @@ def test_layers_that_read_one_tensor_are_sampled_in_one_pass(monkeypatch: pytest
     assert [layer.applied for layer in report.layers] == [layer.applied for layer in alone.layers]
     for one, other in zip(together.parameters(), apart.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_layers_that_read_one_tensor_are_sampled_before_any_of_them_is_computed() -> None:
+    model, x, _ = case()
+    run, batch = LayerPass(model), Batch(0, (x,), 1.0)
+    layers = {layer.weight: layer for layer in run.survey(batch).layers}
+    gate, up = (layers[f"blocks.0.{name}.weight"] for name in ("gate", "up"))
+    requests = [SampleRequest(layer, len(x) * 7, torch.arange(6), first=gate) for layer in (gate, up)]
+    run.take(requests, batch, None, 0, gate.call)
+    one, other = (taken.tensors["inputs"] for taken in run.taken)
+    assert one.shape == (len(x) * 7, 6)
+    assert torch.equal(one, other)
 
 
 def test_positions_count_by_what_the_norm_behind_divides_them_by(monkeypatch: pytest.MonkeyPatch) -> None:
