@@ -31,6 +31,7 @@ and Q until there are `PENDING`, and until then only the blocks on the diagonal 
 2. `_blocks` are the blocks of these H and P, rows that wait included.
 3. No column is asked for once it is gone, so that it may be dropped from all matrices.
 4. Costs add up: their sum is the error of the layer without all removed columns, the others fitted to the dense output.
+   It is an error on the samples of the fit, and larger on others: `held_out_growth` tells by how much.
 """
 
 import math
@@ -47,7 +48,7 @@ from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
-from prunekit.statistics.layer_errors import relative_scale, with_ridge
+from prunekit.statistics.layer_errors import predicted_columns, relative_scale, with_ridge
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.patches import mean_products, solve_positive
 from prunekit.utils.progress import tracked
@@ -63,6 +64,8 @@ PENDING = 64
 """Columns that are removed before the matrices change: until then only what is asked for is computed."""
 PART = 2**24
 """Values of a weight that are scaled at a time."""
+CHECKED = 7
+"""Numbers of removals, evenly spaced, after which errors are computed on held-out samples."""
 AT_ONCE = 64
 """One of so many remaining labels is removed at a time; of wide groups several, as one by one takes too long."""
 
@@ -138,6 +141,9 @@ def eliminations(
         if key not in stats.computed:
             objectives = layer_objectives(group, model, channel_map, stats)
             order = eliminate(group.labels, objectives) if objectives else None
+            if order is not None and stats.parts:
+                growth = held_out_growth(order, *(layer_objectives(group, model, channel_map, p) for p in stats.parts))
+                order = replace(order, errors=np.maximum.accumulate(order.errors * growth))
             places = None if order is None else np.searchsorted(group.labels, order.labels)
             stats.computed[key] = None if order is None else (places, order.errors)
             stats.memory.release()
@@ -280,6 +286,29 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
         order += chosen.tolist()
         left = np.setdiff1d(left, chosen)
     return Elimination(labels[order], np.array(errors))
+
+
+def held_out_growth(order: Elimination, fitted: Sequence[LayerObjective], held: Sequence[LayerObjective]) -> FloatArray:
+    """Return by what factor errors on held-out samples exceed those on samples of the fit, (n,), at least 1.
+
+    A fit of many columns to few samples is better on these than on others: hundreds of pooled features predict each
+    other exactly on as many images. So late layers, which have few positions, would seem to lose nothing. The factor
+    is computed after `CHECKED` numbers of removals, and interpolated between them.
+    """
+    count = order.labels.size
+    steps = np.unique(np.linspace(0, count, CHECKED + 2)[1:-1].round().clip(1))
+    growth = []
+    for step in steps.astype(int):
+        errors = np.zeros(2)
+        for one, other in zip(fitted, held, strict=True):
+            gone = torch.from_numpy(np.isin(one.labels, order.labels[:step])).to(one.gram.device)
+            gone = gone.repeat_interleave(len(one.products) // len(gone))
+            change = predicted_columns(one.gram.double(), ~gone, biased=one.biased)
+            products = one.products[gone][:, gone]
+            errors += [float((change.T @ by.gram.double() @ change * products).sum()) for by in (one, other)]
+        growth.append(max(1.0, errors[1] / errors[0]) if errors[0] > 0 else 1.0)
+    found: FloatArray = np.interp(np.arange(1, count + 1), steps, growth)
+    return found
 
 
 def _seen(objective: LayerObjective) -> Tensor:

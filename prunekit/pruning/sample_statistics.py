@@ -50,6 +50,8 @@ AT_ONCE = 4096
 OUTPUTS = 2**21
 """Values of a layer's output for which token numbers run at a time, about: 8 MB in float32, as freed pieces of more
 than a hundred layers may not fit together."""
+FITTED = 0.75
+"""Share of the samples that errors on the others are compared with."""
 FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 
@@ -124,6 +126,7 @@ def patch_statistics(
 ) -> PatchStats:
     """Return patch statistics of the layers that read channels which may be removed, with their measured gains.
 
+    Inputs other than tokens also get `parts`: moments of most samples and of the others, each from a pass of their own.
     If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
     (B, ...), or a tuple of all inputs; settings are those of the repair that follows, if one does; only readers of
     `groups` are looked at, if these are given. Much less free memory than pruning takes is a `UsageError`.
@@ -136,7 +139,23 @@ def patch_statistics(
     copy = substituted_copy(model, own=lambda name: False)
     found = _moments(copy, images, channel_map, settings, ignore, groups, log)
     few = select_samples(images, slice(max(FEWEST, sample_count(images) // 16)))
-    return with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
+    stats = with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
+    fitted = round(FITTED * sample_count(images))
+    if _positions(images) != ROWS or fitted < FEWEST or any(moments.layer.stack for moments in stats.layers):
+        return stats
+    parts = [
+        _moments(copy, select_samples(images, some), channel_map, settings, ignore, groups)
+        for some in (slice(fitted), slice(fitted, None))
+    ]
+    if any([each.layer.use for each in part.layers] != [each.layer.use for each in stats.layers] for part in parts):
+        return stats  # other samples take another path
+    return replace(stats, parts=(_with_grams(stats, with_raised_ridge(parts[0], RIDGE)), _with_grams(stats, parts[1])))
+
+
+def _with_grams(stats: PatchStats, other: PatchStats) -> PatchStats:
+    """Return statistics with the Gram matrices of other samples."""
+    pairs = zip(stats.layers, other.layers, strict=True)
+    return replace(other, layers=tuple(replace(one, grams=two.grams, counts=two.counts) for one, two in pairs))
 
 
 def evidence_of_samples(

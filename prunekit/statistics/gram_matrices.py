@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import add, length_hint
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,8 @@ class PatchStats:
     computed: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     # where the matrices are; those in a file stay in memory from their use until `memory.release()`
     memory: FileMemory = field(default_factory=lambda: FileMemory(IN_MEMORY), repr=False)
+    # those of most samples, and of the others: criteria tell by them how much smaller errors are on samples of the fit
+    parts: tuple[Self, ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -121,7 +121,7 @@ class _Prediction:
         """Return the prediction by a Gram matrix, with factors in float64 for layers in that, else in float32."""
         matrix = matrix.double()
         kept = torch.arange(len(matrix) - 1, device=matrix.device) % 2 == 0
-        change = _predicted(matrix, kept, biased=biased)
+        change = predicted_columns(matrix, kept, biased=biased)
         left = torch.cat([kept, kept.new_full((1,), biased)])
         gone, factors = matrix[:-1][~kept], change[left]
         # (G + ridge) factors = G at the columns that stay, so that the products of all columns need not be summed
@@ -389,10 +389,10 @@ def _group_without(
 
 def without_columns(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
     """Return the least-squares change of a weight and its bias, (r, d + 1), that leaves only some columns."""
-    return flat[:, ~kept] @ _predicted(matrix, kept, biased=biased).T
+    return flat[:, ~kept] @ predicted_columns(matrix, kept, biased=biased).T
 
 
-def _predicted(matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
+def predicted_columns(matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
     """Return the factors of columns and a constant in the prediction less the column, (d + 1, gone), -1 for itself."""
     left = torch.cat([kept, kept.new_full((1,), biased)])
     gone = torch.cat([~kept, kept.new_zeros(1)])

@@ -16,8 +16,16 @@ from prunekit.channels.labels.constraints import LockRecord
 from prunekit.channels.map_builder import with_extra
 from prunekit.channels.trace import trace
 from prunekit.criteria import elimination
-from prunekit.criteria.elimination import AT_ONCE, LayerObjective, eliminate, eliminations, layer_objectives
+from prunekit.criteria.elimination import (
+    AT_ONCE,
+    LayerObjective,
+    eliminate,
+    eliminations,
+    held_out_growth,
+    layer_objectives,
+)
 from prunekit.errors import NonFiniteError
+from prunekit.pruning.sample_statistics import patch_statistics
 from prunekit.statistics.gram_matrices import collect_patches
 from prunekit.statistics.layer_errors import RIDGE
 
@@ -36,18 +44,28 @@ def consumer(seed: int, *, biased: bool = True) -> LayerObjective:
     return LayerObjective(wide.T @ wide / 200, weight.T @ weight, np.arange(1, CHANNELS + 1), biased)
 
 
+def ridged(consumer: LayerObjective) -> Tensor:
+    ridge = RIDGE * consumer.gram.diagonal()[:-1].mean()
+    return consumer.gram + torch.diag(torch.tensor([1.0] * CHANNELS * TAPS + [0.0], dtype=torch.float64) * ridge)
+
+
 def refitted(consumer: LayerObjective, weight: Tensor, removed: list[int]) -> float:
     """Error of the ridge problem when all columns of the removed channels are zero."""
-    columns = CHANNELS * TAPS
-    ridge = RIDGE * consumer.gram.diagonal()[:-1].mean()
-    matrix = consumer.gram + torch.diag(torch.tensor([1.0] * columns + [0.0], dtype=torch.float64) * ridge)
+    change = refit(consumer, weight, removed)
+    return float(((change @ ridged(consumer)) * change).sum())
+
+
+def refit(consumer: LayerObjective, weight: Tensor, removed: list[int]) -> Tensor:
+    """Change of the weight and the bias when all columns of the removed channels are zero."""
+    columns, matrix = CHANNELS * TAPS, ridged(consumer)
     gone = [label * TAPS + tap for label in removed for tap in range(TAPS)]
     kept = [i for i in range(columns + consumer.biased) if i not in gone]
     weight = torch.cat([weight, torch.zeros(3, 1, dtype=torch.float64)], 1)
     change = torch.zeros_like(weight)
     change[:, gone] = -weight[:, gone]
-    change[:, kept] = torch.linalg.solve(matrix[kept][:, kept], -matrix[kept][:, gone] @ change[:, gone].T).T
-    return float(((change @ matrix) * change).sum())
+    right = consumer.gram[kept][:, gone] @ change[:, gone].T
+    change[:, kept] = torch.linalg.solve(matrix[kept][:, kept], -right).T
+    return change
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -65,6 +83,35 @@ def test_errors_are_those_of_refitting_what_is_left(readers: int, biased: bool) 
         for label in range(CHANNELS)
     ]
     assert found.labels[0] == 1 + int(np.argmin(first))
+
+
+def test_errors_grow_on_held_out_samples_as_a_fit_of_the_others_shows() -> None:
+    fitted = consumer(0)
+    held = replace(fitted, gram=consumer(1).gram)
+    found = eliminate(fitted.labels, [fitted])
+    assert held_out_growth(found, [fitted], [fitted]) == pytest.approx(np.ones(CHANNELS))
+    growth = held_out_growth(found, [fitted], [held])
+    for count in range(1, CHANNELS):
+        change = refit(fitted, weight_of(0), [int(label) - 1 for label in found.labels[:count]])
+        seen, other = (float(((change @ one.gram) * change).sum()) for one in (fitted, held))
+        assert growth[count - 1] == pytest.approx(max(1.0, other / seen), rel=1e-6)
+    assert growth.max() > 1.5
+
+
+@pytest.mark.parametrize("images", [96, 8])
+def test_pooled_features_of_few_images_are_not_free_to_remove(images: int) -> None:
+    """Nearly as many features as images predict each other nearly without an error, on these images."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    model, x = nn.Sequential(*layers).eval(), torch.randn(images, 3, 8, 8)
+    chart = trace(model, x[:2])
+    stats = patch_statistics(model, x, chart)
+    assert len(stats.parts) == (2 if images == 96 else 0)
+    plain = eliminations(model, chart, replace(stats, parts=(), computed={}))
+    found = eliminations(model, chart, stats)
+    for name, order in found.items():
+        assert order.labels.tolist() == plain[name].labels.tolist()
+        assert (order.errors > 2 * plain[name].errors)[:32].all() == bool(stats.parts)
 
 
 def test_columns_that_are_always_zero_change_nothing() -> None:
