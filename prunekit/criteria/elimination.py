@@ -35,9 +35,9 @@ and Q until there are `PENDING`, and until then only the blocks on the diagonal 
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
-from prunekit.statistics.layer_errors import predicted_columns, relative_scale, with_ridge
+from prunekit.statistics.layer_errors import predicted_columns, relative_scale, ridge_of
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.patches import mean_products, solve_positive
 from prunekit.utils.progress import tracked
@@ -58,7 +58,7 @@ TRUST = 0.5
 in later layers what earlier ones got wrong."""
 GONE = 0.25
 """Share of a matrix's columns that may be removed before the matrix is made smaller."""
-WIDE = 2**31
+WIDE = 2**29
 """Bytes of the matrices of all layers that read a group; where they would take more, they are in float32."""
 PENDING = 64
 """Columns that are removed before the matrices change: until then only what is asked for is computed."""
@@ -141,16 +141,19 @@ def eliminations(
         if key not in stats.computed:
             objectives = layer_objectives(group, model, channel_map, stats)
             order = eliminate(group.labels, objectives) if objectives else None
-            if order is not None and stats.parts:
-                growth = held_out_growth(order, *(layer_objectives(group, model, channel_map, p) for p in stats.parts))
-                order = replace(order, errors=np.maximum.accumulate(order.errors * growth))
             places = None if order is None else np.searchsorted(group.labels, order.labels)
             stats.computed[key] = None if order is None else (places, order.errors)
             stats.memory.release()
         if stats.computed[key] is not None:
             places, errors = stats.computed[key]
-            outputs = weighted_output_count(group, channel_map, stats)
-            found[group.name] = Elimination(group.labels[places], errors, outputs)
+            order = Elimination(group.labels[places], errors, weighted_output_count(group, channel_map, stats))
+            if stats.parts:
+                if (grown := ("growth", key)) not in stats.computed:
+                    parts = [layer_objectives(group, model, channel_map, part) for part in stats.parts]
+                    stats.computed[grown] = np.maximum.accumulate(errors * held_out_growth(order, *parts))
+                    stats.memory.release()
+                order = replace(order, errors=stats.computed[grown])
+            found[group.name] = order
     return found
 
 
@@ -331,10 +334,9 @@ class _ObjectiveStates:
         # constant has no weight
         self._halves = self._inverse.new_zeros(rest, size, size)
         for place, one in enumerate(objectives):
-            gram, products = with_ridge(one.gram.double())[: len(seen) + first.biased], one.products
-            self._inverse[place] = _inverse(gram[:, :size] if bool(seen.all()) else gram[kept][:, kept])  # in float64
-            del gram
-            self._halves[place, :columns, :columns] = products if bool(seen.all()) else products[seen][:, seen]
+            every = bool(seen.all())
+            self._inverse[place] = _inverse(partial(_raised, one.gram, None if every else kept, size, columns))
+            self._halves[place, :columns, :columns] = one.products if every else one.products[seen][:, seen]
         self._halves /= 2
         taps, places = (by.reshape(len(first.labels), -1) for by in (seen, seen.cumsum(0) - 1))
         own = [torch.from_numpy(first.labels == label).to(seen.device) for label in labels]
@@ -451,8 +453,22 @@ def _state_bytes(columns: int) -> int:
     return 16 * columns**2
 
 
-def _inverse(matrix: Tensor) -> Tensor:
-    """Return the inverse of a symmetric matrix that is positive definite up to rounding errors."""
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    inverse: Tensor = torch.linalg.inv(matrix) if int(failed) else torch.cholesky_inverse(factor)
-    return inverse
+def _raised(gram: Tensor, kept: Tensor | None, size: int, columns: int) -> Tensor:
+    """Return a copy in float64 of some rows and columns of a Gram matrix, or of the first, with the ridge of all."""
+    whole = gram.double()
+    found = whole[:size, :size].clone() if kept is None else whole[kept][:, kept]
+    found.diagonal()[:columns] += ridge_of(whole)
+    return found
+
+
+def _inverse(make: Callable[[], Tensor]) -> Tensor:
+    """Return the inverse of a symmetric matrix that is positive definite up to rounding errors.
+
+    It takes the memory of the matrix that is made: an MLP of 7,168 channels has one of 400 MB.
+    """
+    found = make()
+    failed = torch.empty((), dtype=torch.int32, device=found.device)
+    torch.linalg.cholesky_ex(found, out=(found, failed))
+    if int(failed):
+        return torch.linalg.inv(make())
+    return torch.cholesky_inverse(found, out=found)

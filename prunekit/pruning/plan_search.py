@@ -198,6 +198,7 @@ class PlanSearch:
         """
         made, table = list[tuple[Plan, Scores]](), None if self.latency is None else self.latency.table
         library, layouts = self.library, list[EqualWidths]()
+        fitted = inputs.patches and inputs.patches.parts and replace(inputs, patches=replace(inputs.patches, parts=()))
 
         def choose(chart: ChannelMap) -> Keep:
             stay = settings.channels_stay
@@ -206,7 +207,8 @@ class PlanSearch:
             planned = partial(make_plan, settings=settings, seed=inputs.seed, latency=table)
             if library is None and inputs.check is not None:
                 said = inputs.check.note
-                plan = inputs.check.best(scores, chart, partial(planned, chart))
+                by_fit = partial(importance, self.model, chart, settings, fitted) if fitted else None
+                plan = inputs.check.best(scores, chart, partial(planned, chart), by_fit)
                 if inputs.check.note != said:
                     self.log(inputs.check.note)
             elif library is None:

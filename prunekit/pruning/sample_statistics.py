@@ -189,9 +189,11 @@ def share_check(
     prune: PruneSettings,
     repair: RepairSettings | None = None,
 ) -> ShareCheck | None:
-    """Return the check of how like layers share a cut; None unless `elimination` decides that, on too few samples."""
+    """Return the check of how layers share a cut; None unless `elimination` decides that, and may be misled."""
     if prune.criterion != "elimination" or not prune.groups_compete:
         return None
+    if patches.parts:
+        return ShareCheck.of(model, images, channel_map, patches, 1 - FITTED, lambda _: patches.parts[0])
     settings = repair or RepairSettings()
 
     def collect(some: Any) -> PatchStats:

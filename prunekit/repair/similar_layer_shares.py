@@ -1,9 +1,10 @@
-"""Shares of a cut among similar layers: where samples are few, those that are held out choose."""
+"""Shares of a cut among layers, which held-out samples choose: of similar ones where samples are few, and of all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from prunekit.utils.tensors import gather
 
 TRIED = (0.5, 1.0)
 """How far the curves of like groups are drawn together, besides not at all: half of the way, or all of it."""
+BY_FIT = -1.0
+"""Stands for errors on the samples of the fit, where they are multiplied by their growth on held-out ones."""
 CLEAR = 0.98
 """Share of the error that another choice has at most: it has to be clearly better on few samples."""
 AT_A_TIME = 8
@@ -62,10 +65,11 @@ def evened(scores: Scores, channel_map: ChannelMap, share: float) -> Scores:
 
 @dataclass(eq=False)
 class ShareCheck:
-    """A choice of how like groups share what a budget takes, where layers read more columns than there are positions.
+    """A choice of how groups share what a budget takes, where the errors that elimination computes may mislead.
 
-    The errors that elimination computes then tell more of the order within a group than of how much each group can
-    lose. So plans are compared in which like groups share more evenly, as in Wanda-sp and FLAP (An et al. 2024): all
+    Where layers read more columns than there are positions, errors tell more of the order within a group than of how
+    much each group can lose: plans are tried in which like groups share more evenly, as in Wanda-sp and FLAP (An et al.
+    2024). Where errors are multiplied by their growth on held-out samples, a plan by those of the fit is tried too. All
     layers are fitted at once to what they compute in the dense model, by least squares on some samples, and the error
     of the output on the held-out others decides.
     """
@@ -74,7 +78,8 @@ class ShareCheck:
     inputs: Inputs  # all samples; the last `held_out` of them judge
     held_out: float  # share of the samples
     collect: Callable[[Inputs], PatchStats]  # returns the moments of layers on some samples
-    share: float | None = None  # that was chosen, see `evened`; None before the first plan
+    uneven: bool = True  # whether positions are too few
+    share: float | None = None  # that was chosen, see `evened`, or `BY_FIT`; None before the first plan
     note: str = ""  # a sentence if it is not 0
 
     @classmethod
@@ -87,33 +92,46 @@ class ShareCheck:
         held_out: float,
         collect: Callable[[Inputs], PatchStats],
     ) -> ShareCheck | None:
-        """Return the check; None where no like groups are read by layers with too few positions."""
+        """Return the check; None without `parts`, where no like groups are read by layers with too few positions."""
         short = {(moments.layer.weight, moments.layer.axes[1]) for moments in patches.layers if too_few(moments)}
-        if not any(short & {*group.slots} for alike in like_groups(channel_map) for group in alike):
+        uneven = any(short & {*group.slots} for alike in like_groups(channel_map) for group in alike)
+        if not uneven and not patches.parts:
             return None
-        return cls(model, require_images(as_example(model, samples)), held_out, collect)
+        return cls(model, require_images(as_example(model, samples)), held_out, collect, uneven)
 
-    def best(self, scores: Scores, channel_map: ChannelMap, planned: Callable[[Scores], Plan]) -> Plan:
-        """Return the plan that the held-out samples choose, and share all later plans in the same way."""
+    def best(
+        self,
+        scores: Scores,
+        channel_map: ChannelMap,
+        planned: Callable[[Scores], Plan],
+        fitted: Callable[[], Scores] | None = None,
+    ) -> Plan:
+        """Return the plan that the held-out samples choose, and share all later plans in the same way.
+
+        `fitted` returns scores by errors on the samples of the fit.
+        """
+        ways: dict[float, Callable[[], Scores]] = {0.0: lambda: scores}
+        ways |= {share: partial(evened, scores, channel_map, share) for share in TRIED if self.uneven}
+        ways |= {} if fitted is None else {BY_FIT: fitted}
         if self.share is not None:
-            return planned(evened(scores, channel_map, self.share) if self.share else scores)
+            return planned(ways[self.share]())
         plans, errors, self.share = {0.0: planned(scores)}, dict[float, float](), 0.0
         held = max(1, round(sample_count(self.inputs) * self.held_out))
         patches = self.collect(select_samples(self.inputs, slice(sample_count(self.inputs) - held)))
         try:
-            errors[0.0] = self.held_out_error(plans[0.0], patches)
-            for share in TRIED:
-                plans[share] = planned(evened(scores, channel_map, share))
+            for share, way in ways.items():
+                plans[share] = plans[share] if share in plans else planned(way())
                 errors[share] = self.held_out_error(plans[share], patches)
         except UsageError:  # nothing of the outputs can be compared, or there is no such plan
             return plans[0.0]
         best = min(errors, key=errors.__getitem__)
         if errors[best] < CLEAR * errors[0.0]:
             self.share = best
-            alike = "the same share" if best == 1 else "more alike shares"
+            alike = f"like layers lose {'the same share' if best == 1 else 'more alike shares'} of their channels"
+            why = "errors on the samples of the fit decide" if best == BY_FIT else f"samples are few, and {alike}"
             self.note = (
-                f"elimination: samples are few, and like layers lose {alike} of their channels: the output's error on "
-                f"held-out ones is {errors[best]:.3g} of its variance then, after a plain fit, not {errors[0.0]:.3g}"
+                f"elimination: {why}: the output's error on held-out samples is {errors[best]:.3g} of its variance "
+                f"then, after a plain fit, not {errors[0.0]:.3g}"
             )
         return plans[self.share]
 

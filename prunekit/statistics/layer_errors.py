@@ -405,8 +405,13 @@ def predicted_columns(matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
 def with_ridge(matrix: Tensor) -> Tensor:
     """Return a Gram matrix with its ridge, which is not on the constant column, the last."""
     raised = matrix.clone()
-    raised.diagonal()[:-1] += RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0
+    raised.diagonal()[:-1] += ridge_of(matrix)
     return raised
+
+
+def ridge_of(matrix: Tensor) -> float:
+    """Return the ridge of a Gram matrix."""
+    return RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0
 
 
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
