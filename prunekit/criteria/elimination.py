@@ -469,6 +469,5 @@ def _inverse(make: Callable[[], Tensor]) -> Tensor:
     found = make()
     failed = torch.empty((), dtype=torch.int32, device=found.device)
     torch.linalg.cholesky_ex(found, out=(found, failed))
-    if int(failed):
-        return torch.linalg.inv(make())
-    return torch.cholesky_inverse(found, out=found)
+    inverse: Tensor = torch.linalg.inv(make()) if int(failed) else torch.cholesky_inverse(found, out=found)
+    return inverse
