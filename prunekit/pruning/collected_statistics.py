@@ -133,7 +133,7 @@ def collect(
             channel_map = trace(model, few, outputs=outputs)
         release_memory(model)
         stage(f"patch statistics of {sample_count(samples)} samples")
-        patches = patch_statistics(model, samples, channel_map, repair, log=stage)
+        patches = patch_statistics(model, samples, channel_map, repair, log=stage, held_out=True)
         release_memory(model)
     return Collected(model, samples, channel_map, patches, _versions(model))
 

@@ -18,6 +18,7 @@ from prunekit.channels.labels.constraints import EqualWidths, Family, Removal, f
 from prunekit.channels.map_builder import with_equal_widths
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.compaction.compact_model import compact
+from prunekit.criteria.criterion import Scores
 from prunekit.errors import PlanError, UsageError, first_line
 from prunekit.hooks.model_copy import copied, without_values
 from prunekit.masks.weight_masks import WeightMasks
@@ -37,6 +38,8 @@ MULTIPLE = 128
 """The largest number that a width may have to be a multiple of."""
 NEAR = 0.98
 """The least share of a budget that larger blocks of a server use up, of what smaller ones do, to be taken."""
+MORE = 1.1
+"""The most that larger blocks remove by the scores, of what smaller ones do."""
 TOGETHER = 6
 """The most families that share one entry of a configuration."""
 
@@ -122,10 +125,13 @@ class LibraryModel:
                 name = f"no configuration says widths of {', '.join(sorted(map(family_name, together)))} beside others"
                 yield with_equal_widths(channel_map, _with_whole(equal, together, name))
 
-    def sayable_plan(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:
+    def sayable_plan(
+        self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan], scores: Scores | None = None
+    ) -> Plan:
         """Return a plan of which some configuration makes the shapes; its map has what that took.
 
-        Of several ways the one is taken that leaves most within the budgets. A server's larger blocks are tried first.
+        Of several ways the one is taken that leaves most within the budgets. A server's larger blocks are taken where
+        they leave nearly as much, and remove little more by the scores.
         """
         if self.layout not in SERVERS:
             return self._sayable_plan(channel_map, make)
@@ -140,7 +146,8 @@ class LibraryModel:
         with suppress(PlanError):  # of a budget that larger blocks cannot meet
             wider = with_equal_widths(channel_map, replace(equal, multiples={**equal.multiples, **large}))
             other = self._sayable_plan(wider, make)
-            plan = other if _used(other) >= NEAR * _used(plan) else plan
+            lost = [0.0 if scores is None else float(scores[~one.keep].sum()) for one in (plan, other)]
+            plan = other if _used(other) >= NEAR * _used(plan) and lost[1] <= MORE * lost[0] else plan
         return plan
 
     def _sayable_plan(self, channel_map: ChannelMap, make: Callable[[ChannelMap], Plan]) -> Plan:

@@ -198,7 +198,9 @@ class PlanSearch:
         """
         made, table = list[tuple[Plan, Scores]](), None if self.latency is None else self.latency.table
         library, layouts = self.library, list[EqualWidths]()
-        fitted = inputs.patches and inputs.patches.parts and replace(inputs, patches=replace(inputs.patches, parts=()))
+        grown = inputs if inputs.patches is not None and inputs.patches.parts else None
+        if grown is not None and inputs.patches is not None:  # errors of the fit, unless held-out samples prefer others
+            inputs = replace(inputs, patches=replace(inputs.patches, parts=()))
 
         def choose(chart: ChannelMap) -> Keep:
             stay = settings.channels_stay
@@ -207,15 +209,15 @@ class PlanSearch:
             planned = partial(make_plan, settings=settings, seed=inputs.seed, latency=table)
             if library is None and inputs.check is not None:
                 said = inputs.check.note
-                by_fit = partial(importance, self.model, chart, settings, fitted) if fitted else None
-                plan = inputs.check.best(scores, chart, partial(planned, chart), by_fit)
+                other = None if grown is None else partial(importance, self.model, chart, settings, grown)
+                plan = inputs.check.best(scores, chart, partial(planned, chart), other)
                 if inputs.check.note != said:
                     self.log(inputs.check.note)
             elif library is None:
                 plan = planned(chart, scores)
             else:
                 known = library.with_known_layout(chart, layouts)
-                plan = library.sayable_plan(known, lambda chart: planned(chart, scores))
+                plan = library.sayable_plan(known, lambda chart: planned(chart, scores), scores)
                 layouts.append(plan.channel_map.traced.equal_widths)
             made.append((plan, scores))
             return plan.keep

@@ -123,10 +123,12 @@ def patch_statistics(
     ignore: Iterable[str] = (),
     groups: Sequence[ChannelGroup] | None = None,
     log: Callable[[str], None] | None = None,
+    *,
+    held_out: bool = False,
 ) -> PatchStats:
     """Return patch statistics of the layers that read channels which may be removed, with their measured gains.
 
-    Inputs other than tokens also get `parts`: moments of most samples and of the others, each from a pass of their own.
+    With `held_out`, inputs other than tokens get `parts`: moments of most samples and of the others, by further passes.
     If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
     (B, ...), or a tuple of all inputs; settings are those of the repair that follows, if one does; only readers of
     `groups` are looked at, if these are given. Much less free memory than pruning takes is a `UsageError`.
@@ -141,7 +143,8 @@ def patch_statistics(
     few = select_samples(images, slice(max(FEWEST, sample_count(images) // 16)))
     stats = with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
     fitted = round(FITTED * sample_count(images))
-    if _positions(images) != ROWS or fitted < FEWEST or any(moments.layer.stack for moments in stats.layers):
+    stacks = any(moments.layer.stack for moments in stats.layers)
+    if not held_out or _positions(images) != ROWS or fitted < FEWEST or stacks:
         return stats
     parts = [
         _moments(copy, select_samples(images, some), channel_map, settings, ignore, groups)
@@ -172,7 +175,8 @@ def evidence_of_samples(
         patches = given.patches
         if patches is None:
             stage(f"patch statistics of {sample_count(samples)} samples")
-            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
+            grows = settings.criterion == "elimination" and settings.groups_compete
+            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage, held_out=grows)
         short += shortfalls(patches)
     if patches is not None and settings.criterion == "elimination":
         short += unread_stacks(channel_map, patches)

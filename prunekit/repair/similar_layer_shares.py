@@ -29,8 +29,8 @@ from prunekit.utils.tensors import gather
 
 TRIED = (0.5, 1.0)
 """How far the curves of like groups are drawn together, besides not at all: half of the way, or all of it."""
-BY_FIT = -1.0
-"""Stands for errors on the samples of the fit, where they are multiplied by their growth on held-out ones."""
+GROWN = -1.0
+"""Stands for errors that are multiplied by their growth on held-out samples."""
 CLEAR = 0.98
 """Share of the error that another choice has at most: it has to be clearly better on few samples."""
 AT_A_TIME = 8
@@ -69,8 +69,8 @@ class ShareCheck:
 
     Where layers read more columns than there are positions, errors tell more of the order within a group than of how
     much each group can lose: plans are tried in which like groups share more evenly, as in Wanda-sp and FLAP (An et al.
-    2024). Where errors are multiplied by their growth on held-out samples, a plan by those of the fit is tried too. All
-    layers are fitted at once to what they compute in the dense model, by least squares on some samples, and the error
+    2024). Where the growth of errors on held-out samples is known, a plan by errors times that is tried too. All layers
+    are fitted at once to what they compute in the dense model, by least squares on some samples, and the error
     of the output on the held-out others decides.
     """
 
@@ -79,7 +79,7 @@ class ShareCheck:
     held_out: float  # share of the samples
     collect: Callable[[Inputs], PatchStats]  # returns the moments of layers on some samples
     uneven: bool = True  # whether positions are too few
-    share: float | None = None  # that was chosen, see `evened`, or `BY_FIT`; None before the first plan
+    share: float | None = None  # that was chosen, see `evened`, or `GROWN`; None before the first plan
     note: str = ""  # a sentence if it is not 0
 
     @classmethod
@@ -104,15 +104,15 @@ class ShareCheck:
         scores: Scores,
         channel_map: ChannelMap,
         planned: Callable[[Scores], Plan],
-        fitted: Callable[[], Scores] | None = None,
+        grown: Callable[[], Scores] | None = None,
     ) -> Plan:
         """Return the plan that the held-out samples choose, and share all later plans in the same way.
 
-        `fitted` returns scores by errors on the samples of the fit.
+        `grown` returns scores by errors times their growth on held-out samples.
         """
         ways: dict[float, Callable[[], Scores]] = {0.0: lambda: scores}
         ways |= {share: partial(evened, scores, channel_map, share) for share in TRIED if self.uneven}
-        ways |= {} if fitted is None else {BY_FIT: fitted}
+        ways |= {} if grown is None else {GROWN: grown}
         if self.share is not None:
             return planned(ways[self.share]())
         plans, errors, self.share = {0.0: planned(scores)}, dict[float, float](), 0.0
@@ -128,7 +128,8 @@ class ShareCheck:
         if errors[best] < CLEAR * errors[0.0]:
             self.share = best
             alike = f"like layers lose {'the same share' if best == 1 else 'more alike shares'} of their channels"
-            why = "errors on the samples of the fit decide" if best == BY_FIT else f"samples are few, and {alike}"
+            grows = "errors count times their growth on held-out samples"
+            why = grows if best == GROWN else f"samples are few, and {alike}"
             self.note = (
                 f"elimination: {why}: the output's error on held-out samples is {errors[best]:.3g} of its variance "
                 f"then, after a plain fit, not {errors[0.0]:.3g}"

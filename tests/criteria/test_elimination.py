@@ -105,7 +105,7 @@ def test_pooled_features_of_few_images_are_not_free_to_remove(images: int) -> No
     layers = (nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     model, x = nn.Sequential(*layers).eval(), torch.randn(images, 3, 8, 8)
     chart = trace(model, x[:2])
-    stats = patch_statistics(model, x, chart)
+    stats = patch_statistics(model, x, chart, held_out=True)
     assert len(stats.parts) == (2 if images == 96 else 0)
     plain = eliminations(model, chart, replace(stats, parts=(), computed={}))
     found = eliminations(model, chart, stats)

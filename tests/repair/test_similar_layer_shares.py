@@ -134,24 +134,24 @@ def test_enough_positions_and_layers_that_do_not_repeat_need_no_check() -> None:
     assert check_of(deep(1))[0] is None
     assert check_of(deep())[0] is not None
     check, _ = check_of(deep(), 64)
-    assert check is not None  # as errors are multiplied by their growth there, and those of the fit are tried too
+    assert check is not None  # as a plan by errors times their growth is tried too
     assert not check.uneven
 
 
-def test_errors_of_the_fit_decide_where_held_out_samples_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_decides_where_held_out_samples_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     check, chart = check_of(deep(), 64)
     assert check is not None
-    scores, by_fit, asked = drawn_scores(chart), drawn_scores(chart) + 1, list[Scores]()
+    scores, grown, asked = drawn_scores(chart), drawn_scores(chart) + 1, list[Scores]()
 
     def planned(given: Scores) -> Any:
         asked.append(given)
         return len(asked) - 1
 
     monkeypatch.setattr(ShareCheck, "held_out_error", lambda self, plan, patches: 1.0 if plan == 0 else 0.5)
-    assert check.best(scores, chart, planned, lambda: by_fit) == 1  # type: ignore[comparison-overlap]
-    assert "errors on the samples of the fit decide" in check.note
-    check.best(scores, chart, planned, lambda: by_fit)
-    assert [some is by_fit for some in asked] == [False, True, True]
+    assert check.best(scores, chart, planned, lambda: grown) == 1  # type: ignore[comparison-overlap]
+    assert "times their growth" in check.note
+    check.best(scores, chart, planned, lambda: grown)
+    assert [some is grown for some in asked] == [False, True, True]
 
 
 class Transposed(nn.Module):
