@@ -64,7 +64,7 @@ def uneven():
     train = load_splits(DataSettings(image_size=8, validation_share=0.4, test_share=0.1)).train
     images, labels = next(iter(batches(train, len(train), shuffle_seed=None)))
     with torch.no_grad():
-        net[2].weight.copy_(torch.logspace(0, 1.6, 48)[torch.randperm(48)])
+        net[2].weight.copy_(torch.logspace(0, 2, 48)[torch.randperm(48)])
         units = net[:-1](images)
         sizes = units.std(0)
         units = units / sizes
