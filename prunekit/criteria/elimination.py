@@ -151,7 +151,8 @@ def eliminations(
                 if (grown := ("growth", key)) not in stats.computed:
                     parts = [layer_objectives(group, model, channel_map, part) for part in stats.parts]
                     stats.computed[grown] = np.maximum.accumulate(errors * held_out_growth(order, *parts))
-                    stats.memory.release()
+                    for part in stats.parts:
+                        part.memory.release()
                 order = replace(order, errors=stats.computed[grown])
             found[group.name] = order
     return found

@@ -75,9 +75,10 @@ def feature_maps(
     """
     first = next(iter(models.values()))
     wanted = list(_children(first)) if layers is None else layers
-    called = [path for path, module in first.named_modules() if path and not never_called(module)]
+    every = first.named_modules(remove_duplicate=False)  # by every path that they have
+    called = {path: module for path, module in every if path and not never_called(module)}
     chosen = {path for pattern in globs(wanted, "layers") for path in matching(pattern, called, "layers")}
-    paths = [path for path in called if path in chosen]
+    paths = list({id(called[path]): path for path in reversed(called) if path in chosen}.values())[::-1]
     taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
     found = []
     for key in next(iter(taken.values())):
@@ -103,7 +104,8 @@ def _children(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Tensor]:
     """Return a copy of the first floating-point tensor that each call returned."""
-    modules, found, calls = dict(model.named_modules()), dict[tuple[str, int], Tensor](), Counter[str]()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found, calls = dict[tuple[str, int], Tensor](), Counter[str]()
 
     def note(path: str, module: nn.Module, given: Any, by_name: Any, result: Any) -> None:
         values = next(filter(Tensor.is_floating_point, gather(result)), None)

@@ -24,7 +24,7 @@ from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.utils.availability import import_of_extra
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.display import listed
-from prunekit.utils.tensors import map_tensors
+from prunekit.utils.tensors import gather, map_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -52,9 +52,20 @@ class WeightFolder:
         Raises:
             ModelError: a file, or a tensor in it, is missing or of another shape or type; the message names it.
         """
-        headers, prefix, state = _headers(folder), f"{model.base_model_prefix}.", model.state_dict()
+        headers, prefix, state = _headers(folder), f"{model.base_model_prefix}.", model.state_dict(keep_vars=True)
         tensors = {name: tensor for name, tensor in named_tensors(model) if name in state}
-        places = {name: name if name in headers else name.removeprefix(prefix) for name in tensors}
+        places = dict[str, str]()
+        for name, tensor in tensors.items():
+            alike = [name, *(other for other, its in state.items() if its is tensor and other != name)]
+            stored = [one for each in alike for one in (each, each.removeprefix(prefix)) if one in headers]
+            places[name], *more = dict.fromkeys(stored or [name])
+            for other in more:
+                files = [(folder / headers[at][0], at) for at in (places[name], other)]
+                if not torch.equal(*(read_tensors(file, raises=ModelError, names=[at])[0][at] for file, at in files)):
+                    raise ModelError(
+                        f"{folder}: {places[name]} and {other} differ, and the configuration says that they are one "
+                        "tensor; set tie_word_embeddings to false in it"
+                    )
         if missing := [name for name, there in places.items() if there not in headers]:
             raise ModelError(
                 f"{folder}: expected all weights of a {type(model).__name__}, and {len(missing)} are in no file: "
@@ -162,7 +173,13 @@ class Decoder:
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(lambda _module, _inputs, output: _widened(output))
         blocks = [*model.get_submodule(self.path)]
-        calls = {n: _calls(model, blocks, tokens[:1, :n])[1] for n in {min(SHORT, tokens.shape[1]), tokens.shape[1]}}
+        calls, others = dict[int, list[Arguments]](), (tokens[:1] + 1) % self.config.get_text_config().vocab_size
+        for n in {min(SHORT, tokens.shape[1]), tokens.shape[1]}:
+            calls[n], again = (_calls(model, blocks, some[:, :n])[1] for some in (tokens[:1], others))
+            if not all(map(torch.equal, gather(calls[n]), gather(again))):
+                raise ModelError(
+                    f"{self.path}: expected blocks that are given nothing of each token but hidden states{WHOLE}"
+                )
         self.given = [{length: given[index] for length, given in calls.items()} for index in range(len(blocks))]
         for some in _windows(tokens):
             hidden[some] = _calls(model, blocks, tokens[some])[0]
@@ -257,7 +274,8 @@ def _calls(model: Any, blocks: Sequence[nn.Module], ids: Tensor) -> tuple[Tensor
             block.forward = stand_in
         with suppress(_ReachedError), torch.no_grad():
             model(input_ids=ids, use_cache=False)
-        if len(seen) == len(blocks) and len({hidden.shape for hidden, _ in seen}) == 1:
+        first = seen[0][0] if seen else ids
+        if len(seen) == len(blocks) and all(torch.equal(hidden, first) for hidden, _ in seen):
             return seen[0][0], [arguments for _, arguments in seen]
     raise ModelError(f"{type(model).__name__}: expected blocks that are called once each, one after the other{WHOLE}")
 

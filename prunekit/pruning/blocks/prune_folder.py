@@ -35,9 +35,11 @@ from prunekit.repair.repair_model import repair as repair_masked
 from prunekit.settings.calibration import RepairSettings
 from prunekit.utils.context import release_memory
 from prunekit.utils.display import Displayed, Table, count, plural, scientific, share, size
-from prunekit.utils.files import StrPath, atomic_file, folder_at, require_writable, write_json
+from prunekit.utils.files import StrPath, atomic_file, folder_at, remove_leftovers, require_writable, write_json
 from prunekit.utils.progress import reporting, stage
 
+ASKED = "asked.json"
+"""File of the arguments of an unfinished call."""
 WORK = "unfinished"
 """Folder inside the result with hidden states and orders of removal, until the last block is written."""
 COPIED = (".json", ".txt", ".model", ".jinja")
@@ -164,15 +166,17 @@ class _Job:
     def begin(self, params: float) -> None:
         """Begin or go on; nothing is written before it is known that there is room for all of it."""
         require_writable(self.out, folder=True)
-        source, asked = self.decoder.weights, self.out / WORK / "asked.json"
+        source, asked = self.decoder.weights, self.out / WORK / ASKED
         files = [source.folder / name for name in sorted({CONFIG, *(file for file, _ in source.places.values())})]
         wanted = {
             "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-            "tokens": sha256(self.tokens.numpy().tobytes()).hexdigest(),
+            "tokens": [*self.tokens.shape, sha256(self.tokens.numpy().tobytes()).hexdigest()],
             "params": params,
             "repair": asdict(self.settings),
             "versions": [version(name) for name in ("prunekit", "torch", "transformers")],
         }
+        for folder in (self.out, asked.parent) if asked.parent.is_dir() else ():
+            remove_leftovers(folder)
         there = [path for path in self.out.rglob("*") if path.is_file()]
         if there and not asked.is_file():
             raise UsageError(f"{self.out}: expected a new or empty folder, got one with {there[0].name!r}")
@@ -252,6 +256,7 @@ class _Job:
                 shutil.copyfile(path, self.out / path.name)
         with quiet_library():
             layout.search.made(changes).save_pretrained(self.out)
+        (self.out / WORK / ASKED).unlink()  # first: what is half removed must not be gone on with
         shutil.rmtree(self.out / WORK)
         sizes = decoder.parameters, layout.parameters(widths)
         return PrunedFolder(self.out, layout.search.noted(changes), sizes, tuple(records[:number]))

@@ -92,6 +92,13 @@ def test_the_children_are_shown_where_no_layer_is_named(sides: tuple[dict[str, n
     assert all(draw(one).ndim == 3 for one in found)
 
 
+def test_a_layer_with_two_paths_is_shown_once() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    model.again = nn.ModuleList([model[0]])
+    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign, assignment]
+    assert [one.path for one in feature_maps({"dense": model}, IMAGE)] == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("shape", "image", "expected"),
     [

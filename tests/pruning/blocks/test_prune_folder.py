@@ -110,6 +110,8 @@ def test_an_interrupted_call_goes_on_and_gives_the_same_files(
         prune(out=tmp_path / "out")
     with pytest.raises(ResumeError, match="other arguments"):
         prune(out=tmp_path / "out", params=0.7)
+    with pytest.raises(ResumeError, match="other arguments"):
+        pk.prune_folder(tmp_path / "dense", TOKENS.view(24, 6), params=0.8, out=tmp_path / "out")
     prune(out=tmp_path / "out")
     assert len(calls) == 4  # the block that had been finished was not computed again
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -152,9 +154,19 @@ def _with_one_block(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1}))
 
 
+def _with_a_head_of_its_own(folder: Path) -> None:
+    path = sorted(folder.glob("model-*"))[0]
+    tensors = load_file(path)
+    save_file({**tensors, "lm_head.weight": torch.ones(40, 32)}, path, {"format": "pt"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = path.name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_with_a_head_of_its_own, "lm_head.weight differ, and the configuration says"),
         (_without_a_shard, "model-00002-of-.*expected tensors"),
         (_with_a_lost_tensor, "model-00002-of-.*are not in it"),
         (_with_another_shape, "model-00002-of-.*expected the shape"),
@@ -169,6 +181,15 @@ def test_a_damaged_folder_is_an_error_that_names_the_file(tmp_path: Path, damage
     with pytest.raises(ModelError, match=message):
         pk.prune_folder(tmp_path / "dense", TOKENS, params=0.8, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_blocks_that_are_given_something_of_each_token_are_refused(tmp_path: Path) -> None:
+    config = transformers.Gemma4TextConfig(
+        **SIZES, **HEADS, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=16, vocab_size_per_layer_input=40
+    )
+    transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path / "dense")
+    with pytest.raises(ModelError, match="given nothing of each token"):
+        pk.prune_folder(tmp_path / "dense", TOKENS, params=0.8, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize(
