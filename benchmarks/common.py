@@ -56,12 +56,12 @@ def rows_before(name: str, made: Iterable[dict[str, Any]], keys: Sequence[str]) 
     Args:
         name: of the file.
         made: rows that take the place of earlier ones.
-        keys: what tells a row from others; those of a summary lack the seed.
+        keys: what tells a row from others; where a seed is among them, rows of a summary lack it.
     """
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     again = {tuple(row[key] for key in keys) for row in made}
-    return [row for row in before if "seed" in row and tuple(row[key] for key in keys) not in again]
+    return [row for row in before if {*keys} <= row.keys() and tuple(row[key] for key in keys) not in again]
 
 
 def collected(rows: Iterable[dict[str, Any]], *, as_json: bool) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ os.environ.setdefault("YOLO_AUTOINSTALL", "false")
 os.environ.setdefault("YOLO_VERBOSE", "false")
 
 import torch
-from common import RESULTS, as_items, as_markdown, keep, show
+from common import RESULTS, as_items, as_markdown, collected, keep, show
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torchvision.models import get_model
@@ -415,12 +415,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     data = options.data or draw(options.folder / "shapes", options.size, options.train, options.test)
-    found = []
-    for name in options.models:
-        for row in rows_of((Torchvision if name in TORCHVISION else Yolo)(name, options, data)):
-            found.append(row)
-            if options.json:
-                print(json.dumps(row), flush=True)
+    models = ((Torchvision if name in TORCHVISION else Yolo)(name, options, data) for name in options.models)
+    found = collected((row for model in models for row in rows_of(model)), as_json=options.json)
     if not options.json:
         show(found, as_json=False)
     if options.keep:

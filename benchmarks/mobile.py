@@ -13,7 +13,6 @@ pixels; `error` is the squared error of the output as a share of its variance; `
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, keep, shares, show
+from common import collected, keep, rows_before, shares, show
 from mobile_networks import BATCH, NETWORKS, Subject, error
 from torch import nn
 
@@ -101,18 +100,11 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=KEEP)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = []
-    for row in rows(options):
-        found.append(row)
-        if options.json:
-            print(json.dumps(row), flush=True)
+    found = collected(rows(options), as_json=options.json)
     if not options.json:
         show(found, as_json=False)
     if options.keep:
-        path, keys = RESULTS / "mobile.json", ("network", "asked", "method")
-        before = json.loads(path.read_text())["rows"] if path.exists() else []
-        again = {tuple(row[key] for key in keys) for row in found}
-        others = [row for row in before if tuple(row[key] for key in keys) not in again]
+        others = rows_before("mobile", found, ("network", "asked", "method"))
         print(keep("mobile", [*others, *found], {"threads": options.threads, "dtype": "float32"}), file=sys.stderr)
 
 

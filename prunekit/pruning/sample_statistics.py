@@ -175,8 +175,8 @@ def evidence_of_samples(
         patches = given.patches
         if patches is None:
             stage(f"patch statistics of {sample_count(samples)} samples")
-            grows = settings.criterion == "elimination" and settings.groups_compete
-            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage, held_out=grows)
+            held_out, ignore = settings.errors_compete, settings.ignore
+            patches = patch_statistics(model, samples, channel_map, repair, ignore, log=stage, held_out=held_out)
         short += shortfalls(patches)
     if patches is not None and settings.criterion == "elimination":
         short += unread_stacks(channel_map, patches)
@@ -194,7 +194,7 @@ def share_check(
     repair: RepairSettings | None = None,
 ) -> ShareCheck | None:
     """Return the check of how layers share a cut; None unless `elimination` decides that, and may be misled."""
-    if prune.criterion != "elimination" or not prune.groups_compete:
+    if not prune.errors_compete:
         return None
     if patches.parts:
         return ShareCheck.of(model, images, channel_map, patches, 1 - FITTED, lambda _: patches.parts[0])

@@ -444,6 +444,11 @@ class PruneSettings(Checked):
         return self.scope in ("global", "per_mac") and self.layout == "free" and not self.channels_stay
 
     @property
+    def errors_compete(self) -> bool:
+        """True if the errors of `elimination` decide how many channels each group loses."""
+        return self.criterion == "elimination" and self.groups_compete
+
+    @property
     def blocks_may_go(self) -> bool:
         """True if a plan may remove whole blocks: what is left in their place is of classes of prunekit's own."""
         return self.depth is not False and not self.plain_classes and not self.as_configuration

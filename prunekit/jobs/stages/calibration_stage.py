@@ -170,7 +170,7 @@ def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, lo
             log=lambda line: log(
                 f"calibration: {line}; on {sample_count(images)} training {prepared.splits.task.samples}"
             ),
-            held_out=job.prune.criterion == "elimination" and job.prune.groups_compete,
+            held_out=job.prune.errors_compete,
         )
     model.cpu()
     for problem in shortfalls(found):
