@@ -487,3 +487,11 @@ def whole_numbers(model: nn.Module) -> dict[str, set[int]]:
             if type(value) is int:
                 found.setdefault(name, set()).add(value)
     return found
+
+
+def embedded_tokens(model: Any) -> int | None:
+    """Return how many tokens a model says that it embeds; None if it does not."""
+    find, known = getattr(model, "get_input_embeddings", None), None
+    with suppress(NotImplementedError):  # of models that embed no tokens, as wav2vec 2.0
+        known = find() if callable(find) else None
+    return getattr(known, "num_embeddings", None)

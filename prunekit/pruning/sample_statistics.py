@@ -16,9 +16,10 @@ from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import most_state_bytes, unread_stacks
-from prunekit.errors import UsageError
+from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.memory_format import in_fastest_format
+from prunekit.models.hugging_face import embedded_tokens
 from prunekit.planning.candidates import labels_matching
 from prunekit.pruning.plan_search import CriterionInputs
 from prunekit.repair.held_out_images import require_images
@@ -73,7 +74,20 @@ def joined_samples(model: nn.Module, data: Any, count: int, task: Task | str | N
 
 def samples_for(model: nn.Module, data: Any, count: int, task: Task | str | None) -> Any:
     """Return `joined_samples` on the model's device, in the memory format that is the fastest for it."""
-    return in_fastest_format(model, to_device(joined_samples(model, data, count, task), device_of(model)))
+    samples = joined_samples(model, data, count, task)
+    _require_known_tokens(model, samples)
+    return in_fastest_format(model, to_device(samples, device_of(model)))
+
+
+def _require_known_tokens(model: nn.Module, samples: Any) -> None:
+    """Raise a `DataError` if a model of transformers has no embedding of a token number."""
+    rows = embedded_tokens(model)
+    tokens = [one for one in gather(samples) if one.dim() == 2 and one.numel() and not one.is_floating_point()]
+    if rows is not None and (most := max((int(one.max()) for one in tokens), default=0)) >= rows:
+        raise DataError(
+            f"calibration: expected token numbers below {rows}, the model's vocabulary, got {most}; give the tokenizer "
+            f"that it was trained with, or a model with a vocabulary of {most + 1} at least"
+        )
 
 
 def padding_order(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:

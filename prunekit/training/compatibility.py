@@ -1,6 +1,5 @@
 """The check that a model, its data and its task fit together, before anything is trained."""
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from prunekit.errors import DataError, ModelError, raised_as, with_type
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.known_names import FloatName
 from prunekit.measure.memory_format import in_fastest_format
+from prunekit.models.hugging_face import embedded_tokens
 from prunekit.tasks.task import Task
 from prunekit.utils.context import seeded, training_mode
 from prunekit.utils.inputs import described, inputs_as_example, sample_count, select_samples, split, to_device
@@ -94,10 +94,7 @@ def require_text(model: nn.Module, splits: Splits) -> None:
 
 def require_tokens(model: nn.Module, vocabulary: int, key: str = "data.tokenizer") -> None:
     """Raise a `ModelError` if a tokenizer has ids that a model does not embed, as far as it says."""
-    find, known = getattr(unwrapped(model), "get_input_embeddings", None), None
-    with suppress(NotImplementedError):  # of models that embed no tokens, as wav2vec 2.0
-        known = find() if callable(find) else None
-    rows = getattr(known, "num_embeddings", None)
+    rows = embedded_tokens(unwrapped(model))
     if rows is not None and vocabulary > rows:
         raise ModelError(
             f"{key}: its vocabulary has {vocabulary:,} tokens, ids up to {vocabulary - 1:,}, and "

@@ -14,7 +14,7 @@ from equivalence import assert_only_rounded
 from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.errors import UsageError
+from prunekit.errors import DataError, UsageError
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.training.execution import gradient_checkpointing
 
@@ -376,3 +376,11 @@ def test_training_with_checkpointing_leaves_nothing_behind() -> None:
     refused = pytest.raises(UsageError, match=r"expected a model with one of the methods .*, got Linear")
     with refused, gradient_checkpointing(nn.Linear(2, 2)):
         pass
+
+
+def test_token_numbers_beyond_the_vocabulary_are_an_error_that_names_what_would_do() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    model, tokens = transformers.GPT2LMHeadModel(config), torch.full((8, 4), 23)
+    with pytest.raises(DataError, match=r"token numbers below 20, the model's vocabulary, got 23.* 24 at least"):
+        pk.prune(model, calibration={"input_ids": tokens}, params=0.8)
