@@ -16,6 +16,7 @@ from prunekit.deploy.batchnorm_folding import fold_batchnorm as fold_batchnorm
 from prunekit.deploy.deployment_transform import channels_last as channels_last
 from prunekit.deploy.deployment_transform import flush_subnormals as flush_subnormals
 from prunekit.deploy.semi_structured import semi_structured as semi_structured
+from prunekit.distributed.shared_work import sharing_work as sharing_work
 from prunekit.errors import PrunekitError as PrunekitError
 from prunekit.jobs.analyses.bench import Benchmark as Benchmark
 from prunekit.jobs.analyses.bench import bench as bench

@@ -38,6 +38,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
+from prunekit.distributed.shared_work import owned, shared_values
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.layer_errors import predicted_columns, relative_scale, ridge_of
@@ -133,29 +135,50 @@ def eliminations(
 ) -> dict[str, Elimination]:
     """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
 
-    What was found before is taken from the statistics, where the same channels are read by the same layers.
+    What was found before is taken from the statistics, where the same channels are read by the same layers. Processes
+    that share the work divide the groups among them.
     """
-    found = {}
-    for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
-        key = _read_columns(group, channel_map, stats)
-        if key not in stats.computed:
-            objectives = layer_objectives(group, model, channel_map, stats)
-            order = eliminate(group.labels, objectives) if objectives else None
-            places = None if order is None else np.searchsorted(group.labels, order.labels)
-            stats.computed[key] = None if order is None else (places, order.errors)
-            stats.memory.release()
-        if stats.computed[key] is not None:
-            places, errors = stats.computed[key]
-            order = Elimination(group.labels[places], errors, weighted_output_count(group, channel_map, stats))
-            if stats.parts:
-                if (grown := ("growth", key)) not in stats.computed:
-                    parts = [layer_objectives(group, model, channel_map, part) for part in stats.parts]
-                    stats.computed[grown] = np.maximum.accumulate(errors * held_out_growth(order, *parts))
-                    for part in stats.parts:
-                        part.memory.release()
-                order = replace(order, errors=stats.computed[grown])
-            found[group.name] = order
+    groups, known, found = channel_map.groups if groups is None else list(groups), stats.computed, {}
+    keys = [_read_columns(group, channel_map, stats) for group in groups]
+    rest = [
+        place
+        for place, key in enumerate(keys)
+        if key not in known or (stats.parts and known[key] and ("growth", key) not in known)
+    ]
+    costs = [sum(len(one.grams[0]) ** 3.0 for one, *_ in _layers_reading(groups[i], channel_map, stats)) for i in rest]
+    own = dict[Hashable, Any]()
+    for place in tracked([rest[i] for i in owned(costs)], "elimination", unit="group"):
+        group, key = groups[place], keys[place]
+        order = known[key] if key in known else _ordered(group, model, channel_map, stats)
+        own[key] = order
+        if stats.parts and order is not None:
+            parts = [layer_objectives(group, model, channel_map, part) for part in stats.parts]
+            growth = held_out_growth(Elimination(group.labels[order[0]], order[1]), *parts)
+            own["growth", key] = np.maximum.accumulate(order[1] * growth)
+        stats.memory.release()
+        for each in stats.parts:
+            each.memory.release()
+    for part in shared_values(own):
+        known.update(part)
+    for group, key in zip(groups, keys, strict=True):
+        if known[key] is not None:
+            places, errors = known[key]
+            errors = known["growth", key] if stats.parts else errors
+            found[group.name] = Elimination(
+                group.labels[places], errors, weighted_output_count(group, channel_map, stats)
+            )
     return found
+
+
+def _ordered(
+    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats
+) -> tuple[IntArray, FloatArray] | None:
+    """Return the places of a group's labels in the order in which they are removed, and its errors."""
+    objectives = layer_objectives(group, model, channel_map, stats)
+    if not objectives:
+        return None
+    order = eliminate(group.labels, objectives)
+    return np.searchsorted(group.labels, order.labels), order.errors
 
 
 def _read_columns(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> Hashable:

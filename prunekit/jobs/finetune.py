@@ -24,10 +24,13 @@ from prunekit.deploy.deployment_transform import without_subnormals
 from prunekit.distributed.process_group import (
     computed_by_main,
     from_main,
+    gather_values,
     is_main,
     main_has,
     main_process_only,
     one_for_all,
+    rank,
+    size,
     wait_for_all,
 )
 from prunekit.errors import RunError
@@ -36,7 +39,7 @@ from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.run.baseline_cache import save_weights, train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
 from prunekit.jobs.run.early_checks import left_out
-from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer
+from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer, share_model
 from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.resume import IDENTITY, StageClock, cache_plan, cached_plan, find_run, identity_of, run_recipe
 from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised, run_folder, write_report
@@ -321,15 +324,25 @@ class FinetuneRun:
         require_same_plan(plan, "after training")
         return planned, plan
 
-    @main_process_only
-    def compact(self, model: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
-        """Return the compact model, saved in the run's folder, and the proof that it equals the masked one."""
-        self.counter.begin("compact")
+    def compact(self, model: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification] | None:
+        """Return the compact model, saved in the run's folder, and the proof that it equals the masked one.
+
+        Processes share the samples of the proof; the main one has the result.
+        """
+        if is_main():
+            self.counter.begin("compact")
+        share_model(model, "the model under masks")
         cut = compact(model, plan)
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
-        held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
-        proof = verify(model, cut, plan, (inputs_as_example(model, inputs) for inputs, _ in held_out), strict=True)
+        held_out = batches(validation, 32, shuffle_seed=None, indices=spread).dealt(rank(), size())
+        examples = (inputs_as_example(model, inputs) for inputs, _ in held_out)
+        parts = gather_values(verify(model, cut, plan, examples, strict=True) if len(held_out) else None)
+        if not is_main():
+            return None
+        proofs = [part for part in parts if part is not None]
+        proof = max(proofs, key=lambda part: part.max_relative_difference)
+        proof = replace(proof, inputs=sum(part.inputs for part in proofs))
         self.log(
             f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} "
             f"{self.prepared.splits.task.samples} ({proof.dtype})"

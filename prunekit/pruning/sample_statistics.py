@@ -16,6 +16,7 @@ from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import most_state_bytes, unread_stacks
+from prunekit.distributed.shared_work import batch_limit
 from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.memory_format import in_fastest_format
@@ -35,6 +36,7 @@ from prunekit.statistics.gram_matrices import (
     PatchStats,
     collect_patches,
     shortfalls,
+    together,
     with_raised_ridge,
 )
 from prunekit.statistics.layer_errors import RIDGE, with_gains
@@ -142,7 +144,7 @@ def patch_statistics(
 ) -> PatchStats:
     """Return patch statistics of the layers that read channels which may be removed, with their measured gains.
 
-    With `held_out`, inputs other than tokens get `parts`: moments of most samples and of the others, by further passes.
+    With `held_out`, inputs other than tokens get `parts`: moments of most samples and of the others.
     If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
     (B, ...), or a tuple of all inputs; settings are those of the repair that follows, if one does; only readers of
     `groups` are looked at, if these are given. Much less free memory than pruning takes is a `UsageError`.
@@ -153,20 +155,21 @@ def patch_statistics(
     settings, images = settings or RepairSettings(), in_fastest_format(model, images)
     channel_map.require_plain_forward("the criterion 'elimination'")
     copy = substituted_copy(model, own=lambda name: False)
-    found = _moments(copy, images, channel_map, settings, ignore, groups, log)
-    few = select_samples(images, slice(max(FEWEST, sample_count(images) // 16)))
+    samples = sample_count(images)
+    fitted, some = round(FITTED * samples), list[PatchStats]()
+    if held_out and _positions(images) == ROWS and fitted >= FEWEST:
+        each = [select_samples(images, part) for part in (slice(fitted), slice(fitted, None))]
+        logs = (log, None)  # once
+        pairs = zip(each, logs, strict=True)
+        some = [_moments(copy, part, channel_map, settings, ignore, groups, own, of=samples) for part, own in pairs]
+    found = together(some)
+    if found is None:
+        found, some = _moments(copy, images, channel_map, settings, ignore, groups, log), []
+    few = select_samples(images, slice(max(FEWEST, samples // 16)))
     stats = with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
-    fitted = round(FITTED * sample_count(images))
-    stacks = any(moments.layer.stack for moments in stats.layers)
-    if not held_out or _positions(images) != ROWS or fitted < FEWEST or stacks:
+    if not some:
         return stats
-    parts = [
-        _moments(copy, select_samples(images, some), channel_map, settings, ignore, groups)
-        for some in (slice(fitted), slice(fitted, None))
-    ]
-    if any([each.layer.use for each in part.layers] != [each.layer.use for each in stats.layers] for part in parts):
-        return stats  # other samples take another path
-    return replace(stats, parts=(_with_grams(stats, with_raised_ridge(parts[0], RIDGE)), _with_grams(stats, parts[1])))
+    return replace(stats, parts=(_with_grams(stats, with_raised_ridge(some[0], RIDGE)), _with_grams(stats, some[1])))
 
 
 def _with_grams(stats: PatchStats, other: PatchStats) -> PatchStats:
@@ -230,9 +233,11 @@ def _moments(
     ignore: Iterable[str] = (),
     groups: Sequence[ChannelGroup] | None = None,
     log: Callable[[str], None] | None = None,
+    *,
+    of: int | None = None,
 ) -> PatchStats:
-    """Return the moments of what layers read, without gains."""
-    samples = sample_count(images)
+    """Return the moments of what layers read, without gains; `of` is the number of all samples, of which these are."""
+    samples = of or sample_count(images)
     may_go = ~labels_matching(channel_map, ignore, "ignore")
     may_go[0] = False
     if groups is not None:
@@ -251,7 +256,7 @@ def _moments(
         most = OUTPUTS // (positions * widest)
     return collect_patches(
         copy,
-        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, most))),
+        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, most, batch_limit(sample_count(images))))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,

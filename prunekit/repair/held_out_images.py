@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.shared_work import batch_limit
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.statistics.output_error import FLAT, OutputComparison, RelativeError
@@ -76,9 +77,10 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Counted | No
     split = total - max(1, round(total * held_out))
     parts = [(0, split, 1.0), (split, total, held_out)]
     bounds = [
-        (start, min(start + size, last), share / (last - first))
+        (start, min(start + each, last), share / (last - first))
         for first, last, share in parts
-        for start in range(first, last, size)
+        for each in (min(size, batch_limit(last - first)),)
+        for start in range(first, last, each)
     ]
     found = [
         Batch(i, select_samples(inputs, slice(a, b)), each * (b - a), None if counted is None else counted[a:b])
@@ -115,7 +117,7 @@ def difference(
             )
         for (key, value), (_, other) in zip(want, got, strict=True):
             spread.add(key, value, other)
-    shares = list(spread.shares(FLAT))
+    shares = list(spread.shared().shares(FLAT))
     if not shares:
         count, name = sum(sample_count(batch.inputs) for batch in batches), type(dense).__name__
         raise DataError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.distributed.shared_work import shared_count, shared_mean
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.planning.plan import Plan
 from prunekit.repair.layer_samples import LayerSample, convolving
@@ -76,10 +77,11 @@ class Linearized:
         end = pair.rest + _through(pair.second, self.hidden, weights[1])
         self.counted = ((pair.wanted > 0) | (end > 0)).to(end) if pair.rectified else torch.ones_like(end)
         wanted = pair.wanted.clamp(min=0) if pair.rectified else pair.wanted
+        self.rows = wanted.numel() // wanted.shape[1]
         self.missing = (wanted - end) * self.counted
         seen = end.clamp(min=0) if pair.rectified else end
-        self.error = float((seen - wanted).square().mean())
-        self.bound = float(self.missing.square().mean())
+        means = (shared_mean(values.square().mean(), self.rows) for values in (seen - wanted, self.missing))
+        self.error, self.bound = map(float, means)
 
     def change(self, step: Weights) -> Tensor:
         """Return the change of the chain's end by a step, to first order, (N, o, ...)."""
@@ -91,9 +93,10 @@ class Linearized:
 
     def gradient(self, values: Tensor) -> Weights:
         """Return the transpose of `change`, a mean over positions."""
-        values = values * self.counted / (values.numel() // values.shape[1])
+        values = values * self.counted / self.rows
         back, second = _back(self.pair.second, self.hidden, self.weights[1], values)
-        return _back(self.pair.first, self.pair.inputs, self.weights[0], back.mul_(self.active), read=False)[1], second
+        first = _back(self.pair.first, self.pair.inputs, self.weights[0], back.mul_(self.active), read=False)[1]
+        return shared_mean(first, self.rows), shared_mean(second, self.rows)
 
 
 def _kernel(reading: PatchGeometry, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -132,10 +135,15 @@ def _back(
 
 
 def _gram(reading: PatchGeometry, inputs: Tensor) -> Tensor:
-    """Return the Gram matrix of sampled patches with a constant, (d * taps + 1, d * taps + 1)."""
-    rows = sample_rows(reading.rows_of(inputs), CONDITIONING_ROWS, 0).to(inputs.device)
+    """Return the Gram matrix of sampled patches with a constant, (d * taps + 1, d * taps + 1).
+
+    They are at the same positions of all windows.
+    """
+    each = reading.rows_of(inputs) // len(inputs)
+    some = sample_rows(each, max(1, CONDITIONING_ROWS // shared_count(len(inputs))), 0)
+    rows = (torch.arange(len(inputs))[:, None] * each + some).flatten().to(inputs.device)
     patches = with_constant(reading.patches(inputs, rows, reading.spatial(inputs)))
-    return mean_products(patches, patches)
+    return shared_mean(mean_products(patches, patches), len(patches))
 
 
 def gauss_newton(
@@ -176,7 +184,7 @@ def _factor(matrix: Tensor) -> Tensor:
 def _step(now: Linearized, inputs: Tensor, free: Weights | None) -> Weights:
     """Return the damped Gauss-Newton step of the weights that may change."""
     read = now.weights[1][:-1].double().view(now.active.shape[1], now.pair.second.taps, -1)
-    together = torch.einsum("kto,lto->kl", read, read) * float(now.active.double().mean())
+    together = torch.einsum("kto,lto->kl", read, read) * float(shared_mean(now.active.double().mean(), now.rows))
     together.diagonal().add_(SHARED * float(together.diagonal().mean()) or 1.0)
     channels, hidden = torch.linalg.cholesky(together), _factor(_gram(now.pair.second, now.hidden))
 

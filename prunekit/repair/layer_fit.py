@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.shared_work import agreed, shared_count, shared_mean, shared_sum, shared_values
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch
 from prunekit.repair.joint_fit import LayerWeights, PairFitter
@@ -113,7 +114,7 @@ class LayerFitter(LayerWeights):
         rows, columns = self._index(layer, 0), self._index(layer, 1)
         found = []
         values = chunk_values(self._settings)
-        for part in chunks(groups, len(sample.outputs), len(columns) * layer.geometry.taps, values):
+        for part in chunks(groups, shared_count(len(sample.outputs)), len(columns) * layer.geometry.taps, values):
             some = rows.reshape(groups, -1)[part]
             problem = self._grouped_problem(layer, sample, running, some, columns, part)
             change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
@@ -170,7 +171,7 @@ class LayerFitter(LayerWeights):
         before = problem.error()
         if before <= NEGLIGIBLE * spread:
             return LayerRepair(layer.weight, note=SAME)
-        if not is_finite(problem.now):
+        if not agreed(is_finite(problem.now)):
             return LayerRepair(layer.weight, note="NaN or Inf under masks")
         change, how = self._fitted(layer, problem, sample, rows, columns)
         chosen, before, after = best_of(problem, change)
@@ -320,7 +321,8 @@ def why_not_read(dense: LayerSample | None, running: LayerSample | None) -> str:
     """Return why a layer cannot be fitted to its samples; empty if it can."""
     if dense is None or running is None:
         return "the model takes another path under masks"
-    return "" if 0 < dense.fitted < sum(map(sum, dense.totals)) else "not read on these images"
+    rows = shared_count(sum(map(sum, dense.totals)))
+    return "" if 0 < shared_count(dense.fitted) < rows else "not read on these images"
 
 
 def _at_end(outputs: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -332,7 +334,10 @@ def _at_end(outputs: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 def _variance(wanted: Tensor) -> float:
     """Return the variance of (N, o) outputs, or their mean square if they are constant."""
-    around = wanted - wanted[0]  # exactly 0 if they are constant; `var` takes six times as long as these lines
-    squares = torch.linalg.vector_norm(around.sub_(around.mean(0)), dim=1).double().square()
-    spread = float(squares.sum()) / max(1, wanted.numel() - wanted.shape[1]) or float(wanted.square().mean())
+    first = next(row for row in shared_values(wanted[:1].cpu()) if len(row)).to(wanted)
+    around = wanted - first  # exactly 0 if they are constant; `var` takes six times as long as these lines
+    around.sub_(shared_mean(around.mean(0), len(around)))
+    squares = shared_sum(torch.linalg.vector_norm(around, dim=1).double().square().sum())
+    spread = float(squares) / max(1, (shared_count(len(wanted)) - 1) * wanted.shape[1])
+    spread = spread or float(shared_mean(wanted.square().mean(), len(wanted)))
     return max(spread, torch.finfo(torch.float64).tiny)

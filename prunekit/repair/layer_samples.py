@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.distributed.shared_work import agreed, shared_values
 from prunekit.repair.held_out_images import Batch
 from prunekit.statistics.layer_graph import LayerGraph, calls_by_weight, find_layer_graph
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall
@@ -125,10 +126,15 @@ class SampleGatherer:
         taken: list[tuple[SampledCalls, ...]] = []
         for i in range(len(self._batches)):
             if not self._run_batch(i, requests, step, ahead=ahead):
-                return [None] * len(requests)
+                break
             taken.append(self._run.taken)
         self._run.taken = ()
-        return [self._joined(request, [batch[place] for batch in taken]) for place, request in enumerate(requests)]
+        if not agreed(len(taken) == len(self._batches)):
+            return [None] * len(requests)
+        found = [self._joined(request, [batch[place] for batch in taken]) for place, request in enumerate(requests)]
+        names = [[] if one is None else [name for name, part in vars(one).items() if part is not None] for one in found]
+        everywhere = shared_values(names)
+        return [one if all(each[i] == names[i] for each in everywhere) else None for i, one in enumerate(found)]
 
     def _joined(self, request: SampleRequest, taken: Sequence[SampledCalls]) -> LayerSample | None:
         """Return the sample of a layer over all batches."""

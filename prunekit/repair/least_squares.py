@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from prunekit.distributed.shared_work import shared_count, shared_mean, shared_values
 from prunekit.repair.repair_report import SAME, LayerRepair
 from prunekit.statistics.patches import apply_weight, gram, mean_products, product, with_constant
+from prunekit.statistics.reductions import VarianceSum
 
 RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried in turn; the one with the least error on held-out rows is used."""
@@ -52,8 +54,9 @@ class FitProblem:
 
     def weighted(self, factors: Tensor) -> FitProblem:
         """Return the fit in which rows count by the squares of factors, (N,), which are cut at `MOST` usual ones."""
-        factors = factors.clamp(max=MOST * float(factors.median()))
-        factors = factors / factors.square().mean().sqrt()
+        usual = torch.cat([one.to(factors) for one in shared_values(factors.cpu())]).median()
+        factors = factors.clamp(max=MOST * float(usual))
+        factors = factors / shared_mean(factors.square().mean(), len(factors)).sqrt()
         by_row = factors[:, None]
         inputs = self.inputs * by_row.to(self.inputs.dtype)
         now, wanted = (end * by_row.to(end.dtype) for end in (self.now, self.wanted))
@@ -110,7 +113,7 @@ def bias_compensation(problem: FitProblem) -> WeightChange:
     Nagel et al. 2019, "Data-free quantization through weight equalization and bias correction", section 4.2, with
     means from data.
     """
-    missing = (problem.wanted - problem.now)[: problem.fitted].mean(0) / problem.scale
+    missing = shared_mean((problem.wanted - problem.now)[: problem.fitted].mean(0), problem.fitted) / problem.scale
     return WeightChange(missing.new_zeros(len(missing), problem.inputs.shape[1]), missing)
 
 
@@ -124,14 +127,29 @@ def moment_matching(problem: FitProblem, weight: Tensor) -> WeightChange:
     outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
     # The target of the layer itself: without offsets and summands.
     around = problem.wanted[: problem.fitted] - (problem.now[: problem.fitted] - outputs)
-    return matched(problem, weight, around.mean(0), around.std(0))
+    return matched(problem, weight, *_mean_and_deviation(around))
 
 
 def matched(problem: FitProblem, weight: Tensor, mean: Tensor, deviation: Tensor) -> WeightChange:
     """Give every output a mean and a standard deviation, (o,) each, without offsets and summands."""
     outputs = apply_weight(problem.inputs[: problem.fitted], weight.T) * problem.scale
-    factor = (deviation / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
-    return WeightChange((factor - 1)[:, None] * weight, (mean - factor * outputs.mean(0)) / problem.scale)
+    own, spread = _mean_and_deviation(outputs)
+    factor = (deviation / spread).nan_to_num(1.0, 1.0, 1.0)
+    return WeightChange((factor - 1)[:, None] * weight, (mean - factor * own) / problem.scale)
+
+
+def variance_of(values: Tensor) -> VarianceSum:
+    """Return mean and variance of (N, o) values over the rows of all processes."""
+    found = VarianceSum()
+    if len(values):
+        found.add_rows(values.double())
+    found.share(values.shape[1])
+    return found
+
+
+def _mean_and_deviation(values: Tensor) -> tuple[Tensor, Tensor]:
+    found = variance_of(values)
+    return found.mean, found.variance().sqrt()
 
 
 def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -> WeightChange:
@@ -148,26 +166,26 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     """
     inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
-    read = inputs[fitted]
-    moments = mean_products(read, read)
+    read, rows = inputs[fitted], shared_count(problem.fitted)
+    moments = shared_mean(mean_products(read, read), len(read))
     scale, every = problem.scale.to(problem.now), slice(None)
     some = slice(None, None, max(1, len(scale) // CHOOSING))
 
     def correlations(wanted: Tensor) -> Tensor:
         missing = (wanted - problem.now[fitted]).div_(scale)
-        return mean_products(read, missing.to(inputs.dtype))
+        return shared_mean(mean_products(read, missing.to(inputs.dtype)), len(read))
 
-    def end(found: Tensor, rows: slice, outputs: slice = every) -> Tensor:
-        return product(inputs[rows], found).mul_(scale[outputs]).add_(problem.now[rows, outputs])
+    def end(found: Tensor, some: slice, outputs: slice = every) -> Tensor:
+        return product(inputs[some], found).mul_(scale[outputs]).add_(problem.now[some, outputs])
 
     def error(found: Tensor, outputs: slice = every) -> float:
         got, wanted = end(found, judging, outputs), problem.wanted[judging, outputs]
         return mean_squared_error(got, wanted, rectified=problem.rectified)
 
-    right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
+    right, rank = correlations(problem.wanted[fitted]), min(rows, _rank(moments))
 
     def solved(factor: float) -> tuple[float, _Solver]:
-        solver = _factored(moments, ridge * factor, problem.fitted, rank, problem.biased)
+        solver = _factored(moments, ridge * factor, rows, rank, problem.biased)
         return error(torch.cholesky_solve(right[:, some], solver.factor), some), solver
 
     solver = _with_best_ridge(solved)
@@ -198,10 +216,11 @@ def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, rid
     target = dense.double()
     identity = torch.zeros(kept.shape[1], target.shape[1], dtype=torch.float64, device=kept.device)
     identity[torch.arange(len(index)), index] = 1
-    moments = gram(kept)
-    solver = _factored(moments, ridge, len(kept), min(len(kept), _rank(moments)), biased=True)
+    moments, rows = shared_mean(gram(kept), len(kept)), shared_count(len(kept))
+    solver = _factored(moments, ridge, rows, min(rows, _rank(moments)), biased=True)
     missing = target - kept.double() @ identity
-    found = torch.cholesky_solve(with_constant(kept.double()).T @ missing / len(kept), solver.factor)
+    right = shared_mean(with_constant(kept.double()).T @ missing / len(kept), len(kept))
+    found = torch.cholesky_solve(right, solver.factor)
     mixing = found[:-1] + identity  # (k, C)
     return torch.einsum("kc,oct->okt", mixing, weight), torch.einsum("c,oct->o", found[-1], weight)
 
@@ -284,7 +303,8 @@ class GroupedProblem:
     def error(self, now: Tensor) -> Tensor:
         """Return the mean squared error of the next layers' input over held-out rows, (g,)."""
         held_out = now[:, self.fitted :], self.wanted[:, self.fitted :]
-        return _squared_errors(*held_out, rectified=self.rectified).mean((1, 2))
+        squares = _squared_errors(*held_out, rectified=self.rectified)
+        return shared_mean(squares.mean((1, 2)), squares.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,16 +324,17 @@ def grouped_least_squares(problem: GroupedProblem, ridge: float, rectified_steps
     inputs, scale = problem.columns(), problem.scale[:, None]
     rows, inverse = slice(problem.fitted), torch.where(scale == 0, 0.0, 1 / scale)
     reading = inputs[:, rows].transpose(1, 2)  # (g, d, N)
-    moments = (reading @ inputs[:, rows] / problem.fitted).nan_to_num(0.0, 0.0, 0.0)
+    moments = shared_mean((reading @ inputs[:, rows] / problem.fitted).nan_to_num(0.0, 0.0, 0.0), problem.fitted)
 
     def solve(wanted: Tensor, factor: Tensor) -> Tensor:
         missing = ((wanted - problem.now) * inverse)[:, rows]
-        return torch.cholesky_solve(reading @ missing / problem.fitted, factor)
+        return torch.cholesky_solve(shared_mean(reading @ missing / problem.fitted, problem.fitted), factor)
 
     def end(found: Tensor) -> Tensor:
         return problem.now + scale * (inputs @ found)
 
-    before, spread = problem.error(problem.now), problem.wanted.var(1).mean(1)
+    spread = variance_of(problem.wanted.transpose(0, 1).flatten(1)).variance().view(len(scale), -1).mean(1)
+    before = problem.error(problem.now)
     factors = torch.stack([ridged(moments, ridge * multiple, biased=problem.biased)[1] for multiple in RIDGES])
     trials = torch.stack([solve(problem.wanted, factor) for factor in factors])
     errors, best = torch.stack([problem.error(end(trial)) for trial in trials]).min(0)
@@ -369,7 +390,7 @@ def grouped_report(name: str, parts: list[GroupedChange]) -> LayerRepair:
 
 def mean_squared_error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
     """Return the mean squared error, of the positive parts where a ReLU follows."""
-    return float(_squared_errors(got, wanted, rectified=rectified).mean(dtype=torch.float64))
+    return float(shared_mean(_squared_errors(got, wanted, rectified=rectified).mean(dtype=torch.float64), len(got)))
 
 
 def _squared_errors(got: Tensor, wanted: Tensor, *, rectified: bool) -> Tensor:

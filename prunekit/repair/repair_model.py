@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.tracing.substitutes import substituted_copy
-from prunekit.errors import NonFiniteError
+from prunekit.distributed.shared_work import agreed, dealt, worker
+from prunekit.errors import DataError, NonFiniteError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.plan import Plan, require_plan
 from prunekit.repair.held_out_images import Inputs, batches_of, difference, require_images
@@ -144,7 +145,7 @@ class RepairSetup:
 
     def fit_stacks(self, walk: LayerWalk, fitter: LayerFitter, before: float) -> list[LayerRepair]:
         """Fit stacks of matrices, as experts have them, where the model's output is nearer to the dense one's then."""
-        found = fitter.fit_stacks([layer.weight for layer in self.skipped], walk.fitting, walk.judging)
+        found = fitter.fit_stacks([layer.weight for layer in self.skipped], *walk.batches)
         applied = [layer.weight for layer in found if layer.applied]
         if applied and not self.difference(walk) < before:
             walk.undo(applied)
@@ -181,7 +182,8 @@ class LayerWalk:
     Layers come in the order in which their targets are computed. A layer that is added to a shortcut is refitted to
     *dense branch + dense shortcut - this model's shortcut*. If the shortcut is computed later than the branch, the
     layer is refitted when both are there, and the branch runs again. Steps are planned to fit into memory: `memory` is
-    the most that they take. `fitting` are batches to fit on, and `judging` are those of held-out images.
+    the most that they take. `batches` are those to fit on, and those of held-out images, which `judging` are, too; of
+    these and of samples each process that shares the work has its part.
     """
 
     def __init__(self, setup: RepairSetup, settings: RepairSettings, fitter: LayerFitter) -> None:
@@ -205,10 +207,17 @@ class LayerWalk:
         size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
         others = batches if setup.running is inputs else batches_of(setup.running, settings.held_out, size)[0]
-        self.fitting, self.judging, self.running_judging = batches[:fitted], batches[fitted:], others[fitted:]
+        if fitted < worker()[1]:
+            raise DataError(
+                f"repair: expected a sample to fit on for each of {worker()[1]} processes, got {fitted}; give more "
+                "samples, or start fewer processes"
+            )
+        self.batches = batches[:fitted], batches[fitted:]
+        own, running = (([*dealt(each[:fitted])], [*dealt(each[fitted:])]) for each in (batches, others))
+        self.judging, self.running_judging = own[1], running[1]
         gatherers = [
-            SampleGatherer(run, some, fitted, partial(_cuts, firsts, count, limit), setup.found)
-            for firsts, run, some in zip((weights, early), runs, (batches, others), strict=False)
+            SampleGatherer(run, [*some[0], *some[1]], len(some[0]), partial(_cuts, firsts, count, limit), setup.found)
+            for firsts, run, some in zip((weights, early), runs, (own, running), strict=False)
         ]  # the dense one need not go back to the source
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
         self._together = fitted_together(self._layers, sources, sizes, rows, settings)
@@ -287,7 +296,7 @@ class LayerWalk:
                 running = self._running.take(asked, some.start)
             for request in requests:
                 one, other = dense.pop(0), running.pop(0)
-                if one is None or other is None or one.totals != other.totals:
+                if one is None or other is None or not agreed(one.totals == other.totals):
                     one = other = None
                 yield request.layer, one, other
 

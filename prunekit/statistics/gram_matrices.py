@@ -26,6 +26,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.shared_work import dealt, shared_count, shared_sum, shared_values, worker
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_graph import ChainMark, LayerChain, LayerFinder, calls_by_use, find_layers, merge_calls
@@ -145,7 +146,8 @@ class _Collector(LayerFinder):
         self._sums: dict[WeightUse, _GramSum] = {}
         self._reading: _Reading | None = None
         self.batch_rows = 0
-        self.batch = -1
+        number, self._step = worker()  # processes take turns at batches
+        self.batch = number - self._step
         self.batch_samples = samples
         self.counted: Counted | None = None
         self._samples = samples
@@ -162,7 +164,7 @@ class _Collector(LayerFinder):
     @contextmanager
     def during(self, inputs: tuple[Any, ...]) -> Iterator[None]:
         """Intercept one forward pass over these inputs."""
-        self.batch, self.batch_samples = self.batch + 1, sample_count(inputs)
+        self.batch, self.batch_samples = self.batch + self._step, sample_count(inputs)
         self.batch_rows = self._rows_of(self.batch_samples)
         self.counted = counted_positions(self._model, inputs)
         self._rows.clear()
@@ -282,6 +284,8 @@ class _Collector(LayerFinder):
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
+        if self._step > 1:
+            self._share()
         for total in {id(total): total for total in self._sums.values()}.values():
             for matrix, count in zip(total.grams, total.counts, strict=True):
                 matrix.div_(max(1, count))  # in place: they are large
@@ -292,6 +296,35 @@ class _Collector(LayerFinder):
             for layer, total in found
             if layer.use in self._ends or layer.row_norm is not None or _is_product(layer)
         )
+
+    def _share(self) -> None:
+        """Add up the sums of all processes, in which other layers may have read the same."""
+        widths = {use: end.mean.numel() for use, end in self._ends.items()}
+        own = [total.readers for total in {id(total): total for total in self._sums.values()}.values()]
+        found = shared_values((own, self._taps, widths, [*self._made]))
+        for _, taps, others, _ in found:
+            self._taps, widths = taps | self._taps, others | widths
+        sums, self._sums = self._sums, {}
+        while uses := {use for sets, *_ in found for use in set().union(*sets)} - self._sums.keys():
+            first = min(uses, key=lambda use: self._layers[use].call)
+            alike = (next((one for one in sets if first in one), uses.difference(*sets)) for sets, *_ in found)
+            readers = uses.intersection(*alike)  # that read the same in each process, or nothing
+            known, size = sums.get(first), self._columns[first] + 1
+            if known is None:
+                blocks = 1 if first in self._pooled else self._layers[first].blocks
+                known = _GramSum([torch.zeros(size, size, dtype=torch.float64)] * blocks, [0] * blocks, set())
+            whole = map(shared_sum, known.grams)
+            if known.readers == readers:
+                grams = [matrix.copy_(by) for matrix, by in zip(known.grams, whole, strict=True)]
+            else:
+                grams = list(map(self.memory.keep, whole))
+            total = _GramSum(grams, list(map(shared_count, known.counts)), readers)
+            self._sums |= dict.fromkeys(readers, total)
+            self.memory.release()
+        for use in sorted(widths):
+            self._ends.setdefault(use, VarianceSum()).share(widths[use])
+        for use in sorted({use for *_, stacks in found for use in stacks}):
+            self._made[use] = shared_sum(self._made.get(use, torch.zeros(self._layers[use].stack, dtype=torch.int64)))
 
     def _moments(self, layer: LayerCall, total: _GramSum) -> LayerMoments:
         """Return the moments of a layer; where a stack has one Gram matrix, each of its matrices has that one."""
@@ -429,7 +462,8 @@ def collect_patches(
 
     unused = _unused_end(every, tensors)
     collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few), rows_of, unused)
-    watch(model, chain([first], rest), collector, title="patch statistics", total=length_hint(batches) or None)
+    total = -(-length_hint(batches) // worker()[1]) or None
+    watch(model, dealt(chain([first], rest)), collector, title="patch statistics", total=total)
     found = collector.finished()
     for moments in found:
         if not all(map(is_finite, moments.grams)):
@@ -438,6 +472,29 @@ def collect_patches(
             raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{blamed}")
         collector.memory.release()
     return PatchStats(found, memory=collector.memory)
+
+
+def together(parts: Sequence[PatchStats]) -> PatchStats | None:
+    """Return the moments of all samples by those of some and those of the others; None if these made other calls."""
+    if len({tuple(moments.layer.use for moments in part.layers) for part in parts}) != 1:
+        return None
+    memory, known, layers = FileMemory(IN_MEMORY), dict[tuple[int, ...], Tensor](), list[LayerMoments]()
+    for alike in zip(*(part.layers for part in parts), strict=True):
+        if alike[0].layer.stack:
+            return None
+        rows = [moments.counts[0] for moments in alike]
+        grams = list[Tensor]()
+        for matrices in zip(*(moments.grams for moments in alike), strict=True):
+            key = tuple(map(id, matrices))
+            if key not in known:
+                whole = sum(matrix * (count / sum(rows)) for matrix, count in zip(matrices, rows, strict=True))
+                known[key] = memory.keep(whole)
+            grams.append(known[key])
+        for each in (memory, *(part.memory for part in parts)):
+            each.release()
+        variance = sum(one.variance * (count / sum(rows)) for one, count in zip(alike, rows, strict=True))
+        layers.append(replace(alike[0], grams=tuple(grams), variance=variance, counts=(sum(rows),) * len(grams)))
+    return PatchStats(tuple(layers), memory=memory)
 
 
 def too_few(moments: LayerMoments) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.channels.tracing.storages import plain_in
+from prunekit.distributed.shared_work import dealt, owned, shared_values
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.hooks.owner import HookOwner
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
@@ -69,10 +70,12 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any, read: ReadOutpu
         with training_mode(copy, False), torch.no_grad():
             run = partial(judge.values, copy, given, counted_positions(copy, given))
             dense = run()
-            gains = [
-                _gain(_Change.of(moments, tensors, modules), tensors, modules, run, dense)
-                for moments in tracked(stats.layers, "gains", unit="layer")
-            ]
+            own = {
+                place: _gain(_Change.of(stats.layers[place], tensors, modules), tensors, modules, run, dense)
+                for place in tracked(owned([1.0] * len(stats.layers)), "gains", unit="layer")
+            }
+            every = {place: gain for part in shared_values(own) for place, gain in part.items()}
+            gains = [every[place] for place in range(len(stats.layers))]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
@@ -164,7 +167,7 @@ class _Slopes(CallInterceptor):
             for name, part in change.by_parameter(modules):
                 if name in parameters:
                     self._parts.setdefault(id(parameters[name]), []).append((index, part))
-        self._predictions, self._slopes = predictions, [0.0] * layers
+        self._predictions, self.layers, self._slopes = predictions, layers, [0.0] * layers
 
     def follow(self, hooks: HookOwner) -> None:
         """Let the parameters that change have gradients, and use them."""
@@ -239,7 +242,21 @@ def _gains_by_gradients(
     each = [select_samples(inputs, slice(index, index + 1)) for index in range(samples)]
     slopes, errors = _slopes_and_errors(model, stats)
     release_memory(model, collect=False)
-    probes, squares, spread = -(-PROBES // samples), [0.0] * len(errors), RelativeError()
+    parts = shared_values(_squared_slopes(model, slopes, judge, each))
+    if any(part is None for part in parts):
+        return None
+    squares = [sum(some) for some in zip(*filter(None, parts), strict=True)]
+    if not all(square > 0 for square, error in zip(squares, errors, strict=True) if error > 0):
+        return None  # no gradient reaches some layer
+    found_gains = [square / error if error > 0 else None for square, error in zip(squares, errors, strict=True)]
+    return [gain if gain is not None and math.isfinite(gain) else None for gain in found_gains]
+
+
+def _squared_slopes(
+    model: nn.Module, slopes: _Slopes, judge: OutputComparison, each: Sequence[tuple[Any, ...]]
+) -> list[float] | None:
+    """Return the squared norm along each change, of this process's samples; None if something has no gradient."""
+    probes, squares, spread = -(-PROBES // len(each)), [0.0] * slopes.layers, RelativeError()
     device = device_of(model)
     try:
         for one in each if len(judge.outputs) > 1 else each[:1]:  # the variance of a single one is in all gains
@@ -247,7 +264,7 @@ def _gains_by_gradients(
                 spread.add(key, values, values)
         around = spread.variations(0.0)
         with HookOwner(slopes.follow):
-            for one in tracked(each, "gains", unit="sample"):
+            for one in tracked([*dealt(each)], "gains", unit="sample"):
                 with slopes.intercepting(), torch.enable_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # of models that look at values, which have gradients
                     returned = call(model, one)
@@ -271,10 +288,7 @@ def _gains_by_gradients(
                 del returned, output, scores, found, sums, total
     except (RuntimeError, NotImplementedError, IndexError, AttributeError, UserWarning):
         return None  # an operator without a gradient, or an output that changes with the number of samples
-    if not all(square > 0 for square, error in zip(squares, errors, strict=True) if error > 0):
-        return None  # no gradient reaches some layer
-    found_gains = [square / error if error > 0 else None for square, error in zip(squares, errors, strict=True)]
-    return [gain if gain is not None and math.isfinite(gain) else None for gain in found_gains]
+    return squares
 
 
 def _number_of(sample: tuple[Any, ...], counted: Counted | None) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.tracing.storages import plain_in
+from prunekit.distributed.shared_work import shared_values
 from prunekit.statistics.layer_graph import LayerFinder
 from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
@@ -156,6 +157,18 @@ class RelativeError:
             self._squares[key] = self._squares.get(key, 0.0) + float((got[:, some].double() - wide).square().sum())
             sums[some] += wide.sum(0)
             self._totals[key] = self._totals.get(key, 0.0) + float(wide.square().sum())
+
+    def shared(self) -> RelativeError:
+        """Return the sum over the samples of all processes that share the work."""
+        found = RelativeError()
+        sums = {key: one.cpu() for key, one in self._sums.items()}
+        for squares, counts, totals, own in shared_values((self._squares, self._counts, self._totals, sums)):
+            for key, count in counts.items():
+                found._counts[key] = found._counts.get(key, 0) + count
+                found._squares[key] = found._squares.get(key, 0.0) + squares[key]
+                found._totals[key] = found._totals.get(key, 0.0) + totals[key]
+                found._sums[key] = found._sums[key] + own[key] if key in found._sums else own[key]
+        return found
 
     def shares(self, flat: float) -> Iterator[float]:
         """Yield the relative error of each tensor that varies by more than a share `flat` of its mean square."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunekit.distributed.shared_work import shared_count, shared_mean, shared_sum
 from prunekit.statistics.layer_stats import ARRAYS, FloatArray, LayerStats
 from prunekit.utils.tensors import accumulation_dtype
 
@@ -137,6 +138,13 @@ class VarianceSum:
         between = apart.square() * (self.count * count / total)
         self.mean = self.mean.to(mean) + apart * (count / total)
         self.count, self.squares = total, self.squares.to(mean) + (squares + between)
+
+    def share(self, channels: int) -> None:
+        """Add up the rows of all processes that share the work, of which this one may have none."""
+        mean = self.mean if self.count else self.mean.double().expand(channels)
+        whole = shared_mean(mean, self.count)
+        squares = self.squares + (mean - whole).square() * self.count
+        self.count, self.mean, self.squares = shared_count(self.count), whole, shared_sum(squares)
 
     def variance(self) -> Tensor:
         """Return the unbiased variance, (channels,)."""

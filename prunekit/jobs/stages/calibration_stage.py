@@ -9,9 +9,11 @@ from torch import nn
 
 from prunekit.channels.tracing.channel_map import ChannelMap
 from prunekit.criteria.criterion import CRITERIA
+from prunekit.criteria.elimination import eliminations
 from prunekit.data.datasets import describe_corrupt
 from prunekit.data.loader import Batches
 from prunekit.distributed.process_group import gather_on_main, is_main, main_has, main_process_only, rank, size
+from prunekit.distributed.shared_work import sharing_work
 from prunekit.errors import ArtifactError
 from prunekit.jobs.run.baseline_cache import train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
@@ -153,14 +155,16 @@ def merged_gradients(prepared: JobSubject, model: nn.Module, images: Batches) ->
     return reduce(TaylorTerms.merge, parts) if parts else None
 
 
-@main_process_only
 def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
-    """Return patch statistics of the calibration images; None if the criterion needs none, or in other processes."""
+    """Return patch statistics of the calibration images, with the orders of removal; None if the criterion needs none.
+
+    Processes share the images and the orders, and all get the result.
+    """
     job = prepared.job
     if "patches" not in CRITERIA.get(job.prune.criterion).needs:
         return None
     images = prepared.calibration_images()
-    with threads(job.threads):
+    with threads(job.threads), sharing_work():
         found = patch_statistics(
             model.to(prepared.device),
             images,
@@ -172,6 +176,7 @@ def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, lo
             ),
             held_out=job.prune.errors_compete,
         )
+        eliminations(model, chart, found)
     model.cpu()
     for problem in shortfalls(found):
         log(f"calibration: {problem}")
@@ -187,7 +192,7 @@ def criterion_inputs(
         stats = calibrate_model(prepared, model, log=log).stats
     gradients = loss_gradients(prepared, model, log=log)
     patches, check = job_patches(prepared, model, chart, log=log), None
-    if patches is not None:
+    if patches is not None and is_main():
         check = share_check(model, prepared.calibration_images(), chart, patches, job.prune, job.repair)
     return CriterionInputs(stats, gradients, patches, job.seed, check)
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from prunekit.compaction.compact_model import compact
 from prunekit.data.loader import batches
-from prunekit.distributed.process_group import is_main
+from prunekit.distributed.process_group import is_main, main_has, main_process_only
+from prunekit.distributed.shared_work import sharing_work
 from prunekit.errors import PlanError
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.run.job_subject import JobSubject, share_model
@@ -26,6 +27,7 @@ from prunekit.pruning.score_budget import ScoreSearch
 from prunekit.repair.batchnorm_statistics import recalibrate_batchnorm
 from prunekit.repair.repair_model import repair
 from prunekit.repair.repair_report import LayerRepair, RepairReport, reasons_of
+from prunekit.settings.calibration import RepairSettings
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.tasks.task import pair
 from prunekit.utils.files import write_csv
@@ -40,36 +42,39 @@ def repair_masked(
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
     """Return the masked model on the CPU, the report of its repair, and the plan, with masks of the job's pattern.
 
-    The main process repairs once in a run, and shares weights and masks. There is no report if nothing was fitted.
+    Processes share a repair, which is made once in a run; masks of weights, and statistics of BatchNorm, are the main
+    one's work, and the others get them. There is no report if nothing was fitted.
     """
-    folder, pattern = run.resume / "pattern", prepared.job.prune.pattern
-    if not is_main():
-        model, report, masks = copied(dense), None, None
-    elif (kept := cached_repair(run, dense)) is not None:
-        model, report, masks = *kept, plan if pattern is None else load_plan(folder)
+    folder, pattern, settings = run.resume / "pattern", prepared.job.prune.pattern, prepared.job.repair
+    kept = main_process_only(cached_repair)(run, dense)
+    begun, masks = main_has(kept), plan if pattern is None else None
+    if not begun and pattern is None and settings is not None:
+        model, report = _repaired(prepared, dense, plan, run, settings)
+    elif not is_main():
+        model, report = copied(dense), None
+    elif kept is not None:
+        (model, report), masks = kept, masks or load_plan(folder)
+    elif pattern is None:
+        model, report = _masked(prepared, dense, plan, training), None
     else:
-        if pattern is None:
-            model, report, masks = *_repaired(prepared, dense, plan, run, training), plan
-        else:
-            model, report, masks = _with_zeros(prepared, dense, plan, run, pattern, training)
-            masks.save(folder)
+        model, report, masks = _with_zeros(prepared, dense, plan, run, pattern, training)
+        masks.save(folder)
+    if is_main() and not begun:
         cache_repair(run, model, report)
     share_model(model, "the masked model")
     return model, report, plan if pattern is None else share_plan(masks)
 
 
 def _repaired(
-    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
-) -> tuple[nn.Module, RepairReport | None]:
-    settings = prepared.job.repair
-    if settings is None:
-        return _masked(prepared, dense, plan, training), None
+    prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, settings: RepairSettings
+) -> tuple[nn.Module, RepairReport]:
     images = prepared.calibration_images()
     run.log(
         f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
         f"{sample_count(images)} training {prepared.splits.task.samples}"
     )
-    model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log, progress=False)
+    with sharing_work():
+        model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log, progress=False)
     dense.cpu()
     _write_report(run, report)
     return model.cpu(), report
@@ -164,6 +169,7 @@ def _with_zeros(
     return found.model.cpu(), found.report, found.plan
 
 
+@main_process_only
 def _write_report(run: RunFolder, report: RepairReport) -> None:
     """Write a report's layers as a table, and log it."""
     write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.shared_work import sharing_work
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.patterns.pattern import Pattern, PatternLayer, PatternLayers, highest, pattern_layers
 from prunekit.planning.plan import Plan
@@ -216,7 +217,7 @@ def prune_weights(
     fit them to what the layer itself computes, and others leave them.
     """
     settings = replace(settings or RepairSettings(), fit="patch")
-    with RepairSetup.entered(dense, plan, images, "pattern", progress) as setup:
+    with sharing_work(share=False), RepairSetup.entered(dense, plan, images, "pattern", progress) as setup:
         found = pattern_layers(setup.found, plan, pattern)
         by_weight = {layer.weight: layer for layer in found.layers}
         if pattern.scope == "uniform" or pattern.kept_of is not None:

@@ -1,0 +1,162 @@
+"""Statistics, orders of removal and repair by one process and by several that share them, timed in turn.
+
+    python benchmarks/shared_work.py --resnet56 WEIGHTS --data cifar10.npz [--processes 1,2] [--repeats 3]
+    python benchmarks/shared_work.py --smollm2 FOLDER --text FILE [--processes 1,2] [--repeats 1]
+
+Each process has one thread, and joins a gloo group of processes on this machine. Seconds are those of the slowest, by
+the clock, from one barrier to the next; `difference` is the largest of any weight of the repaired model from those of
+one process, relative to its largest. The plan is made by the first run and given to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import keep, show
+
+STAGES = ("statistics", "order", "repair")
+
+
+def subject(options: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a model, its calibration samples, and budgets."""
+    import torch
+
+    if options.resnet56:
+        from oneshot_cifar10 import drawn
+
+        from prunekit.data.local_files import read_npz
+        from prunekit.models.zoo import build_model
+        from prunekit.settings.inputs import ModelSettings
+
+        build = ModelSettings("resnet56", "cifar", weights=str(options.resnet56))
+        return build_model(build, num_classes=10).eval(), drawn(read_npz(options.data).rest, 1024, 0)[0], {"macs": 0.5}
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(options.smollm2, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(options.smollm2)(options.text.read_text())["input_ids"]
+    windows = torch.tensor(ids[: options.windows * 128]).view(-1, 128)
+    model.config.use_cache = False
+    return model, (windows,), {"params": 0.8, "outputs": "logits"}
+
+
+def work(options: argparse.Namespace) -> dict[str, float]:
+    """Share the work with the other processes of the group, and return the seconds of each stage."""
+    import torch
+
+    import prunekit
+    from prunekit.criteria.elimination import eliminations
+    from prunekit.distributed.process_group import is_main, join_group, wait_for_all
+    from prunekit.distributed.shared_work import sharing_work
+    from prunekit.planning.plan import load_plan
+    from prunekit.pruning.sample_statistics import patch_statistics
+    from prunekit.repair.repair_model import repair
+    from prunekit.settings.calibration import RepairSettings
+
+    torch.set_num_threads(1)
+    model, samples, budgets = subject(options)
+    chart = prunekit.trace(model, samples[:1] if isinstance(samples, torch.Tensor) else (samples[0][:2],))
+    found, processor = dict[str, float](), dict[str, float]()
+    with join_group(), sharing_work(), torch.no_grad():
+
+        def timed(stage: str, call: Any) -> Any:
+            wait_for_all()
+            start, used = time.perf_counter(), time.process_time()
+            value = call()
+            processor[stage] = time.process_time() - used
+            wait_for_all()
+            found[stage] = time.perf_counter() - start
+            return value
+
+        settings = RepairSettings()
+        patches = timed(
+            "statistics", lambda: patch_statistics(model, samples, chart, settings, held_out=bool(options.resnet56))
+        )
+        timed("order", lambda: eliminations(model, chart, patches))
+        if not options.plan.exists():  # by the first run, which is of one process
+            given = {name: value for name, value in budgets.items() if name != "outputs"}
+            example = samples[:1] if isinstance(samples, torch.Tensor) else (samples[0][:2],)
+            made = prunekit.plan(model, example, calibration=samples, outputs=budgets.get("outputs"), **given)
+            made.save(options.plan)
+        plan = load_plan(options.plan)
+        repaired, report = timed("repair", lambda: repair(model, plan, samples, settings))
+        if is_main():
+            torch.save(repaired.state_dict(), options.weights)
+            found["after"] = report.after
+            print(json.dumps({**found, "processor": processor}), flush=True)
+    return found
+
+
+def run(options: argparse.Namespace, folder: Path, processes: int) -> dict[str, Any]:
+    """Return the row of one run of some processes."""
+    import torch
+
+    first = folder / "one.pt"
+    weights = folder / f"{processes}.pt" if first.exists() else first
+    own = [sys.executable, __file__, *sys.argv[1:], "--once", "--plan", str(folder / "plan"), "--weights", str(weights)]
+    port = 29500 + os.getpid() % 1000
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    group = [
+        {**common, "WORLD_SIZE": str(processes), "RANK": str(number), "LOCAL_RANK": str(number)}
+        for number in range(processes)
+    ]
+    started = [
+        subprocess.Popen(own, env=env if processes > 1 else common, stdout=subprocess.PIPE, text=True) for env in group
+    ]
+    told = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(1)
+    row = json.loads(told[0].strip().splitlines()[-1])
+    one, other = (torch.load(path, weights_only=True) for path in (first, weights))
+    apart = max(
+        float((one[name].double() - other[name].double()).abs().max() / one[name].double().abs().max().clamp(min=1e-30))
+        for name in one
+        if one[name].is_floating_point() and one[name].numel()
+    )
+    return {"processes": processes, **row, "all": sum(row[stage] for stage in STAGES), "difference": apart}
+
+
+def main() -> None:
+    """Run all numbers of processes in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resnet56", type=Path, metavar="FILE", help="a state dict of the dense model")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="an .npz of CIFAR-10")
+    parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="as transformers saves it")
+    parser.add_argument("--text", type=Path, metavar="FILE")
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--processes", default="1,2", metavar="A,B")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        work(options)
+        return
+    name, rows = "resnet56" if options.resnet56 else "smollm2", list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.repeats):
+            for processes in map(int, options.processes.split(",")):
+                rows.append({"network": name, **run(options, Path(folder), processes)})
+                print(json.dumps(rows[-1]), flush=True)
+    single = [row["all"] for row in rows if row["processes"] == 1]
+    for processes in map(int, options.processes.split(",")):
+        times = [row["all"] for row in rows if row["processes"] == processes]
+        ratio = statistics.median(one / other for one, other in zip(single, times, strict=False)) if single else None
+        row = {"network": name, "processes": processes, "seconds": statistics.median(times), "faster": ratio}
+        show([row], as_json=False)
+    if options.keep:
+        print(keep(f"shared_work_{name}", rows, {"threads": 1, "dtype": "float32"}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
