@@ -218,7 +218,7 @@ def test_callers_defaults_are_those_that_a_model_has_tensors_of() -> None:
 
 REGISTERS_OR_OWNS_HOOKS = {
     "clamp_activation_grad", "clamp_weight_grad", "masked", "register_budget",
-    "register_criterion", "register_rule", "register_runtime", "register_section", "register_task",
+    "register_criterion", "register_rule", "register_runtime", "register_section", "register_task", "sharing_work",
 }  # fmt: skip
 """Public functions that compute nothing when they are called; what they return runs in the caller's code."""
 
