@@ -4,7 +4,7 @@
     python benchmarks/shared_work.py --smollm2 FOLDER --text FILE [--processes 1,2] [--repeats 1]
 
 Each process has one thread, and joins a gloo group of processes on this machine. Seconds are those of the slowest, by
-the clock, from one barrier to the next; `difference` is the largest of any weight of the repaired model from those of
+the clock, from one barrier to the next, and `processor` its processor time; `difference` is the largest of any weight of the repaired model from those of
 one process, relative to its largest. The plan is made by the first run and given to all.
 """
 
@@ -55,7 +55,7 @@ def work(options: argparse.Namespace) -> dict[str, float]:
     import prunekit
     from prunekit.criteria.elimination import eliminations
     from prunekit.distributed.process_group import is_main, join_group, wait_for_all
-    from prunekit.distributed.shared_work import sharing_work
+    from prunekit.distributed.shared_work import shared_values, sharing_work
     from prunekit.planning.plan import load_plan
     from prunekit.pruning.sample_statistics import patch_statistics
     from prunekit.repair.repair_model import repair
@@ -88,10 +88,11 @@ def work(options: argparse.Namespace) -> dict[str, float]:
             made.save(options.plan)
         plan = load_plan(options.plan)
         repaired, report = timed("repair", lambda: repair(model, plan, samples, settings))
+        used = {stage: max(one[stage] for one in shared_values(processor)) for stage in STAGES}
         if is_main():
             torch.save(repaired.state_dict(), options.weights)
             found["after"] = report.after
-            print(json.dumps({**found, "processor": processor}), flush=True)
+            print(json.dumps({**found, "processor": used}), flush=True)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.tracing.substitutes import substituted_copy
-from prunekit.distributed.shared_work import agreed, dealt, worker
+from prunekit.distributed.shared_work import agreed, batch_limit, dealt, worker
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.plan import Plan, require_plan
@@ -205,6 +205,7 @@ class LayerWalk:
         weights = [layer.weight for layer in self._layers]
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
+        size = min(size, batch_limit(count))
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
         others = batches if setup.running is inputs else batches_of(setup.running, settings.held_out, size)[0]
         if fitted < worker()[1]:
