@@ -2,10 +2,12 @@
 
     python benchmarks/shared_work.py --resnet56 WEIGHTS --data cifar10.npz [--processes 1,2] [--repeats 3]
     python benchmarks/shared_work.py --smollm2 FOLDER --text FILE [--processes 1,2] [--repeats 1]
+    python benchmarks/shared_work.py --decoder 8x512 [--processes 1,2,4]
 
 Each process has one thread, and joins a gloo group of processes on this machine. Seconds are those of the slowest, by
-the clock, from one barrier to the next, and `processor` its processor time; `difference` is the largest of any weight of the repaired model from those of
-one process, relative to its largest. The plan is made by the first run and given to all.
+the clock, from one barrier to the next, and `processor` its processor time; `difference` is the largest of any weight
+of the repaired model from those of one process, relative to its largest. The plan is made by the first run and given to
+all.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import keep, show
+from common import keep, rows_before, show
 
 STAGES = ("statistics", "order", "repair")
+VOCABULARY = 8192
+"""Of decoders of random weights."""
 
 
 def subject(options: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
@@ -39,13 +43,23 @@ def subject(options: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
 
         build = ModelSettings("resnet56", "cifar", weights=str(options.resnet56))
         return build_model(build, num_classes=10).eval(), drawn(read_npz(options.data).rest, 1024, 0)[0], {"macs": 0.5}
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(options.smollm2, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(options.smollm2)(options.text.read_text())["input_ids"]
-    windows = torch.tensor(ids[: options.windows * 128]).view(-1, 128)
+    if options.decoder:
+        layers, width = map(int, options.decoder.split("x"))
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=layers,
+            num_attention_heads=width // 64, num_key_value_heads=width // 64, tie_word_embeddings=True,
+        )  # fmt: skip
+        model: Any = LlamaForCausalLM(config)
+        windows = torch.randint(0, VOCABULARY, (options.windows, 128))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.smollm2, dtype=torch.float32)
+        ids = AutoTokenizer.from_pretrained(options.smollm2)(options.text.read_text())["input_ids"]
+        windows = torch.tensor(ids[: options.windows * 128]).view(-1, 128)
     model.config.use_cache = False
-    return model, (windows,), {"params": 0.8, "outputs": "logits"}
+    return model.eval(), (windows,), {"params": 0.8, "outputs": "logits"}
 
 
 def work(options: argparse.Namespace) -> dict[str, float]:
@@ -132,6 +146,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="FILE", help="an .npz of CIFAR-10")
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER", help="as transformers saves it")
     parser.add_argument("--text", type=Path, metavar="FILE")
+    parser.add_argument("--decoder", metavar="LAYERSxWIDTH", help="Llama's shape with random weights")
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--processes", default="1,2", metavar="A,B")
     parser.add_argument("--repeats", type=int, default=3)
@@ -143,7 +158,8 @@ def main() -> None:
     if options.once:
         work(options)
         return
-    name, rows = "resnet56" if options.resnet56 else "smollm2", list[dict[str, Any]]()
+    name = "resnet56" if options.resnet56 else options.decoder or "smollm2"
+    rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.repeats):
             for processes in map(int, options.processes.split(",")):
@@ -156,7 +172,8 @@ def main() -> None:
         row = {"network": name, "processes": processes, "seconds": statistics.median(times), "faster": ratio}
         show([row], as_json=False)
     if options.keep:
-        print(keep(f"shared_work_{name}", rows, {"threads": 1, "dtype": "float32"}), file=sys.stderr)
+        rows += rows_before("shared_work", rows, ("network", "processes"))
+        print(keep("shared_work", rows, {"threads": 1, "dtype": "float32", "windows": 32}), file=sys.stderr)
 
 
 if __name__ == "__main__":
