@@ -59,7 +59,7 @@ def subject(options: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
         ids = AutoTokenizer.from_pretrained(options.smollm2)(options.text.read_text())["input_ids"]
         windows = torch.tensor(ids[: options.windows * 128]).view(-1, 128)
     model.config.use_cache = False
-    return model.eval(), (windows,), {"params": 0.8, "outputs": "logits"}
+    return model.eval(), (windows,), {"params": 0.8}
 
 
 def work(options: argparse.Namespace) -> dict[str, float]:
@@ -70,14 +70,18 @@ def work(options: argparse.Namespace) -> dict[str, float]:
     from prunekit.criteria.elimination import eliminations
     from prunekit.distributed.process_group import is_main, join_group, wait_for_all
     from prunekit.distributed.shared_work import shared_values, sharing_work
+    from prunekit.planning.keywords import prune_settings
     from prunekit.planning.plan import load_plan
+    from prunekit.planning.solver import make_plan
+    from prunekit.pruning.plan_search import CriterionInputs, importance
     from prunekit.pruning.sample_statistics import patch_statistics
     from prunekit.repair.repair_model import repair
     from prunekit.settings.calibration import RepairSettings
 
     torch.set_num_threads(1)
     model, samples, budgets = subject(options)
-    chart = prunekit.trace(model, samples[:1] if isinstance(samples, torch.Tensor) else (samples[0][:2],))
+    example = samples[:1] if isinstance(samples, torch.Tensor) else (samples[0][:2],)
+    chart = prunekit.trace(model, example, outputs=None if options.resnet56 else "logits")
     found, processor = dict[str, float](), dict[str, float]()
     with join_group(), sharing_work(), torch.no_grad():
 
@@ -96,10 +100,9 @@ def work(options: argparse.Namespace) -> dict[str, float]:
         )
         timed("order", lambda: eliminations(model, chart, patches))
         if not options.plan.exists():  # by the first run, which is of one process
-            given = {name: value for name, value in budgets.items() if name != "outputs"}
-            example = samples[:1] if isinstance(samples, torch.Tensor) else (samples[0][:2],)
-            made = prunekit.plan(model, example, calibration=samples, outputs=budgets.get("outputs"), **given)
-            made.save(options.plan)
+            settings_of_plan = prune_settings(model, True, **budgets)
+            scores = importance(model, chart, settings_of_plan, CriterionInputs(patches=patches))
+            make_plan(chart, scores, settings_of_plan).save(options.plan)
         plan = load_plan(options.plan)
         repaired, report = timed("repair", lambda: repair(model, plan, samples, settings))
         used = {stage: max(one[stage] for one in shared_values(processor)) for stage in STAGES}
