@@ -75,13 +75,6 @@ class Run:
     frontier: dict[str, Any] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Names of files that cannot be read and are left out, with the reason."""
-    page: Path | None = None
-    """Path of the page that links lead from; None: in the folder."""
-
-    @property
-    def page_folder(self) -> Path:
-        """The folder of the page."""
-        return self.folder if self.page is None else self.page.parent
 
 
 def read_run(folder: Path, *, whole: bool = True) -> Run:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pattern_masks import holds
 from process_group import together
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -110,7 +111,7 @@ def test_zeros_are_exact_after_every_step_and_in_the_compact_model(name: str, wa
     for one, mask in plan.element_masks.items():
         cut = mask[np.ix_(plan.kept(one, 0), plan.kept(one, 1))]
         zeros += int((~cut).sum())
-        assert Pattern.of(settings).holds(cut.reshape(*cut.shape[:2], -1))
+        assert holds(Pattern.of(settings), cut.reshape(*cut.shape[:2], -1))
         for compact in (small, pruner.average.module):
             assert not compact.get_parameter(one)[~cut].any()
     if settings.kept_of is None:

@@ -25,7 +25,6 @@ from prunekit.jobs.run.run_folder import RESUME, RunFolder, alive, digest, objec
 from prunekit.models.names import is_weights_file
 from prunekit.planning.plan import load_plan
 from prunekit.pruning.latency.latency_target import Attempt
-from prunekit.pruning.latency_budget_search import time_binds
 from prunekit.pruning.plan_search import Planned
 from prunekit.reading.text_files import as_record, read_json
 from prunekit.repair.repair_report import RepairReport
@@ -173,7 +172,6 @@ class StageClock:
 def cache_plan(run: RunFolder, planned: Planned) -> None:
     """Write the plan with the results of its trial, as a schedule replaces the plan in the run's folder in the end."""
     planned.plan.save(run.resume / "planned")
-    attempts = [asdict(attempt) for attempt in planned.attempts]
     write_state(
         run.resume / "plan",
         {
@@ -182,7 +180,7 @@ def cache_plan(run: RunFolder, planned: Planned) -> None:
             "max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": planned.locked_by_trial,
             "unseen": planned.unseen,
-            "frozen": {"attempts": attempts, "binding": time_binds(planned.plan)} if attempts else None,
+            "attempts": [asdict(attempt) for attempt in planned.attempts],
         },
     )
 
@@ -213,7 +211,7 @@ def _plan_of(run: RunFolder, dense: nn.Module, state: Mapping[str, Any]) -> Plan
         found.max_relative_difference,
         found.locked_by_trial,
         found.unseen,
-        () if found.frozen is None else found.frozen.attempts,
+        found.attempts,
     )
 
 
@@ -241,14 +239,6 @@ def _repair_of(run: RunFolder, dense: nn.Module, state: Mapping[str, Any]) -> tu
 
 
 @dataclass(frozen=True)
-class _Frozen:
-    """Decisions from measurements of time, which another run would not come to again."""
-
-    attempts: tuple[Attempt, ...]
-    binding: bool
-
-
-@dataclass(frozen=True)
 class _PlanFacts:
     """Results of the search for a plan, besides the plan itself and its scores."""
 
@@ -256,7 +246,7 @@ class _PlanFacts:
     max_relative_difference: float
     locked_by_trial: tuple[str, ...]
     unseen: tuple[str, ...]
-    frozen: _Frozen | None
+    attempts: tuple[Attempt, ...]  # measurements of time, which another run would not come to again
 
 
 def _cached(run: RunFolder, name: str, use: Callable[[dict[str, Any]], Result]) -> Result | None:

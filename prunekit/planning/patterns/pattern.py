@@ -83,15 +83,6 @@ class Pattern:
         least = groups.argsort(dim=2, stable=True)[:, :, : of - kept]
         return torch.ones_like(groups, dtype=torch.bool).scatter_(2, least, False).view(scores.shape)
 
-    def holds(self, mask: Tensor) -> bool:
-        """Return whether a mask (o, i, t) has the pattern."""
-        if self.kept_of is not None:
-            kept, of = self.kept_of
-            counts = mask.view(mask.shape[0], mask.shape[1] // of, of, -1).sum(2)
-            return bool((counts <= kept).all())
-        units = self.units(mask.double())
-        return bool(((units == 0) | (units == units.max())).all()) if mask.any() else True
-
 
 def highest(scores: Tensor, zeros: float) -> Tensor:
     """Return bool in the shape of scores, False for a share of the entries: the lowest, of equal ones the first."""

@@ -87,26 +87,20 @@ def _widths(layers: pd.DataFrame, width: float) -> Markup:
 
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
-    """Return histograms of importance scores by channel group, for kept and removed channels."""
-    return _four_abreast(scores, "group", "histograms", "Histograms of importance scores per channel group", _histogram)
-
-
-def _four_abreast(
-    table: pd.DataFrame, key: str, name: str, label: str, draw: Callable[..., None]
-) -> tuple[Markup, int, int]:
-    """Return small panels, each of the rows with one value of a column, how many there are, and how many could be."""
-    names = list(table[key].drop_duplicates())
+    """Return histograms of the scores of kept and removed channels by group, how many groups, and of how many."""
+    names = list(scores["group"].drop_duplicates())
     chosen = evenly(names, MAX_GROUPS)
     rows = math.ceil(len(chosen) / 4)
     height = 1.65 * rows + 0.5
     edges = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
     grid = {**edges, "wspace": 0.16, "hspace": 0.45}
-    with canvas(4, rows, height, name, grid, len(chosen)) as (figure, panels):
-        for axes, one in zip(panels, chosen, strict=False):
-            draw(axes, one, table[table[key] == one])
+    with canvas(4, rows, height, "histograms", grid, len(chosen)) as (figure, panels):
+        for axes, name in zip(panels, chosen, strict=False):
+            _histogram(axes, name, scores[scores["group"] == name])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper right", ncols=2)
-        return stacked(figure, label, len(chosen), size="small"), len(chosen), len(names)
+        drawn = stacked(figure, "Histograms of importance scores per channel group", len(chosen), size="small")
+        return drawn, len(chosen), len(names)
 
 
 def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:

@@ -82,9 +82,8 @@ def write_report(
         former = folder / FORMER
         if not former.exists():  # it may be the last place that has the figures
             target.rename(former)
-    shown = replace(run, page=target)
     try:
-        html = _render(shown, state, sections, log, whole=whole)
+        html = _render(run, state, sections, log, whole=whole)
     except PrunekitError:
         raise
     except Exception as error:
@@ -93,7 +92,7 @@ def write_report(
         name = figures_of(run)
         reason = f"{folder / name}: not as prunekit writes it ({reason_of(error)}); the file is damaged"
         log(reason)
-        bare = replace(shown, metrics={}, analysis={}, profile={}, frontier={}, damaged={**run.damaged, name: reason})
+        bare = replace(run, metrics={}, analysis={}, profile={}, frontier={}, damaged={**run.damaged, name: reason})
         html = _render(bare, state, sections, log, whole=False)
     write_text(target, html)
     return target
