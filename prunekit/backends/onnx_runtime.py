@@ -11,26 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.backends.backend import FileBackend, register_backend
-from prunekit.backends.files.export_source import (
-    KEY,
-    ExportOptions,
-    ExportSource,
-    Run,
-    fed_arrays,
-    interface_of_json,
-    metadata_of,
-    require_own_data,
-)
-from prunekit.backends.files.onnx_program import (
-    OPSET,
-    NodeModules,
-    export_onnx,
-    graph_inputs,
-    known_metadata,
-    module_ends,
-    onnx_program_of,
-    read_onnx,
-)
+from prunekit.backends.files import export_source, onnx_program
 from prunekit.backends.int8.onnx_quantizer import OnnxQuantizer
 from prunekit.backends.int8.quantizer import Batch
 from prunekit.backends.session import INT8, LayerClock, Sample, Session, Setting
@@ -63,10 +44,10 @@ ROUNDING_US = 0.5
 class OnnxRuntime(FileBackend):
     """ONNX files, written by `torch.onnx.export` and run by ONNX Runtime."""
 
-    def write(self, source: ExportSource, path: Path) -> list[str]:
+    def write(self, source: export_source.ExportSource, path: Path) -> list[str]:
         """Write a model; weights beyond two gigabytes are in a file beside it, `NAME.onnx.data`."""
         opset = opset_of(source.options)
-        program, built = onnx_program_of(source, opset)
+        program, built = onnx_program.onnx_program_of(source, opset)
         found = built.model.opset_imports.get("")
         if found != opset:
             raise RunError(
@@ -77,18 +58,18 @@ class OnnxRuntime(FileBackend):
             _store_half(built.model)
         for node in built.model.graph:
             node.metadata_props.pop(STACKS, None)
-        built.model.metadata_props.update(metadata_of(program.interface))
+        built.model.metadata_props.update(export_source.metadata_of(program.interface))
         built.save(path)
         return program.notes
 
-    def open(self, path: Path, *, threads: int = 1) -> Run:
+    def open(self, path: Path, *, threads: int = 1) -> export_source.Run:
         """Return a function that runs a file in ONNX Runtime on the CPU."""
         interface = self.interface(path)  # first: it checks where the weights are
         session = open_session(path, threads, takes_turns=False)
         taken, names = input_names(session), [spec.name for spec in interface.outputs]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            arrays = fed_arrays(example, interface, taken)
+            arrays = export_source.fed_arrays(example, interface, taken)
             with raised_as(RunError, f"{path}: ONNX Runtime cannot run it: "):
                 return [torch.from_numpy(np.array(one)) for one in session.run(names, arrays)]
 
@@ -96,24 +77,26 @@ class OnnxRuntime(FileBackend):
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface in a file's metadata; without that, the inputs and outputs of its graph, and no task."""
-        model = read_onnx(path)
-        require_own_data(model, path)
-        known = known_metadata(model)
-        if KEY in known:
-            return interface_of_json(known[KEY], str(path))
-        return ModelInterface(tuple(map(_spec, graph_inputs(model))), tuple(map(_spec, model.graph.output)))
+        model = onnx_program.read_onnx(path)
+        export_source.require_own_data(model, path)
+        known = onnx_program.known_metadata(model)
+        if export_source.KEY in known:
+            return export_source.interface_of_json(known[export_source.KEY], str(path))
+        return ModelInterface(
+            tuple(map(_spec, onnx_program.graph_inputs(model))), tuple(map(_spec, model.graph.output))
+        )
 
     def parts(self, path: Path, example: tuple[Any, ...], expected: Mapping[str, Tensor]) -> str:
         """Return the first module whose output differs, from one run with the results at modules' ends as outputs."""
         import onnx
 
         model = onnx.load(path)
-        ends = module_ends(model.graph)
+        ends = onnx_program.module_ends(model.graph)
         known = {entry.name for entry in model.graph.output}
         wanted = list(dict.fromkeys(name for path in expected for name in ends.get(path, ())))
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted if name not in known)
         session = open_session(model.SerializeToString(), 1, takes_turns=False)
-        results = session.run(wanted, fed_arrays(example, self.interface(path), input_names(session)))
+        results = session.run(wanted, export_source.fed_arrays(example, self.interface(path), input_names(session)))
         found = {name: torch.from_numpy(np.array(one)) for name, one in zip(wanted, results, strict=True)}
         for module, reference in expected.items():
             candidates = [found[name] for name in ends.get(module, ()) if found[name].shape == reference.shape]
@@ -132,7 +115,7 @@ class OnnxRuntime(FileBackend):
 
     def write_fixed(self, model: nn.Module, sample: Sample, path: Path) -> Path:
         """Write a model, which is not changed, for inputs of exactly this shape."""
-        return export_onnx(model, sample, path)
+        return onnx_program.export_onnx(model, sample, path)
 
     def file_session(
         self, path: Path, interface: ModelInterface, sample: Sample, setting: Setting, *, trusted: bool
@@ -141,7 +124,7 @@ class OnnxRuntime(FileBackend):
         import onnxruntime
 
         session = open_session(path, setting.threads)
-        arrays = fed_arrays(sample, interface, input_names(session))
+        arrays = export_source.fed_arrays(sample, interface, input_names(session))
         feed = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         names = [spec.name for spec in interface.outputs]
         return Session(
@@ -157,12 +140,12 @@ class OnnxRuntime(FileBackend):
         return OnnxQuantizer(file, folder, batches, images)
 
 
-def opset_of(options: ExportOptions) -> int:
+def opset_of(options: export_source.ExportOptions) -> int:
     """Return the opset that is asked for, or the default."""
     import onnx
 
     if options.opset is None:
-        return OPSET
+        return onnx_program.OPSET
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST <= options.opset <= newest:
         raise UsageError(
@@ -209,7 +192,7 @@ def _store_half(model: Any) -> None:
 
 def _layer_clock(file: Path, names: Sequence[str], feed: Mapping[str, Any], threads: int) -> LayerClock:
     """Return the profiler of ONNX Runtime, in a session of its own; it writes a file next to the model's."""
-    session, modules = open_session(file, threads, profile=file.with_suffix(".profile")), NodeModules(file)
+    session, modules = open_session(file, threads, profile=file.with_suffix(".profile")), onnx_program.NodeModules(file)
 
     def passes(count: int) -> list[dict[str | None, float]]:
         written = Path(session.end_profiling())
@@ -220,7 +203,9 @@ def _layer_clock(file: Path, names: Sequence[str], feed: Mapping[str, Any], thre
     return LayerClock(lambda: session.run_with_ort_values(names, feed), passes)
 
 
-def times_by_module(events: Sequence[Mapping[str, Any]], modules: NodeModules) -> list[dict[str | None, float]]:
+def times_by_module(
+    events: Sequence[Mapping[str, Any]], modules: onnx_program.NodeModules
+) -> list[dict[str | None, float]]:
     """Return the milliseconds of each forward by module, from the profiler's events."""
     found: list[dict[str | None, float]] = []
     times: dict[str | None, float] = defaultdict(float)

@@ -8,17 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prunekit.cli.options import (
-    Zoo,
-    common_options,
-    device_option,
-    is_recipe,
-    load_job,
-    model_options,
-    output_option,
-    seed_option,
-    split_overrides,
-)
+from prunekit.cli import options as shared
 from prunekit.cli.output import Console, check_folder
 from prunekit.data.roots import is_labeled_images
 from prunekit.errors import ModelError, UsageError
@@ -41,7 +31,7 @@ class ModelOptions:
     input_shape: tuple[int, ...] | None = None
     seed: int | None = None
     data: str | None = None
-    zoo: Zoo | None = None
+    zoo: shared.Zoo | None = None
     task: str | None = None
     allow_code: bool = False
 
@@ -55,7 +45,7 @@ def model_command(
     output: str,
     *,
     device: bool = True,
-    options: Callable[..., Any] = model_options,
+    options: Callable[..., Any] = shared.model_options,
     runs: bool = False,
     checked: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -71,18 +61,18 @@ def model_command(
             check_folder(given["output"])
             named = {one.name: given.pop(one.name) for one in fields(ModelOptions) if one.name in given}
             models = ModelOptions(**named)
-            words = [*split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
+            words = [*shared.split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
             targets = [word for word in words if word is not None]
             if checked:
                 require_targets(targets, models, runs=runs)
             model = " ".join(targets) or models.factory
-            of_recipe = any(is_recipe(name) or is_pruned(Path(name)) for name in targets)
+            of_recipe = any(shared.is_recipe(name) or is_pruned(Path(name)) for name in targets)
             if model and given.get("image", True) is None and models.data is None and not of_recipe:
                 raise UsageError(f"{model}: {NO_IMAGE}")
             function(console, models, **given)
 
-        command: Callable[..., Any] = seed_option(output_option(output)(common_options(run)))
-        complete: Callable[..., Any] = options(device_option(command) if device else command)
+        command: Callable[..., Any] = shared.seed_option(shared.output_option(output)(shared.common_options(run)))
+        complete: Callable[..., Any] = options(shared.device_option(command) if device else command)
         return complete
 
     return decorate
@@ -97,7 +87,7 @@ def one_target(
     """
     if len(names) > 1:
         raise UsageError(f"expected one model, got {len(names)}: {', '.join(names)}")
-    if names and options.factory and not is_recipe(names[0]) and not Path(names[0]).is_dir():
+    if names and options.factory and not shared.is_recipe(names[0]) and not Path(names[0]).is_dir():
         raise UsageError(f"expected one model, got two: {names[0]} and --model {options.factory}")
     found = _resolve(names[0] if names else None, overrides, options)
     if needs_module:
@@ -110,7 +100,7 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
 
     The user's own comes first, because the others are compared with it, unless it replaces that of a recipe.
     """
-    alone = not names or (options.factory is not None and not any(map(is_recipe, names)))
+    alone = not names or (options.factory is not None and not any(map(shared.is_recipe, names)))
     others = [_resolve(name, overrides, replace(options, weights=None) if alone else options) for name in names]
     if not alone:
         return others
@@ -120,17 +110,17 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
 def require_targets(names: Iterable[str], options: ModelOptions, *, runs: bool = False) -> None:
     """Raise if a word names no model that is there, or `--model` no code, before slow imports."""
     for name in names:
-        if not is_recipe(name) and not (runs and is_pruned(Path(name))):
+        if not shared.is_recipe(name) and not (runs and is_pruned(Path(name))):
             require_target(name, options.zoo)
     # Beside a zoo's name the user's own is one model too many.
-    if options.factory is not None and all(is_recipe(name) or Path(name).is_dir() for name in names):
+    if options.factory is not None and all(shared.is_recipe(name) or Path(name).is_dir() for name in names):
         require_object(options.factory, ModelError)
 
 
 def _resolve(
     name: str | None, overrides: Sequence[str], options: ModelOptions, *, beside: Sequence[Subject] = ()
 ) -> Subject:
-    recipe = name is not None and is_recipe(name)
+    recipe = name is not None and shared.is_recipe(name)
     job = _job(str(name), overrides, options) if recipe else None
     from prunekit.jobs.run.subject_sources import resolve
 
@@ -161,18 +151,18 @@ def job_to_read(
     """
     given = {"factory": options.factory if whole else None, "data": options.data, "task": options.task, **given}
     given.setdefault("seed", options.seed)
-    return load_job(recipe, overrides, **given, allow_code=options.allow_code, runs_code=False)
+    return shared.load_job(recipe, overrides, **given, allow_code=options.allow_code, runs_code=False)
 
 
 def check_recipes(names: Iterable[str | None], overrides: Sequence[str], options: ModelOptions) -> None:
     """Check the recipes that a command line names, before slow imports."""
-    recipes = [name for name in names if name is not None and is_recipe(name)]
+    recipes = [name for name in names if name is not None and shared.is_recipe(name)]
     refuse_idle_overrides(overrides, recipes, options.data)
     for recipe in recipes:
         _job(recipe, overrides, options)
 
 
-def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
+def _named(name: str | None, zoo: shared.Zoo | None) -> str | ModelSettings | None:
     if zoo is None:
         return name
     if name is None or Path(name).exists():
@@ -185,7 +175,7 @@ def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
 def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None], data: str | None = None) -> None:
     """Raise UsageError if there are overrides, or `--data`, and no recipe that they change."""
     changes = [repr(overrides[0])] if overrides else [f"--data {data}"] if data else []
-    if changes and not any(recipe is not None and is_recipe(recipe) for recipe in recipes):
+    if changes and not any(recipe is not None and shared.is_recipe(recipe) for recipe in recipes):
         raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")
 
 
@@ -193,7 +183,7 @@ def model_or_trained(
     targets: Sequence[str], job: JobSettings | None, options: ModelOptions, console: Console
 ) -> Subject:
     """Return the model that a command line names; that of a recipe is trained first where it has no weights."""
-    if job is None or not any(map(is_recipe, targets)):
+    if job is None or not any(map(shared.is_recipe, targets)):
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
@@ -217,19 +207,19 @@ def model_and_data(
     The overrides are those of the job's recipe; the job has the model if that is the recipe. With `images`, `--data`
     may be a folder or an archive of images instead of a recipe.
     """
-    targets, overrides = split_overrides(arguments)
+    targets, overrides = shared.split_overrides(arguments)
     if images:
         refuse_two_sources(targets, recipe, options)
     recipe = None if images and options.labeled_images else recipe_of_data(targets, recipe)
     refuse_idle_overrides(overrides, [recipe])
-    whole = any(map(is_recipe, targets))
+    whole = any(map(shared.is_recipe, targets))
     job = None if recipe is None else job_to_read(recipe, overrides, options, whole=whole, **given)
     return targets, overrides if whole else [], job
 
 
 def refuse_two_sources(targets: Sequence[str], recipe: str | None, options: ModelOptions) -> None:
     """Raise UsageError if `--data` is a folder or an archive of images, and a recipe is given, which has its own."""
-    named = recipe or next((target for target in targets if is_recipe(target)), None)
+    named = recipe or next((target for target in targets if shared.is_recipe(target)), None)
     if options.labeled_images and named is not None:
         kind = "imagefolder" if Path(str(options.data)).is_dir() else "npz"
         raise UsageError(
@@ -244,7 +234,7 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
     It is the recipe that is named as the model, `--recipe`, or that of the run in whose folder the model is; an
     exported file may be in a folder of its own there.
     """
-    own = next((target for target in targets if is_recipe(target)), None)
+    own = next((target for target in targets if shared.is_recipe(target)), None)
     if own is not None and given is not None:
         raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
     if own or given or not targets:
@@ -258,8 +248,8 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
 
 def find_model_pair(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
     """Return the model that a command line names; for the folder of a pruned one, its dense model too."""
-    names, overrides = split_overrides(arguments)
-    if any(map(is_recipe, names)):
+    names, overrides = shared.split_overrides(arguments)
+    if any(map(shared.is_recipe, names)):
         check_recipes(names, overrides, options)
     from prunekit.jobs.run.command_subject import Own
     from prunekit.jobs.run.model_pair import load_model_pair, model_folder, single_model
@@ -267,7 +257,7 @@ def find_model_pair(arguments: Sequence[str], options: ModelOptions, console: Co
     job, folder = None, Path(names[0]) if len(names) == 1 else None
     if folder is None or not is_pruned(folder):
         refuse_idle_overrides(overrides, names, options.data)
-        if len(names) != 1 or not is_recipe(names[0]):
+        if len(names) != 1 or not shared.is_recipe(names[0]):
             found = single_model(one_target(names, overrides, options, needs_module="look into"))
         else:
             job = job_to_read(names[0], overrides, options)

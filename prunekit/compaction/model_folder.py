@@ -42,18 +42,8 @@ from prunekit.planning.plan import Plan, require_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.reading.text_files import read_json
 from prunekit.settings.inputs import ModelSettings
+from prunekit.utils import files
 from prunekit.utils.context import seeded, set_mode
-from prunekit.utils.files import (
-    StrPath,
-    atomic_folder,
-    folder_at,
-    replaced,
-    require_checksum,
-    require_replaceable,
-    sha256,
-    with_checksum,
-    write_json,
-)
 from prunekit.utils.inputs import InputSpec
 from prunekit.utils.tensors import lies_channels_last, with_channels_last
 
@@ -81,7 +71,7 @@ class ModelWithPlan(Protocol):
 @public_call
 def save(
     result: nn.Module | ModelWithPlan,
-    folder: StrPath,
+    folder: files.StrPath,
     plan: Plan | None = None,
     *,
     build: ModelSettings | None = None,
@@ -134,8 +124,8 @@ def save(
         True
     """
     model, plan = _parts(result, plan)
-    folder = folder_at(folder)
-    require_replaceable(folder, FILES)
+    folder = files.folder_at(folder)
+    files.require_replaceable(folder, FILES)
     require_values(model, "a file")
     folds = folds_of(model)
     indices = with_folded_biases(plan.kept_indices, folds)
@@ -149,7 +139,7 @@ def save(
     require_compact(plan.channel_map, model, with_folded_biases(plan.narrow_shapes, folds))
     specs = plan.channel_map.inputs
     interface = saved_interface(model, specs, example=example, preprocessing=preprocessing, classes=classes, task=task)
-    with atomic_folder(folder) as temporary:
+    with files.atomic_folder(folder) as temporary:
         tensors, sparse = stored_tensors(model)
         compressed = write_tensors(tensors, temporary / WEIGHTS, compress=compress)
         manifest = {
@@ -166,7 +156,7 @@ def save(
             "sparse": sparse,
             ENTRY: interface.as_dict(),
             "provenance": dict(plan.provenance),
-            "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
+            "sha256": {WEIGHTS: files.sha256(temporary / WEIGHTS)},
             **(extra or {}),
         }
         if manifest["build"] is None:
@@ -178,7 +168,7 @@ def save(
                     folder, {**manifest, "build": known}, _with_sparse(dict(tensors), sparse), None
                 ),
             )
-        write_json(temporary / MANIFEST, with_checksum(manifest))
+        files.write_json(temporary / MANIFEST, files.with_checksum(manifest))
         plan.save(temporary)
     return folder
 
@@ -252,7 +242,7 @@ def _read_by(file: Path) -> str:
     return "no model folder"
 
 
-def read_manifest(folder: StrPath) -> dict[str, Any]:
+def read_manifest(folder: files.StrPath) -> dict[str, Any]:
     """Return the manifest of a model folder."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -260,7 +250,7 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
         hint = f"; this is a plan, which prunekit.load_plan({str(folder)!r}) reads" if alone else ""
         if path.parent.is_file():
             hint = f"; this is a file, {_read_by(path.parent)}"
-        if left := replaced(Path(folder)):
+        if left := files.replaced(Path(folder)):
             hint = f"; a process that was killed while it replaced it left it as {left[0].name!r}: rename that"
         raise ArtifactError(
             f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there{hint}"
@@ -279,17 +269,17 @@ def checked_manifest(path: Path, wanted: Mapping[str, type], formats: Sequence[i
             f"{path}: format {manifest['format']}, expected {' or '.join(map(str, formats))}: a newer prunekit wrote "
             "it; load it with that version or a later one"
         )
-    require_checksum(path, manifest)
+    files.require_checksum(path, manifest)
     return manifest
 
 
-def folder_interface(folder: StrPath) -> ModelInterface:
+def folder_interface(folder: files.StrPath) -> ModelInterface:
     """Return the interface in a model folder, without its model."""
     return read_interface(read_manifest(folder), str(Path(folder) / MANIFEST))
 
 
 @public_call
-def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
+def load(folder: files.StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
     """Load a compact model from its folder, in eval mode on the CPU.
 
     The dense model is built without allocating its weights, and gets the folder's structure and weights. No code that
@@ -321,7 +311,7 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
         >>> loaded(loaded.preprocessing(photo)).shape
         torch.Size([1, 2])
     """
-    folder = folder_at(folder)
+    folder = files.folder_at(folder)
     if not (model is None or callable(model)):
         raise ModelError(
             f"model: expected the dense model or a function that builds it, got {type(model).__name__}: "
@@ -487,7 +477,7 @@ def folder_tensors(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Te
     path = folder / WEIGHTS
     if not path.is_file():
         raise ArtifactError(f"{path}: missing; the model folder is incomplete")
-    if sha256(path) != manifest["sha256"].get(WEIGHTS):
+    if files.sha256(path) != manifest["sha256"].get(WEIGHTS):
         raise ArtifactError(f"{path}: its checksum is not the one in {MANIFEST}; the file is damaged or was exchanged")
     try:
         found, noted = COMPRESSION if is_compressed(path) else None, manifest.get("compression")

@@ -23,18 +23,7 @@ import torch
 from torch import nn
 
 from prunekit.errors import UsageError
-from prunekit.utils.private_torch import (
-    FakeTensorMode,
-    compile_stance,
-    dispatch_modes,
-    function_modes,
-    global_hooks,
-    in_function_transform,
-    leave_dispatch_modes,
-    set_compile_stance,
-    set_function_modes,
-    set_global_hooks,
-)
+from prunekit.utils import private_torch
 from prunekit.utils.tensors import leaves
 
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -90,8 +79,8 @@ def callers_defaults(model: Any) -> Iterator[None]:
 def require_real_tensors(called: str) -> None:
     """Raise where a call computes nothing: among fake tensors, or inside of a transform of functions."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    inside = "FakeTensorMode" if any(isinstance(one, FakeTensorMode) for one in modes) else ""
-    inside = inside or ("a transform of torch.func, such as vmap" if in_function_transform() else "")
+    inside = "FakeTensorMode" if any(isinstance(one, private_torch.FakeTensorMode) for one in modes) else ""
+    inside = inside or ("a transform of torch.func, such as vmap" if private_torch.in_function_transform() else "")
     if inside:
         raise UsageError(f"{called}: expected to be called outside of {inside}, where tensors have no values")
 
@@ -193,10 +182,10 @@ def _set_warnings(state: tuple[Any, list[Any], Any]) -> None:
 
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (function_modes, set_function_modes),  # the default device is one
-    (dispatch_modes, leave_dispatch_modes),
-    (compile_stance, set_compile_stance),
-    (global_hooks, set_global_hooks),
+    (private_torch.function_modes, private_torch.set_function_modes),  # the default device is one
+    (private_torch.dispatch_modes, private_torch.leave_dispatch_modes),
+    (private_torch.compile_stance, private_torch.set_compile_stance),
+    (private_torch.global_hooks, private_torch.set_global_hooks),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (_autocast, _set_autocast),
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -17,30 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from prunekit.errors import DataError, reraise_shortage
 from prunekit.tasks.task import Task, get_task
 from prunekit.tasks.texts import LABELS, PaddedTexts
-from prunekit.utils.inputs import (
-    DECODER,
-    FLATTENED,
-    MASK,
-    OF_DECODER,
-    Keywords,
-    are_images,
-    arguments_by_name,
-    as_example,
-    concatenate,
-    counted_positions,
-    decoder_positions,
-    described,
-    images_in,
-    inputs_as_example,
-    is_image,
-    parameter_names,
-    required_count,
-    sample_count,
-    sample_noun,
-    select_samples,
-    split,
-    takes_list,
-)
+from prunekit.utils import inputs as model_inputs
 from prunekit.utils.tensors import IMAGE_AXES, gather, leaves, sample_parts
 
 BATCH = 128
@@ -61,7 +38,7 @@ class LabeledBatch:
     @property
     def samples(self) -> int:
         """Number of samples."""
-        return sample_count(self.inputs)
+        return model_inputs.sample_count(self.inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +73,7 @@ class ModelBatches:
         data = self.data
         if isinstance(data, Tensor) or is_sample_set(data):
             return -(-len(data) // self.size)
-        if are_images(self.model, data):
+        if model_inputs.are_images(self.model, data):
             return -(-len(data) // IMAGES)
         if isinstance(data, tuple) and holds_all(self.model, data):
             return -(-len(data[0]) // self.size)
@@ -107,14 +84,14 @@ class ModelBatches:
         if isinstance(data, Tensor) and data.dim():
             return list(torch.split(data, self.size))
         if isinstance(data, Mapping):
-            return _split(data, self.where, self.size) if images_in(model, data) is None else [data]
+            return _split(data, self.where, self.size) if model_inputs.images_in(model, data) is None else [data]
         if task is None and isinstance(data, tuple) and holds_all(model, data):
             return _parts(data, len(data[0]), self.size)
-        if are_images(model, data):
+        if model_inputs.are_images(model, data):
             return [([*data[at : at + IMAGES]],) for at in range(0, len(data), IMAGES)]
         if is_sample_set(data):
             names = None if task is not None else {*inspect.signature(model.forward).parameters, *LABELS}
-            alone = PaddedTexts() if MASK in parameter_names(model) else default_collate
+            alone = PaddedTexts() if model_inputs.MASK in model_inputs.parameter_names(model) else default_collate
             collate = alone if task is None else task.collate
             return samples_in_batches(model, data, names, self.where, self.size, self.count, collate)
         kinds = (Tensor, str, PathLike, nn.Module)
@@ -122,7 +99,8 @@ class ModelBatches:
             folder = "; a folder of images is read by torchvision.datasets.ImageFolder(folder, transform=...)"
             raise DataError(
                 f"{self.where}: expected a tensor or a mapping of tensors with all samples, a data set, or batches, "
-                f"such as a DataLoader; got {described(data)}{folder if isinstance(data, (str, PathLike)) else ''}"
+                f"such as a DataLoader; got {model_inputs.described(data)}"
+                f"{folder if isinstance(data, (str, PathLike)) else ''}"
             )
         return data if task is not None else batches_among(model, data, self.where, self.size)
 
@@ -143,10 +121,10 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]]) -> tuple
     The mask then leaves the padding out; batches without one get ones. Lists of samples become one list. Images of
     ultralytics' loaders, of another size in each batch, are padded as those loaders pad images of one batch.
     """
-    rows = [arguments_by_name(model, inputs) for inputs in batches]
-    masked = MASK in parameter_names(model)
+    rows = [model_inputs.arguments_by_name(model, inputs) for inputs in batches]
+    masked = model_inputs.MASK in model_inputs.parameter_names(model)
     uneven = len({tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows}) > 1
-    if masked and (uneven or any(MASK in row for row in rows)):
+    if masked and (uneven or any(model_inputs.MASK in row for row in rows)):
         _fill_in_masks(rows)
         _pad(rows)
         _pad_decoded(model, rows)
@@ -157,8 +135,9 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]]) -> tuple
     for number, row in enumerate(rows, 1):
         if {name: type(item) for name, item in row.items()} != wanted or len(sample_parts(row)) != count:
             raise DataError(
-                f"calibration, batch {number}: expected the same inputs as in the first one, {described(batches[0])}, "
-                f"got {described(batches[number - 1])}; let every batch hold the same"
+                f"calibration, batch {number}: expected the same inputs as in the first one, "
+                f"{model_inputs.described(batches[0])}, got {model_inputs.described(batches[number - 1])}; let every "
+                "batch hold the same"
             )
     rows = [{name: row[name] for name in wanted} for row in rows]
     shapes = [tuple(tuple(part.shape[1:]) for part in sample_parts(row) if isinstance(part, Tensor)) for row in rows]
@@ -166,17 +145,17 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]]) -> tuple
         if shape != shapes[0]:
             first, second = (" with ".join(map(str, each)) for each in (shapes[0], shape))
             raise DataError(
-                f"calibration: expected {sample_noun(rows)} of one size, got batches of {first} and {second}; bring "
-                f"all to one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is "
-                "padding, may be given texts of several"
+                f"calibration: expected {model_inputs.sample_noun(rows)} of one size, got batches of {first} and "
+                f"{second}; bring all to one size; a model that takes an {model_inputs.MASK} (B, T), 1 where a "
+                "position counts and 0 where it is padding, may be given texts of several"
             )
-    whole = [(name, concatenate([row[name] for row in rows])) for name in wanted]
-    positional = len(split(batches[0])[0])
-    return as_example(
+    whole = [(name, model_inputs.concatenate([row[name] for row in rows])) for name in wanted]
+    positional = len(model_inputs.split(batches[0])[0])
+    return model_inputs.as_example(
         model,
         (
             *(value for _, value in whole[:positional]),
-            Keywords({str(name): value for name, value in whole[positional:]}),
+            model_inputs.Keywords({str(name): value for name, value in whole[positional:]}),
         ),
     )
 
@@ -186,12 +165,12 @@ Row = dict[str | int, Any]
 
 def _fill_in_masks(rows: list[Row]) -> None:
     """Give batches without a mask a mask of ones, as long as their first input, with the axes of the others' masks."""
-    known = next((row[MASK] for row in rows if isinstance(row.get(MASK), Tensor)), None)
+    known = next((row[model_inputs.MASK] for row in rows if isinstance(row.get(model_inputs.MASK), Tensor)), None)
     for row in rows:
         first = next(tensor for tensor in gather(row))
-        if row.get(MASK) is None and first.dim() > 1:
+        if row.get(model_inputs.MASK) is None and first.dim() > 1:
             kind, axes = (torch.int64, 2) if known is None else (known.dtype, known.dim())
-            row[MASK] = torch.ones(first.shape[:axes], dtype=kind, device=first.device)
+            row[model_inputs.MASK] = torch.ones(first.shape[:axes], dtype=kind, device=first.device)
 
 
 def _pad(rows: list[Row], side: str = "", more: int = 0) -> None:
@@ -199,16 +178,16 @@ def _pad(rows: list[Row], side: str = "", more: int = 0) -> None:
 
     The arguments for a decoder, whose names begin with that, go by a mask of their own; all others by the samples'.
     """
-    masks: list[Any] = [row.get(side + MASK) for row in rows]
+    masks: list[Any] = [row.get(side + model_inputs.MASK) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == masks[0].dim() >= 2 for each in masks):
         return
     axis = masks[0].dim() - 1
     longest = max(each.shape[axis] for each in masks) + more
     left = any(bool((each[..., 0] == 0).any()) for each in masks)
     for name in dict.fromkeys(name for row in rows for name in row):
-        if str(name).startswith(OF_DECODER) != bool(side):
+        if str(name).startswith(model_inputs.OF_DECODER) != bool(side):
             continue
-        fill = 0 if name == side + MASK else _filler([row.get(name) for row in rows], masks)
+        fill = 0 if name == side + model_inputs.MASK else _filler([row.get(name) for row in rows], masks)
         for row, each in zip(rows, masks, strict=True):
             values = row.get(name)
             if isinstance(values, Tensor) and values.dim() > axis and values.shape[axis] == each.shape[axis]:
@@ -222,19 +201,23 @@ def _pad_decoded(model: nn.Module, rows: list[Row]) -> None:
 
     So shapes tell activations of the encoder from those of the decoder, whose padding is elsewhere.
     """
-    ids: list[Any] = [row.get(DECODER) for row in rows]
+    ids: list[Any] = [row.get(model_inputs.DECODER) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in ids):
         return
-    if len({each.shape[1] for each in ids}) > 1 and OF_DECODER + MASK in parameter_names(model):
+    if len(
+        {each.shape[1] for each in ids}
+    ) > 1 and model_inputs.OF_DECODER + model_inputs.MASK in model_inputs.parameter_names(model):
         for row, each in zip(rows, ids, strict=True):
-            there = decoder_positions(model, row)
-            row[OF_DECODER + MASK] = torch.ones_like(each) if there is None else there.to(each.dtype)
-        _pad(rows, OF_DECODER)
-    shape, most = rows[0][DECODER].shape, getattr(model, "config", None)
+            there = model_inputs.decoder_positions(model, row)
+            row[model_inputs.OF_DECODER + model_inputs.MASK] = (
+                torch.ones_like(each) if there is None else there.to(each.dtype)
+            )
+        _pad(rows, model_inputs.OF_DECODER)
+    shape, most = rows[0][model_inputs.DECODER].shape, getattr(model, "config", None)
     room = shape[1] < getattr(most, "max_position_embeddings", shape[1] + 1)
-    alike = isinstance(rows[0].get(MASK), Tensor) and rows[0][MASK].shape[1:] == shape[1:]
-    examples = ((Keywords({str(name): item for name, item in row.items()}),) for row in rows)
-    if room and alike and any(counted_positions(model, one) is not None for one in examples):
+    alike = isinstance(rows[0].get(model_inputs.MASK), Tensor) and rows[0][model_inputs.MASK].shape[1:] == shape[1:]
+    examples = ((model_inputs.Keywords({str(name): item for name, item in row.items()}),) for row in rows)
+    if room and alike and any(model_inputs.counted_positions(model, one) is not None for one in examples):
         _pad(rows, more=1)
 
 
@@ -265,8 +248,8 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
     lengths = {len(tensor) for tensor in tensors.values()}
     if len(lengths) != 1:
         raise DataError(
-            f"{where}: expected a mapping of tensors with as many samples each, got {described(data)}; a tokenizer "
-            f'returns such with return_tensors="pt"; {FLATTENED}'
+            f"{where}: expected a mapping of tensors with as many samples each, got {model_inputs.described(data)}; a "
+            f'tokenizer returns such with return_tensors="pt"; {model_inputs.FLATTENED}'
         )
     yield from _parts(tensors, lengths.pop(), size)
 
@@ -274,7 +257,7 @@ def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
 def _parts(tensors: Any, count: int, size: int) -> Iterator[Any]:
     """Yield batches of all samples."""
     for start in range(0, count, size):
-        yield select_samples(tensors, slice(start, start + size))
+        yield model_inputs.select_samples(tensors, slice(start, start + size))
 
 
 def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> InputsAndTargets:
@@ -287,9 +270,9 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
         inputs, targets = batch[0], batch[1] if len(batch) > 1 else None
     else:
         inputs = batch
-    if are_images(model, inputs):
+    if model_inputs.are_images(model, inputs):
         inputs = [*inputs]  # tuple(zip(*samples)) gives tuples
-    if isinstance(inputs, Mapping) and (images := images_in(model, inputs)) is not None:
+    if isinstance(inputs, Mapping) and (images := model_inputs.images_in(model, inputs)) is not None:
         found = next((inputs[name] for name in LABELS if name in inputs), None)
         inputs, targets = images, found if targets is None else targets
     elif isinstance(inputs, Mapping):
@@ -298,14 +281,14 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
     if not gather(inputs):
         raise DataError(
             f"{where}: expected batches of tensors, (inputs, targets), or mappings by the names of the model's "
-            f"arguments, got {described(batch)}; {_advice(inputs)}"
+            f"arguments, got {model_inputs.described(batch)}; {_advice(inputs)}"
         )
-    return inputs_as_example(model, inputs), targets
+    return model_inputs.inputs_as_example(model, inputs), targets
 
 
 def _are_arguments(model: nn.Module, batch: Any) -> bool:
     """Return whether a batch holds all arguments and no targets, as (ids, mask) for a model that requires both."""
-    if not isinstance(batch, (tuple, list)) or not 1 < len(batch) == required_count(model):
+    if not isinstance(batch, (tuple, list)) or not 1 < len(batch) == model_inputs.required_count(model):
         return False
     return all(isinstance(entry, Tensor) and entry.dim() for entry in batch) and len({len(one) for one in batch}) == 1
 
@@ -334,8 +317,8 @@ def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Ma
         reason = f"{wrong[0]} holds no tensor" if wrong else f"{type(model).__name__} takes {takes}, and none of these"
         raise DataError(
             f"{where}: expected tensors by the names of the model's arguments, got {type(batch).__name__} "
-            f"{described(batch)}; say how it comes apart: task=... ({reason}; a datasets.Dataset gives tensors after "
-            '.with_format("torch"))'
+            f"{model_inputs.described(batch)}; say how it comes apart: task=... ({reason}; a datasets.Dataset gives "
+            'tensors after .with_format("torch"))'
         )
     return {name: batch[name] for name in names}, None if label is None else batch[label]
 
@@ -357,7 +340,7 @@ def is_image_batch(model: nn.Module, batch: Any) -> bool:
     A tuple of two is an image with one to compare with, where the model takes no list.
     """
     pair = isinstance(batch, tuple) and len(batch) == 2
-    return are_images(model, batch) and (not pair or takes_list(model, batch[0]))
+    return model_inputs.are_images(model, batch) and (not pair or model_inputs.takes_list(model, batch[0]))
 
 
 def samples_in_batches(
@@ -372,7 +355,7 @@ def samples_in_batches(
     """Yield batches of a map-style data set."""
     total = len(data)
     chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
-    size = min(size, IMAGES) if takes_list(model) else size
+    size = min(size, IMAGES) if model_inputs.takes_list(model) else size
     for start in range(0, len(chosen), size):
         samples = [_named(data[index], names, where) for index in chosen[start : start + size]]
         yield together(model, samples, where, collate)
@@ -383,7 +366,7 @@ def batches_among(model: nn.Module, data: Iterable[Any], where: str, size: int) 
 
     An item is a sample if its input is an image (C, H, W), or, in an iterable data set, has one axis or none.
     """
-    size = min(size, IMAGES) if takes_list(model) else size
+    size = min(size, IMAGES) if model_inputs.takes_list(model) else size
     rest, flat = iter(data), isinstance(data, IterableDataset)
     for first in rest:
         if _is_sample(model, first, flat=flat):
@@ -397,11 +380,11 @@ def _is_sample(model: nn.Module, item: Any, *, flat: bool) -> bool:
         return False
     first = item[0] if isinstance(item, (tuple, list)) and item else item
     if isinstance(first, Mapping):
-        found = images_in(model, first)
+        found = model_inputs.images_in(model, first)
         tensors = gather(first) if found is None else [found]
     else:
         tensors = [first] if isinstance(first, Tensor) else []
-    images = any(is_image(model, tensor) for tensor in tensors)
+    images = any(model_inputs.is_image(model, tensor) for tensor in tensors)
     return images or (flat and bool(tensors) and all(tensor.dim() <= 1 for tensor in tensors))
 
 
@@ -412,10 +395,10 @@ def together(
     images: list[Any] = []
     for sample in samples:
         first = sample[0] if isinstance(sample, (tuple, list)) and sample else sample
-        images.append(images_in(model, sample) if isinstance(sample, Mapping) else first)
-    listed = are_images(model, images)
+        images.append(model_inputs.images_in(model, sample) if isinstance(sample, Mapping) else first)
+    listed = model_inputs.are_images(model, images)
     try:
-        if not (listed and takes_list(model, images[0])):
+        if not (listed and model_inputs.takes_list(model, images[0])):
             return collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         reraise_shortage(error)
@@ -428,7 +411,7 @@ def together(
                 advice = FROM_PILLOW
             raise DataError(
                 f"{where}: expected samples of the same shapes, of which torch's default_collate makes a batch, got "
-                f"{kind} such as {described(samples[0])}: {error}; {advice}"
+                f"{kind} such as {model_inputs.described(samples[0])}: {error}; {advice}"
             ) from error
     if isinstance(samples[0], Tensor):
         return (images,)

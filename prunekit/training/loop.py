@@ -29,6 +29,7 @@ from prunekit.repair.batchnorm_statistics import rebase_batchnorm
 from prunekit.settings.inputs import Workers
 from prunekit.settings.train import DistillSettings, TrainSettings
 from prunekit.tasks.task import Loss, Measurement, Score, Task
+from prunekit.training import execution, parallel, rate_search
 from prunekit.training.adapters import require_adapted
 from prunekit.training.callbacks.callback import (
     Callback,
@@ -43,15 +44,6 @@ from prunekit.training.callbacks.callback import (
 from prunekit.training.callbacks.selection import require_callbacks, task_loss, with_teacher
 from prunekit.training.checkpoints import BestWeights, Checkpoints, CheckpointWarning
 from prunekit.training.compatibility import check_fits, runs_channels_last
-from prunekit.training.execution import (
-    SEVERAL,
-    CompiledForward,
-    LongStrides,
-    autocast,
-    gradient_checkpointing,
-    loss_scaler,
-    naming_batch,
-)
 from prunekit.training.nonfinite import (
     finite_step,
     first_non_finite,
@@ -60,26 +52,6 @@ from prunekit.training.nonfinite import (
     non_finite_gradient,
 )
 from prunekit.training.optimizers import GradientClamps, MakeOptimizer, build_optimizer, build_schedule
-from prunekit.training.parallel import (
-    give_back_buffers,
-    in_shards,
-    in_step,
-    kept_apart,
-    replica_of,
-    require_same_weights,
-    require_shardable,
-    sharded_copy,
-    share_buffers,
-    share_corrupt,
-    shares,
-)
-from prunekit.training.rate_search import (
-    HELD_OUT,
-    RateSearch,
-    middle_rate,
-    require_searchable,
-    taken_rate,
-)
 from prunekit.training.run_state import EpochSums, Position, RunState, identity_of
 from prunekit.utils.context import same_draws, seeded, training_mode
 from prunekit.utils.files import StrPath
@@ -143,8 +115,8 @@ def fit(
     skipped is an error.
     """
     require_callbacks(settings, callbacks)
-    if sharding := in_shards(settings):
-        require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
+    if sharding := parallel.in_shards(settings):
+        parallel.require_shardable(settings, callbacks, pauses=begin is not None or until is not None)
     if isinstance(settings.distill, DistillSettings):
         settings = with_teacher(settings, splits.task, model)
     loss = task_loss(splits.task, settings)
@@ -160,20 +132,20 @@ def fit(
     mixing = Mixing(len(splits.classes), mixup, cutmix) if mixup or cutmix else None
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
     validation = reading(splits.validation, shuffle_seed=None)
-    chosen = torch.linspace(0, len(splits.validation) - 1, min(HELD_OUT, len(splits.validation))).long()
+    chosen = torch.linspace(0, len(splits.validation) - 1, min(rate_search.HELD_OUT, len(splits.validation))).long()
     ways = (None,) if mixing is None else (None, mixing)
     held_out = [replace(validation, indices=chosen, mixing=way) for way in ways]  # read by the same workers
     train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
     first = replace(train, indices=train.order()[: REBASED * batch]).split(rank(), size())
-    train, validation = shares(train, validation)
+    train, validation = parallel.shares(train, validation)
     given = model
     if sharding:
-        model = sharded_copy(given, train, device)
+        model = parallel.sharded_copy(given, train, device)
     steps = math.ceil(len(train) / settings.accumulate)
-    require_searchable(settings, splits, settings.epochs * steps)
-    optimizer = build_optimizer(model, replace(settings, lr=middle_rate(settings)), own_optimizer)
+    rate_search.require_searchable(settings, splits, settings.epochs * steps)
+    optimizer = build_optimizer(model, replace(settings, lr=rate_search.middle_rate(settings)), own_optimizer)
     called = CallbackList(callbacks)
-    scaler = loss_scaler(settings.precision, device)
+    scaler = execution.loss_scaler(settings.precision, device)
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
     clamps = GradientClamps(model, optimizer, settings, scaler)
     run = TrainingRun(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
@@ -188,18 +160,22 @@ def fit(
     best = BestWeights(given, path, warn, model, lower_is_better=not labels or main.lower_is_better)
     shown = wanted(progress) and is_main()
     bar = ProgressBar(label, settings.epochs * len(train), called.progress_metrics, shown, main)
-    exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
+    exact = execution.LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
-        stack.enter_context(gradient_checkpointing(model) if settings.gradient_checkpointing else nullcontext())
-        replica = replica_of(model, train, None if labels else splits.task.logits)  # auxiliary heads are of labels
+        stack.enter_context(
+            execution.gradient_checkpointing(model) if settings.gradient_checkpointing else nullcontext()
+        )
+        replica = parallel.replica_of(
+            model, train, None if labels else splits.task.logits
+        )  # auxiliary heads are of labels
         for context in (active, exact, *clamps.contexts, closing(bar.bar)):
             stack.enter_context(context)
         restarts = called.learning_rate_restarts(run)
-        require_searchable(settings, splits, settings.epochs * steps, rewinds=bool(restarts))
+        rate_search.require_searchable(settings, splits, settings.epochs * steps, rewinds=bool(restarts))
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, restarts)
-        compiled = CompiledForward(model) if settings.compile and size() == 1 else None
+        compiled = execution.CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
         state = RunState(
             model, optimizer, schedule, scaler, clamps, called, best, splits, position, identity, checkpoints,
@@ -210,18 +186,18 @@ def fit(
             state, compiled or replica, settings, device, train, validation, steps, bar, splits.task, loss,
             labels, laid, [some.dealt(rank(), size()) for some in held_out], first,
         )  # fmt: skip
-        with naming_batch(batch, splits.sample_shape, device, position):
+        with execution.naming_batch(batch, splits.sample_shape, device, position):
             complete = loop.run(on_epoch, until or (lambda: False))
         if compiled is not None:
             compilation: Compilation | None = compiled.compilation
         else:
-            compilation = Compilation(0, 0.0, SEVERAL) if settings.compile else None
+            compilation = Compilation(0, 0.0, execution.SEVERAL) if settings.compile else None
         if not complete:
             return History(position.rows, 0, clamps.rows(), compilation, state.pause(), position.start)
-        lr = taken_rate(settings, position.rates) if settings.lr == "auto" and settings.epochs else None
-        require_same_weights(model, f"after {label}")
+        lr = rate_search.taken_rate(settings, position.rates) if settings.lr == "auto" and settings.epochs else None
+        parallel.require_same_weights(model, f"after {label}")
         if sharding:
-            give_back_buffers(model, given.to(device))
+            parallel.give_back_buffers(model, given.to(device))
         best.restore()
     return History(position.rows, best.epoch, clamps.rows(), compilation, None, position.start, lr, position.rates)
 
@@ -293,7 +269,7 @@ class TrainingLoop:
 
     def _offer_start(self, at: Position) -> None:
         """Make the state before the first step a candidate for the best, if its loss is finite."""
-        share_buffers(self.state.model)
+        parallel.share_buffers(self.state.model)
         if not self.state.callbacks.eligible_for_best(0):
             return
         loss, score = self.validate(None)
@@ -322,7 +298,7 @@ class TrainingLoop:
         model = self.state.model
         # with gradients, which a comparison of features asks for
         with same_draws(model), self.task.mode_for_loss(model), torch.enable_grad():
-            for batch, counts in in_step(model, batches, together=True):
+            for batch, counts in parallel.in_step(model, batches, together=True):
                 yield (self._loss(model, batch)[0].item(), batch[1]), counts
 
     def _search_rate(self) -> None:
@@ -336,7 +312,7 @@ class TrainingLoop:
             for batch, weight in self._apart(batches):
                 self._add_gradient(batch, weight, EpochSums(), None)
 
-        RateSearch(
+        rate_search.RateSearch(
             self.state, self.settings, batches_of, add_gradients, self._step, self._held_out_loss,
             lambda tried: self.bar.bar.set_description(f"{self.bar.label}, trying {tried}"),
         ).run(self.settings.epochs * self.steps)  # fmt: skip
@@ -346,9 +322,9 @@ class TrainingLoop:
         self.bar.epoch(at.epoch, self.settings.epochs)
         self._train(at, start, until)
         training_s = time.perf_counter() - start
-        share_buffers(self.state.model)
+        parallel.share_buffers(self.state.model)
         with self.state.callbacks.around_validation():
-            share_buffers(self.state.model)  # those of averaged weights
+            parallel.share_buffers(self.state.model)  # those of averaged weights
             validation_loss, reached = self.validate(f"epoch {at.epoch}")
             distance = self._distance()
             merit = reached if distance is None else distance
@@ -399,7 +375,7 @@ class TrainingLoop:
             )
         if (tensor := self.state.non_finite_tensor()) is not None:  # the last step, which no loss was computed after
             raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {at.epoch}; {self._advice()}")
-        share_corrupt(self.train, self.validation)
+        parallel.share_corrupt(self.train, self.validation)
         at.sums = at.sums.of_all()
 
     def _step(self) -> bool:
@@ -477,7 +453,7 @@ class TrainingLoop:
         """Yield the batches of a step with the weight of all; gradients are exchanged in that of the last."""
         weight = int(total(sum(self.task.weighed(targets) for _, targets in batches))[0])
         for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            with kept_apart(self.replica) if left else nullcontext():
+            with parallel.kept_apart(self.replica) if left else nullcontext():
                 yield batch, weight
 
     def _add_gradient(self, batch: Batch, of: int, sums: EpochSums, when: str | None) -> None:
@@ -488,7 +464,7 @@ class TrainingLoop:
         weight = self.task.weighed(batch[1])
         loss, given, output, targets = self._loss(self.replica, batch)
         if when is not None:
-            with autocast(self.settings.precision, self.device):
+            with execution.autocast(self.settings.precision, self.device):
                 value = self._read(loss, given, f"the loss is {{}} in {when}")
         elif not everyone(math.isfinite(value := loss.item())):
             raise NonFiniteError("the loss of a trial is NaN or Inf")
@@ -502,7 +478,7 @@ class TrainingLoop:
         """Return the loss that is trained of a batch, and the example, output and targets that it is of."""
         inputs, targets = self._there(batch)
         given = inputs_as_example(self.state.model, inputs)
-        with autocast(self.settings.precision, self.device):
+        with execution.autocast(self.settings.precision, self.device):
             given = self.task.example_for_loss(self.state.model, given, targets)
             output = call(forward, given)
             own = self.labels * self.loss(output, targets) if self.labels else None
@@ -524,7 +500,7 @@ class TrainingLoop:
         """
         sums, measured = EpochSums(), Measurement(self.task, together=True)
         with training_mode(self.state.model, False), torch.no_grad():
-            for batch, counts in in_step(self.state.model, self.validation):
+            for batch, counts in parallel.in_step(self.state.model, self.validation):
                 inputs, targets = self._there(batch)
                 given = inputs_as_example(self.state.model, inputs)
                 output, value = call(self.state.model, given), 0.0

@@ -19,8 +19,8 @@ from prunekit.backends.files.onnx_program import NodeModules
 from prunekit.backends.onnx_runtime import times_by_module
 from prunekit.backends.openvino import undisturbed_means
 from prunekit.backends.session import Inputs, LayerClock, Setting, Source, inputs_of
+from prunekit.measure.latency import timing_job
 from prunekit.measure.latency.timing_job import file_source
-from prunekit.measure.latency_profile import network_timing
 from prunekit.measure.latency_profile.network_timing import LayerTimes, Network, time_networks
 from prunekit.measure.measurement_effort import Effort, effort_of
 
@@ -116,7 +116,7 @@ def test_every_layer_of_a_network_has_its_time(
 ) -> None:
     if dtype == "int8" and runtime == "openvino":
         pytest.importorskip("nncf")
-    monkeypatch.setattr(network_timing, "file_source", export)
+    monkeypatch.setattr(timing_job, "file_source", export)
     models = {name: settled(build) for name, build in MODELS.items()}
     lines: list[str] = []
     with effort_of(Effort(network_ms=0.0, warm_up_calls=5)):

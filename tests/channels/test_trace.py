@@ -472,7 +472,7 @@ def test_locks_that_change_nothing_end_the_search(monkeypatch: pytest.MonkeyPatc
             raise ValueError("too narrow")
         return torch.as_tensor(net.b(y))
 
-    monkeypatch.setattr("prunekit.channels.trial.trial.with_extra", lambda channel_map, records: channel_map)
+    monkeypatch.setattr("prunekit.channels.map_builder.with_extra", lambda channel_map, records: channel_map)
     with pytest.raises(
         PlanError, match="further locks change nothing; the last to differ was the Python code in the top"
     ):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models.zoo import build_model
 from prunekit.planning.plan import Plan
 from prunekit.settings.inputs import ModelSettings
+from prunekit.utils import files
 from prunekit.utils.files import sha256, with_checksum
 
 FAMILIES = {
@@ -396,15 +398,19 @@ def test_saving_again_replaces_the_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("function", ["write_tensors", "sha256", "write_json"])
-def test_a_failed_save_leaves_the_old_folder(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "function"), [(folder_module, "write_tensors"), (files, "sha256"), (files, "write_json")]
+)
+def test_a_failed_save_leaves_the_old_folder(
+    module: ModuleType, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = saved(tmp_path / "model")
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module, function, full)
+        patch.setattr(module, function, full)
         with pytest.raises(OSError, match="No space left"):
             saved(tmp_path / "model", "squeezenet1_1")
         with pytest.raises(OSError, match="No space left"):

@@ -85,7 +85,7 @@ def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
     def broken(*_: object, **named: object) -> None:
         raise AssertionError("Expected gradient function to be set")
 
-    monkeypatch.setattr("prunekit.jobs.stages.measurement_stage.count_macs", broken)
+    monkeypatch.setattr("prunekit.measure.model_size.count_macs", broken)
     monkeypatch.setattr("prunekit.jobs.stages.measurement_stage.measure_latency", broken)
     log: list[str] = []
     result = prune_job(job(output), log=log.append)

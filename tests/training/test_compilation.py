@@ -28,7 +28,7 @@ from prunekit.masks.gradient_masks import GradientMasks
 from prunekit.masks.masked_model import ChangingMasks, masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
-from prunekit.training import loop
+from prunekit.training import execution
 from prunekit.training.callbacks.callback import ContextCallback
 from prunekit.training.execution import CompiledForward
 from prunekit.training.loop import fit
@@ -242,7 +242,7 @@ def test_hooks_that_a_compiled_model_leaves_out_are_an_error(small: Fixture) -> 
 
 
 def test_a_run_trains_compiled_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "CompiledForward", partial(CompiledForward, backend="eager"))
+    monkeypatch.setattr(execution, "CompiledForward", partial(CompiledForward, backend="eager"))
     runs = []
     for settings in (
         TrainSettings(epochs=2),

@@ -20,7 +20,7 @@ from prunekit.hooks.hook import count_hooks
 from prunekit.masks.masked_model import masked
 from prunekit.planning.plan import Plan
 from prunekit.settings.train import ClampSettings, TrainSettings
-from prunekit.training import loop
+from prunekit.training import execution
 from prunekit.training.callbacks.callback import ContextCallback, History
 from prunekit.training.loop import fit
 
@@ -36,7 +36,7 @@ def train(model: nn.Module, settings: TrainSettings, **options: Any) -> History:
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> torch.amp.GradScaler:
     """A loss scale under which the first steps overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
-    monkeypatch.setattr(loop, "loss_scaler", lambda precision, device: scaler)
+    monkeypatch.setattr(execution, "loss_scaler", lambda precision, device: scaler)
     return scaler
 
 
@@ -125,7 +125,7 @@ def test_steps_that_overflow_are_skipped_and_are_no_error(overflowing: torch.amp
 
 def test_an_epoch_without_a_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    monkeypatch.setattr(loop, "loss_scaler", lambda precision, device: scaler)
+    monkeypatch.setattr(execution, "loss_scaler", lambda precision, device: scaler)
     model = net()
     with pytest.raises(NonFiniteError, match=r"epoch 1 made no step: .* float16's loss scale.*try `precision: bf16`"):
         train(model, replace(SETTINGS, precision="fp16"))
@@ -147,7 +147,9 @@ def test_clamps_see_unscaled_gradients() -> None:
     settings = replace(SETTINGS, clamp_activation_grad=clamp, clamp_weight_grad=ClampSettings(1e-2, by="norm"))
     plain = train(models[0], settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "loss_scaler", lambda precision, device: torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        patch.setattr(
+            execution, "loss_scaler", lambda precision, device: torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        )
         scaled = train(models[1], settings)
     assert plain.clamps == scaled.clamps
     assert {row.clamp for row in plain.clamps} == {"clamp_activation_grad", "clamp_weight_grad"}

@@ -33,7 +33,7 @@ from prunekit.settings.train import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.training import loop, rate_search
+from prunekit.training import rate_search
 from prunekit.training.callbacks.callback import Callback, ContextCallback, History, RateRow, TrainingRun
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding, PruningSchedule
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks
@@ -331,7 +331,7 @@ def test_what_cannot_be_searched_is_refused(short: None, monkeypatch: pytest.Mon
         run(net())
     with pytest.raises(UsageError, match="expected a number here"):
         build_optimizer(net(), AUTO)
-    assert loop.middle_rate(TrainSettings(lr=0.3, optimizer="own")) == 0.3
+    assert rate_search.middle_rate(TrainSettings(lr=0.3, optimizer="own")) == 0.3
 
 
 REWINDING = "prune: {budget: {macs: 0.5}, schedule: {kind: iterative, rewind_lr: true}}"

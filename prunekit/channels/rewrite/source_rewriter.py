@@ -38,21 +38,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.labels.code_places import CodePlace
-from prunekit.channels.tracing.call_sites import (
-    SIZED_FILE,
-    Span,
-    codes_in,
-    definition,
-    is_chunk,
-    is_of_torch,
-    is_unscaled_attention,
-    method_of,
-    ordered,
-    picked_from,
-    rearranged_by,
-    span_of,
-    weak_cache,
-)
+from prunekit.channels.tracing import call_sites
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.errors import ArtifactError
 from prunekit.hooks.model_copy import is_filled
@@ -217,8 +203,8 @@ def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], ar
 
 def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = True) -> FunctionType:
     """Return a method compiled from its own source, with attributes in place of expressions; `kept` keeps its text."""
-    method = method_of(cls, name)
-    found = method and definition(method[1].__code__)
+    method = call_sites.method_of(cls, name)
+    found = method and call_sites.definition(method[1].__code__)
     if not method or not found:
         raise KeyError(name)
     base, old = method
@@ -234,11 +220,11 @@ def _compiled(cls: type, name: str, places: list[CodePlace], *, kept: bool = Tru
     around.body[0].body[1].body = [node]  # type: ignore[attr-defined]
     flags = code.co_flags & __future__.annotations.compiler_flag
     whole = compile(ast.fix_missing_locations(around), code.co_filename, "exec", flags, dont_inherit=True)
-    made = next((one for one in codes_in(whole) if one.co_name == name), None)
+    made = next((one for one in call_sites.codes_in(whole) if one.co_name == name), None)
     if made is None:
         raise KeyError(name)
     cells = dict(zip(code.co_freevars, old.__closure__ or (), strict=True))
-    cells[ORDERED] = CellType(ordered)
+    cells[ORDERED] = CellType(call_sites.ordered)
     closure = tuple(cells[variable] for variable in made.co_freevars)
     new = _function(old, made, closure)
     if kept:  # `inspect` looks for the source where the function is that this one seems to wrap
@@ -267,7 +253,7 @@ def _written(base: type, exchange: ExpressionReplacer, node: ast.FunctionDef, fi
     text = "\n" * (node.lineno - 1) + (own if _same(own, plain) else textwrap.indent(plain, indent))
     lines = text.splitlines(keepends=True)
     name = hashlib.sha256(f"{base.__qualname__} {text}".encode()).hexdigest()[:12]
-    found = f"{file}{SIZED_FILE}{name}"
+    found = f"{file}{call_sites.SIZED_FILE}{name}"
     linecache.cache[found] = (len(text), None, lines, found)
     return found
 
@@ -289,7 +275,7 @@ def _redecorated(
     return functools.update_wrapper(_function(outer, outer.__code__, tuple(cells)), new)  # type: ignore[return-value]
 
 
-@weak_cache
+@call_sites.weak_cache
 def can_state(cls: type, place: CodePlace) -> bool:
     """Return whether a class's method can be compiled with something in place of an expression."""
     try:
@@ -306,7 +292,7 @@ class ExpressionReplacer(ast.NodeTransformer):
         self.owner = [*node.args.posonlyargs, *node.args.args][0].arg
         self.first, self.source = node.lineno, source
         self.left = list(places)
-        self.edits: list[tuple[Span, str]] = []  # spans in the source, and what is there instead
+        self.edits: list[tuple[call_sites.Span, str]] = []  # spans in the source, and what is there instead
         self._inside = False
 
     def visit(self, node: ast.AST) -> Any:
@@ -318,7 +304,7 @@ class ExpressionReplacer(ast.NodeTransformer):
         new = change(node)
         if outermost:
             self._inside = False
-            self.edits.append((span_of(node), ast.unparse(new)))
+            self.edits.append((call_sites.span_of(node), ast.unparse(new)))
         return new
 
     def change(self, node: ast.expr) -> Callable[[Any], ast.expr] | None:
@@ -333,11 +319,11 @@ class ExpressionReplacer(ast.NodeTransformer):
             self.generic_visit(node)
             source = node if place.whole else _source_of(node)
             return ast.Call(ast.Name(ORDERED, ast.Load()), [source, ast.Constant(place.axis), size], [])
-        if is_unscaled_attention(node):  # the attribute is the width of a head
+        if call_sites.is_unscaled_attention(node):  # the attribute is the width of a head
             self.generic_visit(node)
             scale = ast.keyword("scale", ast.BinOp(size, ast.Pow(), ast.Constant(-0.5)))
             return ast.Call(node.func, node.args, [*node.keywords, scale])
-        if is_chunk(node):
+        if call_sites.is_chunk(node):
             self.generic_visit(node)
             return _in_parts(node, size)
         return size
@@ -352,14 +338,14 @@ class ExpressionReplacer(ast.NodeTransformer):
 
 def _source_of(node: ast.expr) -> ast.expr:
     """Return the tensor that an expression rearranges."""
-    picked = picked_from(node)
-    return rearranged_by(node) if picked is None and isinstance(node, ast.Call) else picked or node
+    picked = call_sites.picked_from(node)
+    return call_sites.rearranged_by(node) if picked is None and isinstance(node, ast.Call) else picked or node
 
 
 def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
     """Return a split into parts of given sizes, in place of `x.chunk(3, 1)` or `torch.chunk(x, 3, 1)`."""
     assert isinstance(node.func, ast.Attribute)
-    source, rest = (node.args[0], node.args[2:]) if is_of_torch(node) else (node.func.value, node.args[1:])
+    source, rest = (node.args[0], node.args[2:]) if call_sites.is_of_torch(node) else (node.func.value, node.args[1:])
     named = [item for item in node.keywords if item.arg == "dim"]
     return ast.Call(ast.Attribute(source, "split", ast.Load()), [sizes, *rest], named)
 
@@ -400,7 +386,7 @@ class SizedMethod:
 
     def definition(self) -> tuple[ast.FunctionDef, str]:
         """Return the syntax tree of the method as it was written, and the text of its file."""
-        found = definition(self.function.__code__)
+        found = call_sites.definition(self.function.__code__)
         assert found is not None  # it was compiled from there
         return found
 
@@ -409,7 +395,7 @@ def sized_methods(cls: type) -> list[SizedMethod]:
     """Return the methods of a class that were compiled again with explicit sizes."""
     original, methods = original_of(cls), []
     for name in sorted({place.function for place in places_of(cls)}):
-        found = method_of(original, name)
+        found = call_sites.method_of(original, name)
         assert found is not None  # as above
         places = sorted((p for p in places_of(cls) if p.function == name), key=lambda p: (p.line, p.column))
         methods.append(SizedMethod(*found, tuple(places)))
@@ -448,7 +434,7 @@ class _TextReplacer(ExpressionReplacer):
         return ast.Attribute(node.value, f"_{self.class_name}{node.attr}", node.ctx)
 
 
-def _with_text(lines: list[str], span: Span, new: str) -> list[str]:
+def _with_text(lines: list[str], span: call_sites.Span, new: str) -> list[str]:
     """Return lines with other text in a span, whose columns count bytes of UTF-8."""
     first, start, last, end = span
     before = lines[first - 1].encode()[:start].decode()

@@ -17,31 +17,9 @@ from torch import nn
 from prunekit.channels.labels.constraints import Interchangeable, LockRecord, TensorAxis, positions_of
 from prunekit.channels.labels.label_flow import Field, LabelFlow, along
 from prunekit.channels.labels.label_union import LOCKED, Labels
+from prunekit.channels.tracing import execution, kept_state
 from prunekit.channels.tracing.cached_state import ModelCalls, model_calls
 from prunekit.channels.tracing.channel_norms import NormFinder
-from prunekit.channels.tracing.execution import (
-    ActivationKey,
-    Alternatives,
-    ModuleStack,
-    alternatives_of,
-    channel_axis,
-    fused_away,
-    hint_at_child,
-    mode_for_trace,
-    plain_operators,
-    train_mode_watch,
-)
-from prunekit.channels.tracing.kept_state import (
-    NO_STATE,
-    KeptState,
-    kept_tensors,
-    label_state,
-    operators_aside,
-    results_aside,
-    runs_on,
-    same_state,
-    with_left,
-)
 from prunekit.channels.tracing.label_mode import LabelMode
 from prunekit.channels.tracing.operator_mode import OnMeta
 from prunekit.channels.tracing.substitutes import substitute_all
@@ -69,7 +47,7 @@ class Trace:
     flow: LabelFlow  # the labels on all tensors, with locks and constraints
     labels: dict[str, tuple[Labels | None, ...]]  # by the name of a parameter or buffer, the labels of each of its axes
     runs: list[TracedRun]  # the operators of every forward pass
-    activations: dict[ActivationKey, Labels]  # labels along the channel axis of inputs and outputs of modules
+    activations: dict[execution.ActivationKey, Labels]  # labels along the channel axis of inputs and outputs of modules
     norms: NormFinder  # modules that take statistics over channels
     model: Callable[[], nn.Module]  # returns the traced model as long as anyone else has it, else the copy that ran
     example: tuple[Any, ...]  # the first example, on meta tensors if these were enough
@@ -81,7 +59,7 @@ class Trace:
     ran: set[str] = field(default_factory=set)
     inputs: tuple[InputSpec, ...] = ()  # the tensors of the first example
     read: ReadOutputs = ALL_READ  # the outputs that are read
-    state: KeptState = NO_STATE  # what the model keeps between its calls
+    state: kept_state.KeptState = kept_state.NO_STATE  # what the model keeps between its calls
 
 
 def trace_model(
@@ -111,9 +89,10 @@ def trace_model(
             trace = _traced_on_values(model, examples, how)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
         raise ModelError(
-            f"{type(model).__name__} runs on the example without using any of its parameters{hint_at_child(model)}"
+            f"{type(model).__name__} runs on the example without using any of its parameters"
+            f"{execution.hint_at_child(model)}"
         )
-    trace.fused_away = fused_away(model)
+    trace.fused_away = execution.fused_away(model)
     trace.inputs = input_specs(examples[0])
     return trace
 
@@ -134,7 +113,7 @@ class _Attempt:
     # by the number of a run, operators whose results are kept aside and not read; None before they are known
     aside: Mapping[int, frozenset[int]] | None = None
     # modules that run besides, because others like them do; None before they are known
-    alternatives: Alternatives | None = None
+    alternatives: execution.Alternatives | None = None
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that is traced in place of another: without values on a meta device, else a copy."""
@@ -172,7 +151,7 @@ def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
     flow = LabelFlow(clone)
     flow.substituted = substitute_all(clone)
     labels = _label_all(flow, clone, how)
-    state = label_state(clone, map_tensors(examples[0], stand_in), flow, stand_in, meta=meta)
+    state = kept_state.label_state(clone, map_tensors(examples[0], stand_in), flow, stand_in, meta=meta)
     given = weakref.ref(model)
 
     def traced() -> nn.Module:
@@ -188,7 +167,7 @@ def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
             raise ModelError(calls.refused)  # it may run with values
         how = replace(how, read=calls.read)
         run = TracedRun(index, False, gradients=how.gradients, calls=calls, alternatives=how.alternatives or {})
-        with mode_for_trace(clone, False), train_mode_watch(clone) as reads:
+        with execution.mode_for_trace(clone, False), execution.train_mode_watch(clone) as reads:
             _run(clone, inputs, run, trace, how)
         run.asks_mode.update(reads.paths)
         if reads.some and how.both_modes:
@@ -196,10 +175,10 @@ def _trace(model: nn.Module, examples: Examples, how: _Attempt) -> Trace:
     if state.labels and is_batched(examples[0]):  # the methods that begin it anew for another number of samples run too
         run = trace.runs[0].again(doubled=True)
         inputs = run.inputs([map_tensors(examples[0], stand_in)])
-        if runs_on(clone, inputs, meta=meta):
-            with mode_for_trace(clone, False):
+        if kept_state.runs_on(clone, inputs, meta=meta):
+            with execution.mode_for_trace(clone, False):
                 _run(clone, inputs, run, trace, how)
-        elif meta and runs_on(model, run.inputs(examples), meta=False):
+        elif meta and kept_state.runs_on(model, run.inputs(examples), meta=False):
             raise ModelError("runs on another number of samples with values alone")
     trace.read = how.read
     return _again(model, examples, how, trace, clone) or trace
@@ -209,12 +188,14 @@ def _again(model: nn.Module, examples: Examples, how: _Attempt, trace: Trace, cl
     """Trace a model once more with what its trace shows of it; return None if that is all known by now."""
     if how.aside is None and any(run.aside for run in trace.runs):
         inputs = [map_tensors(example, how.stand_in) for example in examples]
-        if unread := results_aside(trace.runs, clone, inputs):
+        if unread := kept_state.results_aside(trace.runs, clone, inputs):
             return _trace(model, examples, replace(how, aside=unread))
     divisors = _divisors(trace, model) if trace.flow.divisors else frozenset()
     if not divisors <= how.divided:  # they keep their values under masks, so that what is added to them is not zero
         return _trace(model, examples, replace(how, divided=how.divided | divisors))
-    if how.alternatives is None and (found := alternatives_of(clone, trace.ran, trace.activations, trace.flow.union)):
+    if how.alternatives is None and (
+        found := execution.alternatives_of(clone, trace.ran, trace.activations, trace.flow.union)
+    ):
         with suppress(Exception):  # some other module does not run on what these were given
             return _trace(model, examples, replace(how, alternatives=found, aside=None))
     return None
@@ -270,7 +251,7 @@ def _label(
 def _run_in_train_mode(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trace, how: _Attempt) -> None:
     """Run the copy once more in train mode; what only that uses is locked if it does not run."""
     try:
-        with mode_for_trace(clone, True):
+        with execution.mode_for_trace(clone, True):
             _run(clone, example, run, trace, how)
     except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
         if how.meta:
@@ -291,7 +272,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
         if (path, kind, ordinal) in trace.activations:
             return
         tensor = next(iter(gather(value)), None)
-        axis = None if tensor is None else channel_axis(module, tensor.dim())
+        axis = None if tensor is None else execution.channel_axis(module, tensor.dim())
         for on_tensor in flow.fields(tensor):
             if on_tensor.span == (axis,):
                 trace.activations[path, kind, ordinal] = on_tensor.labels.reshape(-1)
@@ -312,23 +293,23 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: TracedRun, trace: Trac
         note(path, "input", module, inputs)
         mode.begin(inputs)
 
-    stack = ModuleStack(clone, enter, leave, run.alternatives, run_other)
+    stack = execution.ModuleStack(clone, enter, leave, run.alternatives, run_other)
     flow.running = lambda: stack.paths
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = sample_count(example, 1)
     mode = LabelMode(flow, run, stack, earlier, example)
-    plain = plain_operators(clone)
-    with same_draws(clone), same_state(clone), stack, torch.set_grad_enabled(run.gradients), plain, mode:
+    plain = execution.plain_operators(clone)
+    with same_draws(clone), kept_state.same_state(clone), stack, torch.set_grad_enabled(run.gradients), plain, mode:
         for output in run.calls.outputs(clone, example):
             flow.operator, flow.call = "", None
             run.returned.update(mode.makers([tensor for _, tensor in run.calls.read.tensors(output)]))
             _lock_outputs(flow, run.calls, output, trace)
             flow.count_macs = False  # of the first call alone
-        if kept := kept_tensors(clone, numbers=True).values():
-            trace.state = with_left(trace.state, flow, clone)
+        if kept := kept_state.kept_tensors(clone, numbers=True).values():
+            trace.state = kept_state.with_left(trace.state, flow, clone)
             numbers, others = ([one for one in kept if (one.numel() == 1) is single] for single in (True, False))
-            run.aside = run.aside or operators_aside(run, mode.makers(numbers), mode.makers(others))
+            run.aside = run.aside or kept_state.operators_aside(run, mode.makers(numbers), mode.makers(others))
     flow.end_run()  # the trace is kept, and all tensors of the run with it
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran

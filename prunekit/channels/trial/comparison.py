@@ -29,35 +29,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.channels import float64
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import KeptIndices, take
-from prunekit.channels.float64 import (
-    AS_DOUBLE,
-    OWN,
-    RUN_PRECISIONS,
-    TOLERANCE,
-    Float64WhileRunning,
-    Precision,
-    as_it_is,
-    float64_copy,
-    float64_inputs,
-    relative_difference,
-    rounding,
-    to_double,
-    with_zeros,
-)
 from prunekit.channels.labels.branch import is_inside
 from prunekit.channels.rules.rule import Trait
+from prunekit.channels.tracing import execution
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
-from prunekit.channels.tracing.execution import (
-    FIXED_CODE,
-    ModuleStack,
-    has_fixed_code,
-    innermost_module,
-    line_of,
-    mode_for_trace,
-    plain_operators,
-)
 from prunekit.channels.tracing.kept_state import drop_remade_
 from prunekit.channels.tracing.operator_mode import OperatorMode, run_operator, without_randomness
 from prunekit.channels.tracing.storages import is_plain, plain_in
@@ -111,7 +89,7 @@ OnOperator = Callable[[OperatorKey, str, Any, list[torch.Tensor]], None]
 class _OperatorWatch(OperatorMode):
     """Numbers the operators of each module and calls `see` for each of them."""
 
-    def __init__(self, stack: ModuleStack, see: OnOperator) -> None:
+    def __init__(self, stack: execution.ModuleStack, see: OnOperator) -> None:
         super().__init__()
         self.stack, self.see = stack, see
         self.counts = Counter[tuple[str, str]]()  # of those that `see` may be called for, by module and name
@@ -206,7 +184,7 @@ class Decision:
         if all(map(torch.equal, self.outs, outs)) or _without_tensors(arguments) != self.settings:
             return
         pairs = zip(self.tensors, gather(arguments), strict=True)
-        if all(relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
+        if all(float64.relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
             for want, got in zip(self.outs, outs, strict=True):
                 if not has_gradients(want):
                     got.resize_(want.shape).copy_(want)
@@ -264,7 +242,7 @@ class RecordedValues:
 class Reference:
     """The results of a masked model."""
 
-    precision: Precision  # in which both models run
+    precision: float64.Precision  # in which both models run
     # the name of every operator, and the kept entries of its outputs
     values: RecordedValues = field(default_factory=RecordedValues)
     outputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the model's output
@@ -281,7 +259,7 @@ def record_reference(
     keep: Keep,
     example: tuple[Any, ...],
     run: TracedRun,
-    precision: Precision,
+    precision: float64.Precision,
     compact: nn.Module | None = None,
 ) -> Reference:
     """Return the results of the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
@@ -328,7 +306,7 @@ def compare(
     compact: nn.Module,
     example: tuple[Any, ...],
     run: TracedRun,
-    tolerance: float = TOLERANCE,
+    tolerance: float = float64.TOLERANCE,
     *,
     skipping: Container[str] = (),
 ) -> tuple[float, Divergence | None]:
@@ -339,11 +317,11 @@ def compare(
     if reference.failed is not None:
         return reference.failed.difference, reference.failed
     worst = peak = 0.0
-    own = reference.precision is OWN  # results of coarse numbers are as coarse
+    own = reference.precision is float64.OWN  # results of coarse numbers are as coarse
 
     def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         nonlocal worst, peak, tolerance
-        tolerance = max(tolerance, rounding(outs)) if own else tolerance
+        tolerance = max(tolerance, float64.rounding(outs)) if own else tolerance
         expected = reference.values.get(key)
         if expected is None or expected[0] != name or key[0] in skipping:
             return
@@ -352,7 +330,7 @@ def compare(
         if key in reference.decisions:
             reference.decisions[key].follow(arguments, outs, tolerance, peak)
         for want, got in zip(expected[1], outs, strict=False):
-            difference, detail, peak = relative_difference(want, got, peak)
+            difference, detail, peak = float64.relative_difference(want, got, peak)
             worst = max(worst, difference)
             if not difference <= tolerance:
                 raise _Diverged(Divergence(key[0], name, key, difference, detail))
@@ -360,11 +338,11 @@ def compare(
     try:
         outputs = _forward(compact, example, run, see, reference.precision)
     except _Diverged as parted:
-        return parted.divergence.difference, replace(parted.divergence, line=line_of(parted))
+        return parted.divergence.difference, replace(parted.divergence, line=execution.line_of(parted))
     for want, got in zip_longest(reference.outputs, outputs):
         difference, detail = float("inf"), f"{len(outputs)} tensors in the output, expected {len(reference.outputs)}"
         if want is not None and got is not None:
-            difference, detail, peak = relative_difference(want, got, peak)
+            difference, detail, peak = float64.relative_difference(want, got, peak)
             detail = f"only the model's outputs differ: {detail}"
         worst = max(worst, difference)
         if not difference <= tolerance:
@@ -379,13 +357,17 @@ def output_with_decisions(
 
     def see(key: OperatorKey, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         if key in reference.decisions:
-            reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
+            reference.decisions[key].follow(arguments, outs, float64.TOLERANCE, 0.0)
 
     return _forward(compact, example, run, see, reference.precision)
 
 
 def watch_operators(
-    model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision = AS_DOUBLE[0]
+    model: nn.Module,
+    example: tuple[Any, ...],
+    run: TracedRun,
+    see: OnOperator,
+    precision: float64.Precision = float64.AS_DOUBLE[0],
 ) -> None:
     """Show a model's operators to `see`, as far as the model runs."""
     with suppress(_Diverged):
@@ -425,8 +407,8 @@ def _runs_alike(model: nn.Module, run: TracedRun, example: tuple[Any, ...], size
         if key in left and _alike([tuple(out.shape) for out in outs], left[key].call[2], sizes):
             del left[key]
 
-    with Float64WhileRunning(model, as_it_is, borrowed=run.borrowed) as running:
-        watch_operators(running.model, run.inputs([example] * (run.example + 1)), run, see, OWN)
+    with float64.Float64WhileRunning(model, float64.as_it_is, borrowed=run.borrowed) as running:
+        watch_operators(running.model, run.inputs([example] * (run.example + 1)), run, see, float64.OWN)
     return not left
 
 
@@ -444,9 +426,9 @@ def _alike(shapes: list[tuple[int, ...]], traced: list[Any], sizes: dict[int, in
 def failure_of(model: nn.Module, example: tuple[Any, ...], run: TracedRun) -> Divergence | None:
     """Return where a model raises in its own precision; None if it runs."""
     try:
-        _forward(model, example, run, lambda *_: None, OWN)
+        _forward(model, example, run, lambda *_: None, float64.OWN)
     except _Diverged as parted:
-        return replace(parted.divergence, line=line_of(parted))
+        return replace(parted.divergence, line=execution.line_of(parted))
     return None
 
 
@@ -457,14 +439,14 @@ class _Diverged(Exception):
 
 
 def _forward(
-    model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: Precision
+    model: nn.Module, example: tuple[Any, ...], run: TracedRun, see: OnOperator, precision: float64.Precision
 ) -> list[torch.Tensor]:
     """Run a model, show every operator to `see`, and return the tensors of its output."""
-    stack = ModuleStack(model, alternatives=run.alternatives)
+    stack = execution.ModuleStack(model, alternatives=run.alternatives)
     watch = _OperatorWatch(stack, see)
     with (
-        same_draws(model), mode_for_trace(model, run.training), stack,
-        torch.set_grad_enabled(run.gradients), plain_operators(model), precision(),
+        same_draws(model), execution.mode_for_trace(model, run.training), stack,
+        torch.set_grad_enabled(run.gradients), execution.plain_operators(model), precision(),
     ):  # fmt: skip
         try:
             with watch:
@@ -475,13 +457,13 @@ def _forward(
             if isinstance(cause, _Diverged):
                 cause.divergence = replace(cause.divergence, after=watch.total)
                 raise cause from (None if cause is error else error)
-            module, owner = stack.current, stack.path_of(innermost_module(error))
+            module, owner = stack.current, stack.path_of(execution.innermost_module(error))
             key, started = (module, "", -1), (*watch.last, watch.started[watch.last] - 1)
             where = Divergence(
                 module, "", key, float("inf"), reason_of(cause), after=watch.total, owner=owner, started=started
             )
-            if is_of_torchscript(error) or has_fixed_code(model, module):
-                where = replace(where, detail=f"{where.detail} ({FIXED_CODE})", failed=watch.failed)
+            if is_of_torchscript(error) or execution.has_fixed_code(model, module):
+                where = replace(where, detail=f"{where.detail} ({execution.FIXED_CODE})", failed=watch.failed)
             raise _Diverged(where) from error
     return [tensor.detach() for tensor in plain_in(read)]
 
@@ -534,41 +516,41 @@ class Comparison:
         Kernels of narrower floats need strides that those of float64 do not, or that a conversion to it repairs.
         """
         run = self.channel_map.traced.trace.runs[0]
-        example = float64_inputs(run.inputs(self.examples), None)
-        with Float64WhileRunning(compact, as_it_is, borrowed=run.borrowed) as small:
+        example = float64.float64_inputs(run.inputs(self.examples), None)
+        with float64.Float64WhileRunning(compact, float64.as_it_is, borrowed=run.borrowed) as small:
             found = failure_of(small.model, example, run)
         if found is None:
             return None
-        with Float64WhileRunning(self.model, as_it_is, borrowed=run.borrowed) as dense:
+        with float64.Float64WhileRunning(self.model, float64.as_it_is, borrowed=run.borrowed) as dense:
             return (found, run) if failure_of(dense.model, example, run) is None else None
 
     def without_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 without copies, if that is possible."""
-        example = float64_inputs(run.inputs(self.examples))
+        example = float64.float64_inputs(run.inputs(self.examples))
         try:
             if run not in self.references or self.references[run].failed:  # with the sizes that are being tried
-                convert = partial(with_zeros, to_double, self.kept)
+                convert = partial(float64.with_zeros, float64.to_double, self.kept)
                 whole = self.channel_map.narrow(self.keep)
-                with Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
+                with float64.Float64WhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
                     self.references[run] = record_reference(
-                        masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0], compact
+                        masked.model, self.channel_map, self.keep, example, run, float64.AS_DOUBLE[0], compact
                     )
-            with Float64WhileRunning(compact, to_double, borrowed=run.borrowed) as small:
+            with float64.Float64WhileRunning(compact, float64.to_double, borrowed=run.borrowed) as small:
                 return compare(self.references[run], small.model, example, run, skipping=self.skipping)
         except ModelError:  # a module uses another's weights
             return self.with_copies(compact, run)
 
     def with_copies(self, compact: nn.Module, run: TracedRun) -> tuple[float, Divergence | None]:
         """Compare in float64 with copies; if the model runs in no kind of float64, in its own precision."""
-        for way in RUN_PRECISIONS:
+        for way in float64.RUN_PRECISIONS:
             example = way.inputs(run.inputs(self.examples))
-            masked = float64_copy(self.model, partial(with_zeros, way.convert, self.kept))
+            masked = float64.float64_copy(self.model, partial(float64.with_zeros, way.convert, self.kept))
             try:
                 reference = record_reference(masked, self.channel_map, self.keep, example, run, way.precision, compact)
             except ModelError:  # the model's code asks for another precision
-                if way is RUN_PRECISIONS[-1]:
+                if way is float64.RUN_PRECISIONS[-1]:
                     raise
                 continue
-            small = float64_copy(compact, way.convert)
+            small = float64.float64_copy(compact, way.convert)
             return compare(reference, small, example, run, way.tolerance, skipping=self.skipping)
         raise AssertionError("there is a last way")

@@ -37,27 +37,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
+from prunekit.channels import map_builder
 from prunekit.channels.cut.slicing import kept_indices, masked_indices, narrowed
 from prunekit.channels.labels.branch import Branch, BranchLock, is_inside
-from prunekit.channels.map_builder import (
-    with_all_constraints,
-    with_extra,
-    with_sizes,
-    with_staying,
-    without_expressions,
-)
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import Examples
 from prunekit.channels.tracing.tracer import Trace
+from prunekit.channels.trial import locks as locking
 from prunekit.channels.trial.comparison import Comparison, Divergence, Failure, Outcome
-from prunekit.channels.trial.locks import (
-    KEEPS_CLASS,
-    LockSearch,
-    of_other_classes,
-    of_uneven_widths,
-    same_place_elsewhere,
-)
 from prunekit.channels.trial.size_search import BatchAxes, ScaleSearch, SizeSearch
 from prunekit.channels.trial.untraced_methods import untraced_sizes
 from prunekit.errors import PlanError
@@ -94,10 +82,10 @@ def run_trial(
         failure = _comparison(model, channel_map, keep, examples).failure_as_it_is(settled.compact)
         if failure is None:
             return settled
-        locks = LockSearch(model, channel_map, keep).before_failure(*failure)
+        locks = locking.LockSearch(model, channel_map, keep).before_failure(*failure)
         if not locks:
             raise PlanError(f"the compact model fails where no channel is pruned: {failure[0]}")
-        channel_map = with_extra(channel_map, locks)
+        channel_map = map_builder.with_extra(channel_map, locks)
 
 
 def _with_blocks(trial: _Trial, channel_map: ChannelMap) -> TrialResult:
@@ -116,12 +104,12 @@ def _settled(trial: _Trial, channel_map: ChannelMap) -> TrialResult:
     """Take turns until a plan passes; failures are counted anew."""
     trial = replace(trial)
     if trial.plain:
-        channel_map = without_expressions(channel_map)
+        channel_map = map_builder.without_expressions(channel_map)
     before: tuple[int, ...] = ()
     while (known := _known(channel_map)) != before:
         before = known
         if channel_map.traced.stated and not _same_when_whole(trial.model, channel_map, trial.examples):
-            channel_map = with_all_constraints(channel_map)
+            channel_map = map_builder.with_all_constraints(channel_map)
         turn = _Turn(trial, channel_map)
         answers = (tactic.act(turn) for tactic in TACTICS if tactic.applies(turn))
         answer = next(one for one in answers if one is not None)  # the last tactic locks or raises
@@ -212,7 +200,7 @@ class _Turn:
         The difference is that of the outcome where no other is given.
         """
         if self.parted is not None:
-            return with_staying(self.channel_map, _staying(self.channel_map, self.gone, self.parted))
+            return map_builder.with_staying(self.channel_map, _staying(self.channel_map, self.gone, self.parted))
         return TrialResult(
             self.channel_map, self.keep, self.compact, self.outcome[0] if difference is None else difference
         )
@@ -228,14 +216,14 @@ class Tactic(NamedTuple):
 
 def _lock_uneven_widths(turn: _Turn) -> Answer | None:
     """Lock widths that are no multiple of what an operator takes: it would fail without naming the reason."""
-    locks = of_uneven_widths(turn.channel_map, turn.keep)
-    return with_extra(turn.channel_map, locks) if locks else None
+    locks = locking.of_uneven_widths(turn.channel_map, turn.keep)
+    return map_builder.with_extra(turn.channel_map, locks) if locks else None
 
 
 def _lock_changed_classes(turn: _Turn) -> Answer | None:
     """Lock modules that only another class could replace, which is not wanted where classes are to stay plain."""
-    locks = of_other_classes(turn.trial.model, turn.compact, turn.channel_map)
-    return with_extra(turn.channel_map, locks) if locks else None
+    locks = locking.of_other_classes(turn.trial.model, turn.compact, turn.channel_map)
+    return map_builder.with_extra(turn.channel_map, locks) if locks else None
 
 
 def _put_branches_back(turn: _Turn) -> Answer | None:
@@ -254,11 +242,11 @@ def _set_sizes(turn: _Turn) -> Answer | None:
     sizes = search.after(turn.failure)
     turn.sizes_withheld = search.withheld
     # a size that one expression states for several calls needs equal numbers of channels in all, as the next plan has
-    if search.equal and _known(stricter := with_extra(channel_map, search.equal)) != _known(channel_map):
+    if search.equal and _known(stricter := map_builder.with_extra(channel_map, search.equal)) != _known(channel_map):
         return stricter
     if not sizes:
         return None
-    turn.channel_map = with_sizes(channel_map, sizes)
+    turn.channel_map = map_builder.with_sizes(channel_map, sizes)
     if search.difference is None or turn.parted is not None:
         return turn.channel_map
     # it passed with these sizes, so the plan need not be made again
@@ -288,17 +276,17 @@ def _lock(turn: _Turn) -> Answer:
     known.append(divergence.module)
     trial.last_locked = divergence
     again = not divergence.operator and len(known) > AGAIN
-    search = LockSearch(trial.model, turn.channel_map, turn.keep)
+    search = locking.LockSearch(trial.model, turn.channel_map, turn.keep)
     lock = search.at(divergence, run, again=again)
     if lock is None:
         hint = "" if divergence.module in turn.channel_map.traced.trace.ran else MORE_EXAMPLES
         raise PlanError(f"the compact model fails where no channel is pruned: {divergence}{hint}")
-    alike = same_place_elsewhere(trial.model, divergence, run) if len(known) > 1 else []
+    alike = locking.same_place_elsewhere(trial.model, divergence, run) if len(known) > 1 else []
     alike = [where for where in alike if divergence.operator or where.module not in known]
     others = [search.at(where, run, there=True, again=again) for where in alike]
     same = [other for other in others if other is not None and other.only == lock.only]
-    why = f"; {KEEPS_CLASS}" if turn.sizes_withheld else ""
-    return with_extra(turn.channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
+    why = f"; {locking.KEEPS_CLASS}" if turn.sizes_withheld else ""
+    return map_builder.with_extra(turn.channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
 
 
 TACTICS = (
@@ -357,7 +345,7 @@ def with_untraced_sizes(
     found = untraced_sizes(model, settled.compact, chart, keep, kept, examples)
     if not found.sizes:
         return settled, found.notes
-    chart = with_sizes(chart, found.sizes)
+    chart = map_builder.with_sizes(chart, found.sizes)
     compact = narrowed(model, chart, keep, kept)
     difference, failure = _comparison(model, chart, keep, examples).compare(compact)
     if failure is None:

@@ -19,17 +19,10 @@ from prunekit.jobs.run.run_folder import Attempts, RunFolder, environment
 from prunekit.jobs.stages.deployment_stage import DEPLOYED
 from prunekit.jobs.stages.training_stage import missed_targets
 from prunekit.masks.masked_model import Sparsity
+from prunekit.measure import model_size
 from prunekit.measure.accuracy import Scores
 from prunekit.measure.latency.comparison import LatencyReport, devices, measure_latency
 from prunekit.measure.latency.row_text import failure_lines, speedup_text, unstable_lines
-from prunekit.measure.model_size import (
-    count_bytes,
-    count_macs,
-    count_memory,
-    count_parameters,
-    size_bytes,
-    stored_sizes,
-)
 from prunekit.measure.verification import Verification
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency.latency_target import LatencyResult
@@ -89,16 +82,16 @@ def measure_models(
         figures[name] = {
             **reached.values,
             "n_test": reached.n_test,
-            "params": count_parameters(model),
-            "macs": attempt(f"MACs of the {name} model", partial(count_macs, model, example)),
-            "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
-            "tensor_bytes": count_bytes(model),
+            "params": model_size.count_parameters(model),
+            "macs": attempt(f"MACs of the {name} model", partial(model_size.count_macs, model, example)),
+            "size_bytes": model_size.size_bytes(files[name] if files[name].exists() else files["dense"]),
+            "tensor_bytes": model_size.count_bytes(model),
         }
-        if with_zeros and (stored := attempt(f"files of the {name} model", partial(stored_sizes, model))):
+        if with_zeros and (stored := attempt(f"files of the {name} model", partial(model_size.stored_sizes, model))):
             figures[name] |= stored.figures()
         if prepared.job.prune.budget.memory_mb is not None:
             target = prepared.job.prune.target
-            counted = partial(count_memory, model, example, target.batch, target.dtype)
+            counted = partial(model_size.count_memory, model, example, target.batch, target.dtype)
             figures[name]["memory_bytes"] = attempt(f"memory of the {name} model", counted)
         log(f"test: {name} {_reached(reached, task)}")
         if reached.at_chance:
@@ -278,8 +271,8 @@ def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[st
                 "out_after": getattr(small[path], names[1]) if there else 0,
                 "macs_before": before.get(path, 0),
                 "macs_after": after.get(path, 0),
-                "params_before": count_parameters(module),
-                "params_after": count_parameters(small[path]) if path in small else 0,
+                "params_before": model_size.count_parameters(module),
+                "params_after": model_size.count_parameters(small[path]) if path in small else 0,
             }
         )
     return rows

@@ -31,16 +31,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import described_task
 from prunekit.training.adapters import adapted, require_adaptable
-from prunekit.training.callbacks.callback import (
-    Callback,
-    ContextCallback,
-    CurrentPlan,
-    EpochRow,
-    History,
-    PausedRun,
-    TrainingRun,
-    columns,
-)
+from prunekit.training.callbacks import callback
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.fake_quantization import FakeQuantization, require_quantizable
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
@@ -65,12 +56,14 @@ OnEpoch = Callable[[dict[str, Any]], object]
 """Called after an epoch with a row of `history.csv` as plain values, and `epochs`, the number of this training's."""
 
 
-def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
+def told(
+    on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None
+) -> Callable[[callback.EpochRow], None] | None:
     """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in others."""
     if on_epoch is None or settings is None or not is_main():
         return None
 
-    def tell(row: EpochRow) -> None:
+    def tell(row: callback.EpochRow) -> None:
         try:
             on_epoch({"run": name, "epochs": settings.epochs, **row.figures()})
         except Exception as error:
@@ -99,7 +92,7 @@ class Trainings:
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
         self._rates: list[dict[str, Any]] = []
-        self.paused: PausedRun | None = None
+        self.paused: callback.PausedRun | None = None
         self._note("baseline", baseline)
         if baseline.reused:
             watched_before(run, prepared.job, "baseline", baseline.rows)
@@ -122,7 +115,7 @@ class Trainings:
         settings = replace(self._job.finetune, regularize=None, distill=None)  # of a teacher it could learn nothing
         return self.train("control", model, *self.rewinding(), settings=settings)
 
-    def rewinding(self) -> list[Callback]:
+    def rewinding(self) -> list[callback.Callback]:
         """Return the callbacks of a schedule that the pruned model and its control share."""
         schedule = self._job.prune.schedule
         return [] if schedule is None else [LearningRateRewinding(schedule)]
@@ -131,14 +124,14 @@ class Trainings:
         self,
         name: str,
         model: nn.Module,
-        *callbacks: Callback,
+        *callbacks: callback.Callback,
         settings: TrainSettings,
-        masks: CurrentPlan = lambda: None,
+        masks: callback.CurrentPlan = lambda: None,
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
         cut: Plan | None = None,
         until: Callable[[], bool] | None = None,
-        begin: PausedRun | None = None,
+        begin: callback.PausedRun | None = None,
     ) -> nn.Module:
         """Train a model in place; it is on the CPU afterwards."""
         settings = with_teacher(settings, self._prepared.splits.task, model)
@@ -192,7 +185,7 @@ class Trainings:
                     self._log(f"teacher's time: {line}")
         return model.cpu()
 
-    def _note(self, name: str, made: Baseline | History) -> None:
+    def _note(self, name: str, made: Baseline | callback.History) -> None:
         if made.compilation is not None:
             self._compiled[name] = asdict(made.compilation)
             self._log(f"{training_name(name)}: {made.compilation}")
@@ -205,7 +198,7 @@ class Trainings:
             write_csv(self._run.path / "clamps.csv", self._clamps)
         self._history += [{"run": name, **row.figures()} for row in made.rows]
         score = self._prepared.splits.task.main.name
-        write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
+        write_csv(self._run.path / "history.csv", self._history, ("run", *callback.columns(score)))
 
 
 def require_trainable(prepared: JobSubject) -> None:
@@ -240,7 +233,7 @@ class Finetuning:
         zeros, epochs = sparsity(model, first), self._job.finetune.epochs
         if schedule is not None:
             self._log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
-            activations = ContextCallback(lambda _: masks(model, thresholds))
+            activations = callback.ContextCallback(lambda _: masks(model, thresholds))
             callbacks = [schedule.part, *self._trainings.rewinding(), activations]
             until: Callable[[], bool] = (lambda: schedule.part.masks.is_final) if early else lambda: False
             model = self._train(model, *callbacks, masks=schedule.in_force, chart=plan.channel_map, until=until)
@@ -255,7 +248,7 @@ class Finetuning:
         trained = model
 
         @contextmanager
-        def under_masks(training: TrainingRun) -> Iterator[None]:
+        def under_masks(training: callback.TrainingRun) -> Iterator[None]:
             nonlocal trained
             trained = training.model  # the model, or a sharded copy of it
             with masked(trained, plan, training.optimizer, restore=False), masks(trained, thresholds):
@@ -264,11 +257,11 @@ class Finetuning:
         def figures() -> dict[str, str]:  # called in the main process alone
             return {} if is_sharded(trained) else {"sparsity": share(sparsity(trained, plan).weights)}
 
-        shown = ContextCallback(under_masks, figures)
+        shown = callback.ContextCallback(under_masks, figures)
         return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
 
     def _train_compact(
-        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: PausedRun | None
+        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: callback.PausedRun | None
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Train the compact model in place of the masked one, and copy its weights back."""
         small = compact(model, plan)
@@ -278,7 +271,7 @@ class Finetuning:
             at = left.state["position"]["step"] / self._schedule.part.timeline.steps
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
-        activations = ContextCallback(lambda training: masks(training.model, thresholds))
+        activations = callback.ContextCallback(lambda training: masks(training.model, thresholds))
         begin = None if left is None else transfer_run(left, plan)
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
         spread_(model, small, plan)

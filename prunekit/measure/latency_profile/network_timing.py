@@ -34,19 +34,10 @@ from prunekit.channels.tracing.call_sites import weak_cache
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.errors import ArtifactError, RunError, UsageError, raised_as
 from prunekit.hooks.model_copy import copied
+from prunekit.measure.latency import timing_job
 from prunekit.measure.latency.comparison import Log
 from prunekit.measure.latency.machine import Load, cpu_name
 from prunekit.measure.latency.timing import alternate, doubts, warm_up, warm_up_briefly
-from prunekit.measure.latency.timing_job import (
-    SettingFailure,
-    attempted,
-    check_float_file,
-    check_outputs,
-    error_line,
-    file_source,
-    output_tensors,
-    weight_moves,
-)
 from prunekit.measure.latency.worker_process import UnpicklableError, WorkerDied, WorkerProcess
 from prunekit.measure.measurement_effort import current_effort
 from prunekit.planning.budgets.cost_model import GroupPart
@@ -304,16 +295,16 @@ class _ProfileProcess(ExitStack):
         except WorkerDied as error:
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {error}") from error
         shutil.rmtree(self.folder / "network", ignore_errors=True)
-        if isinstance(found, SettingFailure):
+        if isinstance(found, timing_job.SettingFailure):
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {found.reason}")
         return found
 
-    def _answer(self, timer: NetworkTimer, network: PreparedNetwork) -> LayerTimes | SettingFailure:
+    def _answer(self, timer: NetworkTimer, network: PreparedNetwork) -> LayerTimes | timing_job.SettingFailure:
         if self.apart:
             try:
                 if self.process is None:
                     self.process = self.enter_context(WorkerProcess(timer, self.folder))
-                found: LayerTimes | SettingFailure = self.process.ask(network)
+                found: LayerTimes | timing_job.SettingFailure = self.process.ask(network)
                 return found
             except UnpicklableError as error:
                 self.apart = False
@@ -323,12 +314,15 @@ class _ProfileProcess(ExitStack):
     def _prepared(self, name: str, model: nn.Module, folder: str) -> PreparedNetwork:
         plain = set_mode(copied(model, "cpu", torch.float32), False)
         # the model's own code may not take a batch or widths at which it was not tried
-        with torch.inference_mode(), raised_as(RunError, f"{name}: does not run in eager: ", reason=error_line):
-            expected = output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
+        with (
+            torch.inference_mode(),
+            raised_as(RunError, f"{name}: does not run in eager: ", reason=timing_job.error_line),
+        ):
+            expected = timing_job.output_tensors(call(plain, self.inputs.sample(self.setting.batch)))
         if self.runtime.carrier == MODULE:
             return PreparedNetwork(name, Source(plain), expected)
         keys = [self.runtime.file_key(self.setting)]
-        source = file_source(self.runtime, plain, self.inputs, keys, self.folder / folder)
+        source = timing_job.file_source(self.runtime, plain, self.inputs, keys, self.folder / folder)
         return PreparedNetwork(name, source, expected)
 
 
@@ -354,9 +348,9 @@ class NetworkTimer:
     limit_s: float = inf  # seconds that the rounds may take; a few are run in any case
     dense_session: Session | None = None
 
-    def __call__(self, network: PreparedNetwork) -> LayerTimes | SettingFailure:
+    def __call__(self, network: PreparedNetwork) -> LayerTimes | timing_job.SettingFailure:
         """Return the network's times, or why it failed."""
-        found = attempted(self.setting, lambda: self._measure(network))
+        found = timing_job.attempted(self.setting, lambda: self._measure(network))
         gc.collect()
         return found
 
@@ -374,7 +368,7 @@ class NetworkTimer:
         rounds = max(self.repeats, ceil(self.least_ms / sum(timer() for timer in timers)))
         load = Load()
         with load.watched():
-            moves = weight_moves(self.dense_session, session)
+            moves = timing_job.weight_moves(self.dense_session, session)
             times = alternate(timers, rounds, moves, limit_s=self.limit_s)
         contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
         passes = clock.passes(times.shape[1])
@@ -390,9 +384,9 @@ class NetworkTimer:
 
     def _open(self, network: PreparedNetwork) -> Session:
         sample = self.inputs.sample(self.setting.batch)
-        check_float_file(network.name, self.runtime, network.source, sample, self.setting, network.expected)
+        timing_job.check_float_file(network.name, self.runtime, network.source, sample, self.setting, network.expected)
         session = self.runtime.session(network.source, sample, self.setting)
-        check_outputs(network.name, session, self.setting, network.expected)
+        timing_job.check_outputs(network.name, session, self.setting, network.expected)
         return session
 
 
