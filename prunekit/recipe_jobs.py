@@ -4,7 +4,7 @@ A recipe is a file, the name of a packaged one, or `JobSettings`. Overrides are 
 command line: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -30,11 +30,12 @@ from prunekit.jobs.stages.calibration_stage import calibrate as run_calibration
 from prunekit.jobs.stages.export_model import Exported, ExportRequest, require_exportable
 from prunekit.jobs.stages.quantize_export import export_target
 from prunekit.jobs.stages.training_stage import OnEpoch
+from prunekit.jobs.sweep import sweep as run_sweep
 from prunekit.measure.measurement_effort import Effort
 from prunekit.models.interface import attached
 from prunekit.modes.public_call import public_call
 from prunekit.pruning.latency.profiling import Profile
-from prunekit.recipe.loading import Overrides, as_texts, own_overrides, with_overrides
+from prunekit.recipe.loading import Overrides, as_texts, combinations, own_overrides, with_overrides
 from prunekit.recipe.loading import load as load_recipe
 from prunekit.settings.deployment import QuantizeSettings
 from prunekit.settings.job import JobSettings
@@ -142,6 +143,31 @@ def prune(
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "prune"):
         return prune_job(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
+
+
+@public_call
+def sweep(
+    recipe: Recipe,
+    grid: Mapping[str, Sequence[Any]],
+    overrides: Overrides = (),
+    *,
+    own: Own = RECIPE_ONLY,
+    allow_code: bool = False,
+    **options: Any,
+) -> AnalysisRun[list[dict[str, Any]]]:
+    """Run a recipe at every combination of settings, and compare the runs, as `prunekit sweep` does.
+
+    Args:
+        grid: values by key, such as `{"prune.budget.macs": [0.5, 0.3], "prune.criterion": ["l1", "elimination"]}`.
+        options: `training` (whether trials are fine-tuned), and `engine`, `at_once`, `memory`, `retries`, `resume`,
+            `log`, which are those of the command.
+        recipe, overrides, own, allow_code: as for `finetune`.
+
+    Returns:
+        A row for each trial as `result`; `metrics["missing"]` names those without a run.
+    """
+    job = job_of(recipe, overrides, own, allow_code=allow_code)
+    return run_sweep(job, grid, combinations(job, grid), own=own, **options)
 
 
 @public_call

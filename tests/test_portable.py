@@ -13,7 +13,7 @@ MISSING = ("fcntl", "grp", "pwd", "resource", "termios", "pty", "tty", "posix_sp
 EXTRAS = (
     "ultralytics", "lightning", "pytorch_lightning", "transformers", "tokenizers", "accelerate", "datasets", "onnx",
     "onnx_ir", "onnxruntime", "onnxscript", "openvino", "tensorrt", "nncf", "executorch", "pycocotools",
-    "timm", "diffusers", "matplotlib", "tensorboard", "zstandard", "lm_eval",
+    "timm", "diffusers", "matplotlib", "tensorboard", "zstandard", "lm_eval", "ray",
 )  # fmt: skip
 """What need not be installed, and may need those modules itself."""
 RUN = f"""

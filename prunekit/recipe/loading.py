@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,43 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
         if isinstance(name, ForbiddenReference) and there.get(key) == name:
             made = replaced_at(made, key, name)
     return made
+
+
+def grid_of(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each key of a grid, `a.b=value,value`, the values in YAML; raise UsageError for others."""
+    grid = dict[str, list[Any]]()
+    for text in texts:
+        key, _, values = text.partition("=")
+        document = parse(f"[{values}]", Origin(f"--grid {text!r}"))
+        if document.problems or not document.values:
+            raise UsageError(f"--grid: expected KEY=VALUE,VALUE, such as prune.budget.macs=0.3,0.5, got {text!r}")
+        if key in grid:
+            raise UsageError(f"--grid: {key} is given twice: expected all its values in one, {key}=VALUE,VALUE")
+        grid[key] = document.values
+    return grid
+
+
+def combinations(job: JobSettings, grid: Mapping[str, Sequence[Any]]) -> dict[str, JobSettings]:
+    """Return the job of every combination of a grid's values, by name, checked as recipes are; two alike are refused.
+
+    The values of the last key change first.
+    """
+    found = dict[str, JobSettings]()
+    if not grid or any(
+        isinstance(values, str) or not isinstance(values, Sequence) or not values for values in grid.values()
+    ):
+        raise UsageError(f"grid: expected values by key, such as {{'prune.budget.macs': [0.3, 0.5]}}, got {grid!r}")
+    for values in product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        name = " ".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(yaml_value(value, key))}"
+            for key, value in chosen.items()
+        )
+        made = with_overrides(job, chosen)
+        if same := [other for other, there in found.items() if there == made]:
+            raise UsageError(f"--grid: {name} is the same as {same[0]}: expected combinations that differ")
+        found[name] = made
+    return found
 
 
 def own_overrides(*, model: str | None = None, data: str | None = None) -> list[str]:

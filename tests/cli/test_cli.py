@@ -27,8 +27,8 @@ from prunekit.utils.display import table
 from prunekit.utils.user_code import load_object
 
 COMMANDS = (
-    "finetune", "prune", "calibrate", "frontier", "sensitivity", "evaluate", "predict", "profile", "bench", "kit",
-    "explain", "export", "inspect",
+    "finetune", "prune", "calibrate", "frontier", "sensitivity", "sweep", "evaluate", "predict", "profile", "bench",
+    "kit", "explain", "export", "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "filters"))
 LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]

@@ -23,13 +23,13 @@ ABSENT = "–"
 PAGE = "report.html"
 
 
-def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
-    """Render a page that compares runs of `finetune` and `prune`, with links to their reports.
+def write_comparison(folders: Sequence[Path], page: Path, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Render a page that compares runs of `finetune` and `prune`, with links to their reports, and further notes.
 
     Reports that are missing are written.
     """
     try:
-        return _write(folders, page)
+        return _write(folders, page, notes)
     except PrunekitError:  # some are ValueErrors too
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -40,7 +40,7 @@ def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         ) from error
 
 
-def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
+def _write(folders: Sequence[Path], page: Path, notes: Sequence[str]) -> dict[str, Any]:
     found = pareto.compared_runs([read_run(folder) for folder in folders])
     _require_finished(found)
     require_writable(page)
@@ -48,6 +48,7 @@ def _write(folders: Sequence[Path], page: Path) -> dict[str, Any]:
         if not (side.run.folder / PAGE).exists():
             write_report(side.run.folder)
     result = compared(found)
+    result["notes"] += notes
     score = " or ".join(dict.fromkeys(side.score[1] + direction(side.run.metrics, side.score[0]) for side in found))
     units = " or ".join(dict.fromkeys(unit(side.run.metrics, side.score[0]) for side in found))
     panels = [panel for panel in _panels(found) if panel[2]]
