@@ -9,13 +9,14 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from hashlib import sha256
 from itertools import islice
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from prunekit.distributed.process_group import everyone, gather_values, rank, size, total, total_of
+from prunekit.distributed.process_group import everyone, gather_values, rank, require_equal, size, total, total_of
 
 PARTS = 8
 """Batches, at least, that samples run in where there are as many: what a batch draws depends on its number, and so the
@@ -34,6 +35,9 @@ def sharing_work(share: bool = True) -> Iterator[None]:
 
     Args:
         share: False for work in such a context that each process does alone.
+
+    `prune` raises there a `RunError` if processes have other weights or samples, and a `UsageError` for budgets of
+    time, as each would measure its own.
 
     Example:
         >>> import prunekit as pk, torch
@@ -56,6 +60,17 @@ def worker() -> tuple[int, int]:
 def dealt(items: Iterable[T]) -> Iterator[T]:
     """Return the items that are this process's."""
     return islice(items, rank(), None, size()) if _SHARING.get() else iter(items)
+
+
+def require_same(tensors: Iterable[Tensor], what: str) -> None:
+    """Raise a `RunError` unless all processes that share the work have the same tensors."""
+    if not _SHARING.get():
+        return
+    found = sha256()
+    for tensor in tensors:
+        found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    require_equal(found.hexdigest(), what)
 
 
 def batch_limit(samples: int) -> int:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import prunekit as pk
 from prunekit.distributed.process_group import rank
 from prunekit.distributed.shared_work import dealt, owned, shared_mean, sharing_work
-from prunekit.errors import DataError
+from prunekit.errors import DataError, RunError, UsageError
 
 SEEN = [0]
 """Samples that models have run on in this process."""
@@ -127,6 +127,35 @@ def test_means_count_rows_and_owners_get_the_same_cost(tmp_path: Path) -> None:
     assert [own for _, own, *_ in found] == [[1], [2, 0], [3]]
     assert [mean for *_, mean, _ in found] == [10.0] * 3  # 0 rows, 2 of mean 6, 4 of mean 12
     assert [alone for *_, alone in found] == [[0, 1]] * 3
+
+
+def apart(what: str) -> str:
+    torch.manual_seed(0)
+    model = Residual()
+    samples = torch.randn(32, 3, 9, 9) + (rank() if what == "samples" else 0)
+    if what == "weights" and rank():
+        model.head.bias.data[0] += 1
+    budget = {"speedup": 1.5} if what == "time" else {"macs": 0.6}
+    try:
+        with sharing_work():
+            pk.prune(model, calibration=samples, progress=False, **budget)
+    except (RunError, UsageError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("samples", "the calibration samples: expected the same in all 2 processes, but process 1 has something else"),
+        ("weights", "the model's weights: expected the same in all 2 processes"),
+        ("time", "budget: expected none of time in sharing_work"),
+    ],
+)
+def test_processes_that_see_other_things_say_so(what: str, said: str, tmp_path: Path) -> None:
+    for told in together(2, tmp_path, apart, what):
+        assert said in told
 
 
 def too_few() -> str:
