@@ -50,7 +50,7 @@ from prunekit.criteria.criterion import Evidence, Scores, register_criterion
 from prunekit.distributed.shared_work import owned, shared_values
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
-from prunekit.statistics.layer_errors import predicted_columns, relative_scale, ridge_of
+from prunekit.statistics.layer_errors import few_rows, predicted_columns, relative_scale, ridge_of
 from prunekit.statistics.layer_stats import FloatArray, IntArray
 from prunekit.statistics.patches import mean_products, solve_positive
 from prunekit.utils.progress import tracked
@@ -83,6 +83,9 @@ class LayerObjective:
     products: Tensor
     labels: IntArray  # (C,) of its input channels; d is C times the columns of each
     biased: bool = True  # whether a bias, its own or that of a norm, makes up for the mean of what is removed
+    # parts of (N, d + 1), rows that `gram` has the mean products of, but for a ridge, where they are fewer than columns
+    # and each label has one; `products` are then the weight itself, (outputs, d)
+    read: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,15 +134,21 @@ def hull_slopes(errors: FloatArray) -> FloatArray:
 
 
 def eliminations(
-    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
+    model: nn.Module,
+    channel_map: ChannelMap,
+    stats: PatchStats,
+    groups: Iterable[ChannelGroup] | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> dict[str, Elimination]:
     """Return the order of removal and its errors for every channel group that some layer reads, by the group's name.
 
-    What was found before is taken from the statistics, where the same channels are read by the same layers. Processes
-    that share the work divide the groups among them.
+    `most` is how many labels of each group are removed, as in `eliminate`. What was found before is taken from the
+    statistics, where the same channels are read by the same layers. Processes that share the work divide the groups
+    among them.
     """
     groups, known, found = channel_map.groups if groups is None else list(groups), stats.computed, {}
-    keys = [_read_columns(group, channel_map, stats) for group in groups]
+    counts = [None if most is None else most[group.name] for group in groups]
+    keys = [(_read_columns(group, channel_map, stats), count) for group, count in zip(groups, counts, strict=True)]
     rest = [
         place
         for place, key in enumerate(keys)
@@ -149,7 +158,7 @@ def eliminations(
     own = dict[Hashable, Any]()
     for place in tracked([rest[i] for i in owned(costs)], "elimination", unit="group"):
         group, key = groups[place], keys[place]
-        order = known[key] if key in known else _ordered(group, model, channel_map, stats)
+        order = known[key] if key in known else _ordered(group, model, channel_map, stats, counts[place])
         own[key] = order
         if stats.parts and order is not None:
             parts = [layer_objectives(group, model, channel_map, part) for part in stats.parts]
@@ -171,13 +180,13 @@ def eliminations(
 
 
 def _ordered(
-    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats
+    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats, most: int | None
 ) -> tuple[IntArray, FloatArray] | None:
     """Return the places of a group's labels in the order in which they are removed, and its errors."""
     objectives = layer_objectives(group, model, channel_map, stats)
     if not objectives:
         return None
-    order = eliminate(group.labels, objectives)
+    order = eliminate(group.labels, objectives, most)
     return np.searchsorted(group.labels, order.labels), order.errors
 
 
@@ -204,8 +213,11 @@ def layer_objectives(
     ]
     alike: dict[Hashable, LayerObjective] = {}
     for one in found:  # errors are sums of w G w^T over outputs w, so that products of layers that read the same add up
-        key = id(one.gram), one.biased, one.labels.tobytes()
-        alike[key] = replace(one, products=alike[key].products + one.products) if key in alike else one
+        key = id(one.gram), one.biased, one.labels.tobytes(), bool(one.read)
+        if (same := alike.get(key)) is not None:
+            first, second = same.products, one.products
+            one = replace(one, products=torch.cat([first, second]) if one.read else first + second)
+        alike[key] = one
     return list(alike.values())
 
 
@@ -265,6 +277,10 @@ def _by_group(
             some.to(by.device, kind) * by.to(kind)[:, None, None]
             for some, by in zip(torch.split(rows, step), torch.split(factors, step), strict=True)
         )
+        few = 2 * sum(map(len, moments.read)) + len(rows) <= 2 * len(labels)
+        if moments.read and few and len(np.unique(labels)) == len(labels):
+            yield LayerObjective(matrix, torch.cat([*parts]).flatten(1), labels, biased, moments.read)
+            continue
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
             parts = (some.transpose(1, 2).flatten(0, 1)[:, :, None] for some in parts)
         products = (mean_products(some, some).mul_(len(some)) for some in (part.flatten(1) for part in parts))
@@ -288,22 +304,24 @@ def weighted_output_count(group: ChannelGroup, channel_map: ChannelMap, stats: P
     return float(sum(moments.outputs * moments.output_gain**TRUST for moments in reading))
 
 
-def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Elimination:
+def eliminate(labels: Labels, objectives: Sequence[LayerObjective], most: int | None = None) -> Elimination:
     """Remove labels one by one, always the one that costs least once the others make up for it.
 
-    Of wide groups several are removed at once, see `AT_ONCE`; their cost together is spread evenly over them.
+    Of wide groups several are removed at once, see `AT_ONCE`; their cost together is spread evenly over them. Those
+    that are left after `most` come last, with errors of +inf.
 
     Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
     does it for single ones; see the head of this module.
     """
-    wide = sum(_state_bytes(len(one.gram)) for one in objectives) > WIDE
+    kind = torch.float32 if sum(_state_bytes(len(one.gram)) for one in objectives) > WIDE else torch.float64
     alike: dict[Hashable, list[LayerObjective]] = {}
-    for one in objectives:
+    for one in [one for one in objectives if not one.read]:
         key = one.labels.tobytes(), one.biased, one.gram.device, bytes(_seen(one).cpu().numpy())
         alike.setdefault(key, []).append(one)
-    states = [_ObjectiveStates(same, labels, torch.float32 if wide else torch.float64) for same in alike.values()]
+    states: list[_ObjectiveStates | _FewRowsState] = [_ObjectiveStates(same, labels, kind) for same in alike.values()]
+    states += [_FewRowsState(one, labels, kind) for one in objectives if one.read]
     left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
-    while left.size:
+    while left.size > (0 if most is None else labels.size - most):
         costs = sum(state.costs(left) for state in states)
         count = max(1, left.size // AT_ONCE)
         chosen = left[np.argsort(costs, kind="stable")[:count]]
@@ -312,7 +330,7 @@ def eliminate(labels: Labels, objectives: Sequence[LayerObjective]) -> Eliminati
         total += cost
         order += chosen.tolist()
         left = np.setdiff1d(left, chosen)
-    return Elimination(labels[order], np.array(errors))
+    return Elimination(labels[order + left.tolist()], np.array(errors + [np.inf] * left.size))
 
 
 def held_out_growth(order: Elimination, fitted: Sequence[LayerObjective], held: Sequence[LayerObjective]) -> FloatArray:
@@ -329,9 +347,10 @@ def held_out_growth(order: Elimination, fitted: Sequence[LayerObjective], held: 
         errors = np.zeros(2)
         for one, other in zip(fitted, held, strict=True):
             gone = torch.from_numpy(np.isin(one.labels, order.labels[:step])).to(one.gram.device)
-            gone = gone.repeat_interleave(len(one.products) // len(gone))
+            gone = gone.repeat_interleave(one.products.shape[1] // len(gone))
             change = predicted_columns(one.gram.double(), ~gone, biased=one.biased)
-            products = one.products[gone][:, gone]
+            products = one.products[:, gone]
+            products = products.T @ products if one.read else products[gone]
             errors += [float((change.T @ by.gram.double() @ change * products).sum()) for by in (one, other)]
         growth.append(max(1.0, errors[1] / errors[0]) if errors[0] > 0 else 1.0)
     found: FloatArray = np.interp(np.arange(1, count + 1), steps, growth)
@@ -450,6 +469,47 @@ class _ObjectiveStates:
         self._halves = self._halves.index_select(1, left).index_select(2, left)
         self._columns = {size: places[found].clamp(min=0) for size, found in self._columns.items()}
         self._gone = torch.zeros(len(left), dtype=torch.bool, device=left.device)
+
+
+class _FewRowsState:
+    """H and P of a layer whose few rows make neither of them, as removals need only some rows of both.
+
+    With the rows X (N, d) and K = X X^T + r, see `FewRows`:
+
+        H = (1 - X^T V) / r   with V = K^-1 X                    P = W^T W
+
+    Removing c takes V_c S from V as it takes W_c S from W: 4 N + 2 outputs products for each of the d columns, not 4 d.
+    """
+
+    def __init__(self, one: LayerObjective, labels: Labels, kind: torch.dtype) -> None:
+        rows, _, self._ridge = few_rows(one.read, one.gram, biased=one.biased)
+        solved = solve_positive(rows.products(self._ridge), rows.read)
+        self._inverse = (1 - torch.linalg.vecdot(rows.read, solved, dim=0)) / self._ridge  # (d,) the diagonal of H
+        self._read, self._both = rows.read.to(kind), torch.cat([solved.to(kind), one.products.to(kind)])  # X; V and W
+        self._place = np.full(labels.size, -1)  # the column of each label
+        _, own, columns = np.intersect1d(labels, one.labels, return_indices=True)
+        self._place[own] = columns
+
+    def costs(self, left: IntArray) -> FloatArray:
+        """Return the cost of removing each of these labels alone, (len(left),)."""
+        places = self._place[left]
+        weight = self._both[len(self._read) :]
+        found = (torch.linalg.vecdot(weight, weight, dim=0) / self._inverse).cpu().numpy()
+        costs: FloatArray = np.where(places < 0, 0.0, found[places])
+        return costs
+
+    def remove(self, chosen: IntArray) -> float:
+        """Remove the columns c of some labels at once, let the others make up for them, and return the cost."""
+        columns = torch.from_numpy(self._place[chosen]).to(self._read.device)
+        columns, count = columns[columns >= 0], len(self._read)
+        own = self._both[:, columns]
+        inverse = self._read[:, columns].T @ self._both[:count] / -self._ridge  # (k, d) H_c
+        inverse[torch.arange(len(columns)), columns] += 1 / self._ridge
+        solved = solve_positive(inverse[:, columns], torch.cat([own[count:].T @ own[count:], inverse], 1))
+        products, share = solved[:, : len(columns)], solved[:, len(columns) :]  # H_cc^-1 P_cc, and S
+        self._both.addmm_(own, share, alpha=-1)
+        self._inverse -= (inverse * share).sum(0)
+        return float(products.trace())
 
 
 def most_state_bytes(channel_map: ChannelMap) -> int:

@@ -141,13 +141,15 @@ def patch_statistics(
     log: Callable[[str], None] | None = None,
     *,
     held_out: bool = False,
+    batch: int | None = None,
 ) -> PatchStats:
     """Return patch statistics of the layers that read channels which may be removed, with their measured gains.
 
     With `held_out`, inputs other than tokens get `parts`: moments of most samples and of the others.
     If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
-    (B, ...), or a tuple of all inputs; settings are those of the repair that follows, if one does; only readers of
-    `groups` are looked at, if these are given. Much less free memory than pruning takes is a `UsageError`.
+    (B, ...), or a tuple of all inputs, of which `batch` run at once if that is given; settings are those of the repair
+    that follows, if one does; only readers of `groups` are looked at, if these are given. Much less free memory than
+    pruning takes is a `UsageError`.
     """
     said = require_memory(model, channel_map, settings)
     if said is not None and log is not None:
@@ -164,7 +166,7 @@ def patch_statistics(
         some = [_moments(copy, part, channel_map, settings, ignore, groups, own, of=samples) for part, own in pairs]
     found = together(some)
     if found is None:
-        found, some = _moments(copy, images, channel_map, settings, ignore, groups, log), []
+        found, some = _moments(copy, images, channel_map, settings, ignore, groups, log, batch=batch), []
     few = select_samples(images, slice(max(FEWEST, samples // 16)))
     stats = with_gains(copy, with_raised_ridge(found, RIDGE), few, channel_map.read)
     if not some:
@@ -175,7 +177,9 @@ def patch_statistics(
 def _with_grams(stats: PatchStats, other: PatchStats) -> PatchStats:
     """Return statistics with the Gram matrices of other samples."""
     pairs = zip(stats.layers, other.layers, strict=True)
-    return replace(other, layers=tuple(replace(one, grams=two.grams, counts=two.counts) for one, two in pairs))
+    return replace(
+        other, layers=tuple(replace(one, grams=two.grams, counts=two.counts, read=two.read) for one, two in pairs)
+    )
 
 
 def evidence_of_samples(
@@ -235,6 +239,7 @@ def _moments(
     log: Callable[[str], None] | None = None,
     *,
     of: int | None = None,
+    batch: int | None = None,
 ) -> PatchStats:
     """Return the moments of what layers read, without gains; `of` is the number of all samples, of which these are."""
     samples = of or sample_count(images)
@@ -254,9 +259,10 @@ def _moments(
         shapes = [tensor.shape[:2] for _, tensor in named_tensors(copy) if tensor.dim() > 1]
         widest = max((width for width, read in shapes if width < VOCABULARY * read), default=1)
         most = OUTPUTS // (positions * widest)
+    limit = batch_limit(sample_count(images))
     return collect_patches(
         copy,
-        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows, most, batch_limit(sample_count(images))))),
+        in_batches(images, batch or max(1, min(BATCH, AT_ONCE * samples // rows, most, limit))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,

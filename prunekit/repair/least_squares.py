@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prunekit.distributed.shared_work import shared_count, shared_mean, shared_values
+from prunekit.distributed.shared_work import shared_count, shared_mean, shared_values, worker
 from prunekit.repair.repair_report import SAME, LayerRepair
-from prunekit.statistics.patches import apply_weight, gram, mean_products, product, with_constant
+from prunekit.statistics.patches import FewRows, apply_weight, gram, mean_products, product, with_constant
 from prunekit.statistics.reductions import VarianceSum
 
 RIDGES = (1, 10, 100)
@@ -162,18 +162,25 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     held-out rows falls, and that error of `CHOOSING` outputs also chooses among `RIDGES` and `MORE_RIDGES`: each is
     tried if the one before it lowers the error.
 
-    With fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
+    With fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored. With fewer
+    rows than columns it is the matrix of products of rows.
     """
     inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
-    read, rows = inputs[fitted], shared_count(problem.fitted)
-    moments = shared_mean(mean_products(read, read), len(read))
+    read, rows, columns = inputs[fitted], shared_count(problem.fitted), problem.inputs.shape[1]
+    few = FewRows.of(read[:, :columns], read[:, columns:]) if rows < columns and worker()[1] == 1 else None
+    moments, unit = shared_mean(mean_products(read, read), len(read)) if few is None else few.products(), 1.0
+    if few is not None and (mean := float(moments.diagonal().mean())):  # the ridge is a share of that of columns
+        unit = float(read[:, :columns].square().mean(dtype=torch.float64)) / mean
     scale, every = problem.scale.to(problem.now), slice(None)
     some = slice(None, None, max(1, len(scale) // CHOOSING))
 
     def correlations(wanted: Tensor) -> Tensor:
-        missing = (wanted - problem.now[fitted]).div_(scale)
-        return shared_mean(mean_products(read, missing.to(inputs.dtype)), len(read))
+        missing = (wanted - problem.now[fitted]).div_(scale).to(inputs.dtype)
+        return shared_mean(mean_products(read, missing), len(read)) if few is None else missing
+
+    def solution(right: Tensor, factor: Tensor) -> Tensor:
+        return torch.cholesky_solve(right, factor) if few is None else few.weights(right, factor)
 
     def end(found: Tensor, some: slice, outputs: slice = every) -> Tensor:
         return product(inputs[some], found).mul_(scale[outputs]).add_(problem.now[some, outputs])
@@ -182,27 +189,29 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
         got, wanted = end(found, judging, outputs), problem.wanted[judging, outputs]
         return mean_squared_error(got, wanted, rectified=problem.rectified)
 
-    right, rank = correlations(problem.wanted[fitted]), min(rows, _rank(moments))
+    right = correlations(problem.wanted[fitted])
+    biased = problem.biased and few is None
+    rank = min(rows, _rank(moments) + (problem.biased > biased))
+    raised = ridge if few is None else 10 * unit * ridge  # as `_factored` does for products of columns
 
     def solved(factor: float) -> tuple[float, _Solver]:
-        solver = _factored(moments, ridge * factor, rows, rank, problem.biased)
-        return error(torch.cholesky_solve(right[:, some], solver.factor), some), solver
+        solver = _factored(moments, raised * factor, rows, rank, biased)
+        return error(solution(right[:, some], solver.factor), some), solver
 
     solver = _with_best_ridge(solved)
-    found = torch.cholesky_solve(right, solver.factor)
+    found = solution(right, solver.factor)
     momentum, ahead = 1.0, found
     for _ in range(rectified_steps if problem.rectified else 0):
         reached = end(ahead, fitted).clamp(max=0)
         target = torch.where(problem.wanted[fitted] < 0, reached, problem.wanted[fitted])
-        again = torch.cholesky_solve(correlations(target), solver.factor)
+        again = solution(correlations(target), solver.factor)
         if error(again) >= error(found):
             break
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         ahead = again + (momentum - 1) / following * (again - found)
         found, momentum = again, following
-    columns = problem.inputs.shape[1]
     bias = found[-1] if problem.biased else found.new_zeros(found.shape[1])
-    return WeightChange(found[:columns].T, bias, columns, solver.rank, solver.ridge)
+    return WeightChange(found[:columns].T, bias, columns, solver.rank, solver.ridge / unit)
 
 
 def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, ridge: float) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from prunekit.distributed.shared_work import worker
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import CHUNK, MOST_GROUPS
 from prunekit.settings.calibration import RepairSettings
@@ -96,10 +97,10 @@ def fit_size(layer: LayerCall, plan: Plan, images: int, item: int, settings: Rep
     if groups > MOST_GROUPS:
         return FitSize(CHUNKS * 8 * chunk_values(settings), sampled, most, sampled)
     pair = pair_size(layer, plan, item, most, settings)
-    by_channels = too_wide(layer, plan, settings)
+    by_channels = too_wide(layer, plan, images, settings)
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.geometry.groups if by_channels else columns // groups
-    gram = gram_bytes(width if by_channels else columns // groups)
+    gram = gram_bytes(width if by_channels else _products(columns // groups, layer, images, settings))
     fixed = GRAMS * gram + pair.rows * pair.each
     return FitSize(fixed, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most, sampled)
 
@@ -128,10 +129,16 @@ def pair_size(layer: LayerCall, plan: Plan, item: int, most: int, settings: Repa
     return PairSize(rows, each) if enough else PairSize(0, 0)
 
 
-def too_wide(layer: LayerCall, plan: Plan, settings: RepairSettings) -> bool:
+def _products(columns: int, layer: LayerCall, images: int, settings: RepairSettings) -> int:
+    """Return how many columns have products in a fit; or rows, if one process has fewer of them."""
+    rows = min(max(FEWEST_ROWS, layer.rows * images // SAMPLES), settings.rows)
+    return min(columns, rows) if worker()[1] == 1 else columns
+
+
+def too_wide(layer: LayerCall, plan: Plan, images: int, settings: RepairSettings) -> bool:
     """Return whether a layer is fitted by channels: by the settings, or because patches take too much memory."""
     columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.geometry.taps
-    wide = GRAMS * gram_bytes(columns) > settings.memory_bytes * FIT
+    wide = GRAMS * gram_bytes(_products(columns, layer, images, settings)) > settings.memory_bytes * FIT
     return settings.fit == "channel" or (settings.fit == "patch" and wide)
 
 

@@ -235,7 +235,7 @@ class LayerWalk:
                 layer,
                 number,
                 kept_channels(layer, plan).to(device),
-                centers=too_wide(layer, plan, settings),
+                centers=too_wide(layer, plan, count, settings),
                 source=source,
             )
             for layer, number, source in zip(self._layers, rows, sources, strict=True)

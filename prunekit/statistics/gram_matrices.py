@@ -32,7 +32,7 @@ from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_graph import ChainMark, LayerChain, LayerFinder, calls_by_use, find_layers, merge_calls
 from prunekit.statistics.linear_layers import FunctionCall, LayerCall, Operands, WeightUse
 from prunekit.statistics.observers import watch
-from prunekit.statistics.patches import gram, gram_bytes, sample_rows
+from prunekit.statistics.patches import gram, gram_bytes, sample_rows, with_constant
 from prunekit.statistics.reductions import VarianceSum
 from prunekit.utils.context import training_mode
 from prunekit.utils.inputs import (
@@ -50,6 +50,8 @@ VOCABULARY = 8
 RAISED = 10
 """Factor on the ridge of a Gram matrix of fewer positions than columns: its inverse is arbitrary along directions that
 no position showed."""
+FEW = 0.5
+"""Positions, as a share of the columns, up to which they are kept beside their Gram matrix, which they determine."""
 ROWS = 32768
 """Positions sampled of each layer over all samples, at least one of each, padding excluded."""
 
@@ -72,6 +74,8 @@ class LayerMoments:
     variance: Tensor
     counts: tuple[int, ...]  # how many positions were sampled for each of `grams`
     output_gain: float = 1.0  # how much an error here changes the model's output, 1 for a usual layer; see `with_gains`
+    # parts of (N, d + 1), the positions themselves, of a linear layer that reads at most `FEW` of its columns' number
+    read: tuple[Tensor, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -114,6 +118,7 @@ class _GramSum:
     grams: list[Tensor]  # a sum for each convolution group, or matrix of a stack
     counts: list[int]  # positions of each so far
     readers: set[WeightUse]  # the layers, by their uses of weights
+    read: list[Tensor] | None = None  # the positions, while they are few
 
 
 @dataclass(eq=False)
@@ -271,16 +276,24 @@ class _Collector(LayerFinder):
             readers = {use for use in reading.readers if self._sums.get(use) is before}
             if before is None:
                 own = [part.clone() for part in parts] if len(known) > 1 else parts
-                total = _GramSum(list(map(self.memory.keep, own)), counts, readers)
+                total = _GramSum(list(map(self.memory.keep, own)), counts, readers, self._few(reading, []))
             elif before.readers == readers:
                 grams = [a.add_(b) for a, b in zip(before.grams, parts, strict=True)]
-                total = _GramSum(grams, list(map(add, before.counts, counts)), readers)
+                total = _GramSum(grams, list(map(add, before.counts, counts)), readers, self._few(reading, before.read))
             else:  # others have read something else this time
                 before.readers -= readers
                 sums = [self.memory.keep(a + b) for a, b in zip(before.grams, parts, strict=True)]
                 total = _GramSum(sums, list(map(add, before.counts, counts)), readers)
             self._sums |= dict.fromkeys(readers, total)
         self.memory.release()
+
+    def _few(self, reading: _Reading, before: list[Tensor] | None) -> list[Tensor] | None:
+        """Return the positions so far, with a constant last; None where they are many, or not of a linear layer."""
+        patch, layers = reading.patches[0], [self._layers[use] for use in reading.readers]
+        plain = not any(layer.geometry.kernel or layer.stack for layer in layers)
+        if before is None or not plain or sum(map(len, [*before, patch])) > FEW * patch.shape[1]:
+            return None
+        return [*before, self.memory.keep(with_constant(patch, reading.factors))]
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
@@ -330,7 +343,8 @@ class _Collector(LayerFinder):
         """Return the moments of a layer; where a stack has one Gram matrix, each of its matrices has that one."""
         times = layer.blocks // len(total.grams)
         grams, counts = total.grams * times, total.counts * times
-        return LayerMoments(layer, tuple(grams), self._taps[layer.use], self._variance(layer, total), tuple(counts))
+        variance, read = self._variance(layer, total), tuple(total.read or ())
+        return LayerMoments(layer, tuple(grams), self._taps[layer.use], variance, tuple(counts), read=read)
 
     def _variance(self, layer: LayerCall, total: _GramSum) -> Tensor:
         if _is_product(layer):
@@ -493,7 +507,9 @@ def together(parts: Sequence[PatchStats]) -> PatchStats | None:
         for each in (memory, *(part.memory for part in parts)):
             each.release()
         variance = sum(one.variance * (count / sum(rows)) for one, count in zip(alike, rows, strict=True))
-        layers.append(replace(alike[0], grams=tuple(grams), variance=variance, counts=(sum(rows),) * len(grams)))
+        read = tuple(chain(*(one.read for one in alike))) if all(one.read for one in alike) else ()
+        counts = (sum(rows),) * len(grams)
+        layers.append(replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, read=read))
     return PatchStats(tuple(layers), memory=memory)
 
 

@@ -23,7 +23,7 @@ from prunekit.hooks.owner import HookOwner
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.linear_layers import WEIGHT_FUNCTIONS, CallInterceptor, FunctionCall, LayerCall
 from prunekit.statistics.output_error import OutputComparison, RelativeError
-from prunekit.statistics.patches import solve_positive
+from prunekit.statistics.patches import FewRows, solve_positive
 from prunekit.utils.context import device_of, release_memory, training_mode
 from prunekit.utils.inputs import (
     Counted,
@@ -117,12 +117,15 @@ class _Prediction:
 
     # a layer without these channels, fitted to its outputs again, returns what it returns for the prediction
     factors: Tensor  # (kept, gone) of the channels that stay, and of a constant if layers have a bias
-    missing: Tensor  # (gone, gone) mean products of prediction less channel, float64
+    missing: Tensor  # (gone, gone) mean products of prediction less channel, float64; or more rows that have them
 
     @classmethod
-    def of(cls, matrix: Tensor, kind: torch.dtype, *, biased: bool) -> _Prediction:
+    def of(cls, moments: LayerMoments, kind: torch.dtype, *, biased: bool) -> _Prediction:
         """Return the prediction by a Gram matrix, with factors in float64 for layers in that, else in float32."""
-        matrix = matrix.double()
+        kind = torch.promote_types(kind, torch.float32)
+        if moments.read:
+            return cls._of_few(*few_rows(moments.read, moments.grams[0], biased=biased), kind)
+        matrix = moments.grams[0].double()
         kept = torch.arange(len(matrix) - 1, device=matrix.device) % 2 == 0
         change = predicted_columns(matrix, kept, biased=biased)
         left = torch.cat([kept, kept.new_full((1,), biased)])
@@ -130,7 +133,17 @@ class _Prediction:
         # (G + ridge) factors = G at the columns that stay, so that the products of all columns need not be summed
         pull = (with_ridge(matrix).diagonal() - matrix.diagonal())[left]
         missing = gone[:, :-1][:, ~kept] - gone[:, left] @ factors - factors.T @ (pull[:, None] * factors)
-        return cls(factors.to(torch.promote_types(kind, torch.float32)), missing)
+        return cls(factors.to(kind), missing)
+
+    @classmethod
+    def _of_few(cls, rows: FewRows, raised: float, ridge: float, kind: torch.dtype) -> _Prediction:
+        """Return the prediction as sums of few rows; of what these sums lack at a row, the ridge times them is left."""
+        kept, gone = slice(None, None, 2), slice(1, None, 2)
+        sums = solve_positive(rows.products(ridge, kept), rows.read[:, gone]).to(kind)  # (N, gone)
+        factors = rows.read[:, kept].to(kind).T @ sums
+        own = torch.eye(len(factors.T), dtype=kind, device=sums.device)
+        constant = rows.shares[:, gone].to(kind) - rows.shares[:, kept].to(kind) @ factors
+        return cls(torch.cat([factors, constant]), torch.cat([ridge * sums, raised**0.5 * factors, raised**0.5 * own]))
 
     def change(self, read: Tensor) -> Tensor:
         """Return prediction less channel at all positions of what layers read, (..., gone)."""
@@ -146,7 +159,10 @@ class _Prediction:
         total, rows = 0.0, in_parts(weight, 4 * AT_ONCE)
         for some, factors in zip(rows, torch.split(scale, [len(part) for part in rows]), strict=True):
             gone = some[:, 1::2].to(scale.dtype) * factors[:, None]
-            total += float(torch.linalg.vecdot(gone @ self.missing, gone).clamp(min=0).sum())
+            if self.missing.shape[0] > self.missing.shape[1]:
+                total += float((gone.to(self.missing) @ self.missing.T).square().sum(dtype=torch.float64))
+            else:
+                total += float(torch.linalg.vecdot(gone @ self.missing, gone).clamp(min=0).sum())
         return total
 
 
@@ -225,7 +241,7 @@ def _slopes_and_errors(model: nn.Module, stats: PatchStats) -> tuple[_Slopes, li
             biased = shifted(layer, tensors, modules) is not None
             key = id(moments.grams[0]), weight.dtype, biased
             if key not in known:
-                known[key] = _Prediction.of(moments.grams[0], weight.dtype, biased=biased)
+                known[key] = _Prediction.of(moments, weight.dtype, biased=biased)
             predictions[layer.weight, layer.transposed].append((index, known[key]))
             errors.append(known[key].error(layer.matrix(weight), relative_scale(moments, modules)))
         stats.memory.release()
@@ -421,6 +437,13 @@ def with_ridge(matrix: Tensor) -> Tensor:
     raised = matrix.clone()
     raised.diagonal()[:-1] += ridge_of(matrix)
     return raised
+
+
+def few_rows(parts: Sequence[Tensor], matrix: Tensor, *, biased: bool) -> tuple[FewRows, float, float]:
+    """Return the rows of `LayerMoments.read`, the ridge that their Gram matrix has, and the one to factor it with."""
+    read = torch.cat([*parts]).double()
+    raised = float((matrix.diagonal() - read.square().mean(0))[:-1].mean().clamp(min=0))
+    return FewRows.of(read[:, :-1], read[:, -1:] if biased else read[:, :0]), raised, raised + ridge_of(matrix)
 
 
 def ridge_of(matrix: Tensor) -> float:

@@ -1,5 +1,7 @@
 """Patches that convolutions and linear layers read: unfolded at sampled positions, and their Gram matrix."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -153,9 +155,12 @@ def gram_bytes(columns: int) -> int:
     return 8 * (columns + 1) ** 2
 
 
-def with_constant(inputs: Tensor) -> Tensor:
-    """Return inputs (N, d) with a last column of ones, (N, d + 1)."""
-    return torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
+def with_constant(inputs: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Return inputs (N, d) with a last column of ones, (N, d + 1), and rows multiplied by factors (N,), if any."""
+    wide = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)
+    if factors is None:
+        return wide
+    return wide * factors.to(wide.dtype if wide.dtype.itemsize > 2 else torch.float32)[:, None]
 
 
 def gram(inputs: Tensor, factors: Tensor | None = None) -> Tensor:
@@ -163,10 +168,44 @@ def gram(inputs: Tensor, factors: Tensor | None = None) -> Tensor:
 
     Rows are multiplied by `factors`, (N,), if there are some.
     """
-    wide = with_constant(inputs)
-    if factors is not None:
-        wide = wide * factors.to(wide.dtype if wide.dtype.itemsize > 2 else torch.float32)[:, None]
+    wide = with_constant(inputs, factors)
     return mean_products(wide, wide)
+
+
+@dataclass(frozen=True, eq=False)
+class FewRows:
+    """Rows of what a layer reads, fewer than its columns, so that products of rows are smaller than those of columns.
+
+    With X the rows over the root of their number N, less their share of the constant, X^T X without it is their Gram
+    matrix, and (X^T X + r)^-1 X^T = X^T (X X^T + r)^-1; so (X^T X + r)^-1 = (1 - X^T (X X^T + r)^-1 X) / r (Woodbury
+    1950).
+    """
+
+    read: Tensor  # (N, d) X
+    constant: Tensor  # (N, 1) over that root, or (N, 0) without a bias
+    shares: Tensor  # (1, d) or (0, d) that share of each column, as a factor of the constant
+
+    @classmethod
+    def of(cls, read: Tensor, constant: Tensor) -> FewRows:
+        """Return rows (N, d) with the constant of each, (N, 1), or (N, 0) without a bias."""
+        read, constant = read / len(read) ** 0.5, constant / len(read) ** 0.5
+        shares = torch.linalg.lstsq(constant, read).solution if constant.numel() else read[:0]
+        return cls(read - constant @ shares, constant, shares)
+
+    def products(self, ridge: float = 0.0, columns: slice = slice(None)) -> Tensor:
+        """Return X X^T + r of some columns, (N, N) float64."""
+        some = self.read[:, columns].T
+        found = mean_products(some, some).mul_(len(some))
+        found.diagonal().add_(ridge)
+        return found
+
+    def weights(self, outputs: Tensor, factor: Tensor) -> Tensor:
+        """Return the least-squares weights for outputs (N, o), the constant's last, by the factor of products."""
+        outputs = outputs / len(outputs) ** 0.5
+        own = torch.linalg.lstsq(self.constant, outputs).solution if len(self.shares) else outputs[:0]
+        sums = torch.cholesky_solve((outputs - self.constant @ own).double(), factor)
+        found = self.read.T @ sums.to(self.read.dtype)
+        return torch.cat([found, own - self.shares @ found]).double()
 
 
 def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:

@@ -281,6 +281,28 @@ def test_several_labels_of_a_wide_group_go_at_once() -> None:
     assert found.errors[-1] == pytest.approx(float(outputs.trace() - means @ means), rel=1e-2)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_give_the_order_and_the_errors_of_their_gram_matrix(biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    read = torch.randn(40, 161, generator=generator, dtype=torch.float64) + 0.5
+    read[:, -1], read[:, 7] = torch.rand(40, generator=generator) + 0.5, 0.0
+    weight = torch.randn(12, 160, generator=generator, dtype=torch.float64)
+    gram = read.T @ read / 40
+    gram.diagonal()[:-1] += 9 * RIDGE * gram.diagonal()[:-1].mean()
+    labels = np.random.default_rng(0).permutation(160)
+    whole = LayerObjective(gram, weight.T @ weight, labels, biased)
+    few = LayerObjective(gram, weight, labels, biased, tuple(read.split(25)))
+    group = np.arange(5, 200)  # some of them are not read, and some of what is read cannot go
+    found, wanted = eliminate(group, [few, few]), eliminate(group, [whole, whole])
+    assert found.labels.tolist() == wanted.labels.tolist()
+    np.testing.assert_allclose(found.errors, wanted.errors, rtol=1e-8)
+    some = eliminate(group, [few, few], 50)
+    assert some.labels[:50].tolist() == found.labels[:50].tolist()
+    np.testing.assert_allclose(some.errors[:50], found.errors[:50])
+    assert np.isinf(some.errors[-1])
+    assert sorted(some.labels) == group.tolist()
+
+
 def one_by_one(
     objectives: list[tuple[Tensor, Tensor, np.ndarray]], labels: np.ndarray
 ) -> tuple[list[int], list[float]]:

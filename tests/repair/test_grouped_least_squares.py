@@ -114,3 +114,25 @@ def test_a_ridge_is_chosen_by_some_of_many_outputs() -> None:
     moments.diagonal().add_(found.ridge * moments.diagonal().mean())
     right = inputs[:350].double().T @ (wanted[:350].double() / 2) / 350
     torch.testing.assert_close(exact.weight.T, torch.linalg.solve(moments, right))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fewer_rows_than_columns_give_the_solution_of_the_equations_of_columns(biased: bool, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(60, 90, generator=generator, dtype=torch.float64) + 0.3
+    wanted = inputs @ torch.randn(90, 7, generator=generator, dtype=torch.float64) + 1
+    scale = torch.rand(7, generator=generator, dtype=torch.float64) + 0.5
+    problem = FitProblem(inputs, torch.zeros_like(wanted), wanted, scale, 45, biased=biased)
+    if weighted:
+        problem = problem.weighted(torch.rand(60, generator=generator, dtype=torch.float64) + 0.5)
+    found = least_squares(problem, 1e-3)
+    read = problem.columns()[:45]
+    gram = read.T @ read / 45
+    pull = found.ridge * gram.diagonal()[:90].mean() * torch.ones(len(gram), dtype=torch.float64)
+    pull[90:] = 0
+    exact = torch.linalg.solve(gram + pull.diag(), read.T @ (problem.wanted[:45] / scale) / 45)
+    torch.testing.assert_close(found.weight, exact[:90].T, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found.bias, exact[90:].sum(0), rtol=1e-9, atol=1e-11)
+    assert found.rank == 45
+    assert found.ridge >= 1e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from prunekit.statistics import gram_matrices
-from prunekit.statistics.gram_matrices import collect_patches
+from prunekit.statistics.gram_matrices import collect_patches, with_raised_ridge
 from prunekit.statistics.layer_errors import RIDGE, _Change, with_gains
 from prunekit.statistics.output_error import OutputComparison
 from prunekit.utils.outputs import ReadOutputs
@@ -50,6 +51,18 @@ def test_gains_are_what_the_output_makes_of_half_a_layer() -> None:
     expected = [by_hand(model, index, x) for index in (0, 2, 4)]
     usual = sorted(expected)[1]
     assert gains(model, x) == pytest.approx([each / usual for each in expected], rel=0.2)  # by 512 random signs
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_give_the_gains_of_their_gram_matrix(bias: bool) -> None:
+    torch.manual_seed(2)
+    layers = [nn.Linear(90, 70, bias), nn.Tanh(), nn.Linear(70, 80, bias), nn.Tanh(), nn.Linear(80, 3, bias)]
+    model, x = nn.Sequential(*layers).double(), torch.randn(30, 90, dtype=torch.float64) + 0.3
+    stats = with_raised_ridge(collect_patches(model, [x[:17], x[17:]], rows=30, images=30), RIDGE)
+    assert [len(torch.cat(each.read)) for each in stats.layers] == [30, 30, 30]
+    whole = replace(stats, layers=tuple(replace(each, read=()) for each in stats.layers))
+    found, wanted = ([each.output_gain for each in with_gains(model, some, x).layers] for some in (stats, whole))
+    assert found == pytest.approx(wanted, rel=1e-8)
 
 
 class Speaker(nn.Module):

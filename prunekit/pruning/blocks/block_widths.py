@@ -96,13 +96,10 @@ class BlockLayout:
         totals = {name: np.concatenate([[0.0], np.sum([one[name] for one in errors], axis=0)]) for name in errors[0]}
         found: list[tuple[float, dict[str, int]]] = []
         for counts in product(*map(self._allowed, others)):
-            some = dict(zip((group.name for group in others), counts, strict=True))
-            for width in reversed(self._allowed(widest)):
-                widths = {**some, widest.name: width}
-                if self.parameters(widths) <= budget:
-                    lost = (totals[group.name][group.labels.size - widths[group.name]] for group in self.groups)
-                    found.append((float(sum(lost)), widths))
-                    break
+            widths = self._widest(dict(zip((group.name for group in others), counts, strict=True)), widest, budget)
+            if self.parameters(widths) <= budget:
+                lost = (totals[group.name][group.labels.size - widths[group.name]] for group in self.groups)
+                found.append((float(sum(lost)), dict(widths)))
         if not found:
             dense = self.decoder.parameters
             least = self.parameters({group.name: self._allowed(group)[0] for group in self.groups})
@@ -111,6 +108,19 @@ class BlockLayout:
                 "parameters are embeddings, and what no configuration makes narrower"
             )
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
+
+    def _widest(self, widths: Widths, group: ChannelGroup, budget: float) -> Widths:
+        """Return widths with that of one more group: the largest within the budget, or else the least of all."""
+        every = ({**widths, group.name: width} for width in reversed(self._allowed(group)))
+        return next(
+            (one for one in every if self.parameters(one) <= budget), {**widths, group.name: self._allowed(group)[0]}
+        )
+
+    def most_gone(self, budget: float) -> dict[str, int]:
+        """Return how many channels of each group may go at most: of the widest none need where others go instead."""
+        *others, widest = sorted(self.groups, key=lambda group: group.labels.size)
+        least = {group.name: self._allowed(group)[0] for group in others} | dict(self._widest({}, widest, budget))
+        return {group.name: group.labels.size - least[group.name] for group in self.groups}
 
     def parameters(self, widths: Widths) -> int:
         """Return the number of parameters of the whole decoder at some widths."""

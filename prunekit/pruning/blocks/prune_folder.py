@@ -27,7 +27,7 @@ from prunekit.models.names import CONFIG
 from prunekit.modes.public_call import public_call
 from prunekit.planning.plan import Plan
 from prunekit.pruning.blocks.block_widths import BlockLayout, Widths, kept_by
-from prunekit.pruning.blocks.decoder import INDEX, SHORT, WHOLE, Decoder, run
+from prunekit.pruning.blocks.decoder import AT_ONCE, INDEX, SHORT, WHOLE, Decoder, run
 from prunekit.pruning.sample_statistics import patch_statistics
 from prunekit.reading.array_files import read_arrays
 from prunekit.reading.text_files import read_json
@@ -199,15 +199,17 @@ class _Job:
         self.decoder.embed(self.tokens, self._hidden("dense", 0))
         short = self._hidden("dense", 0)[:2, :SHORT].clone()
         layout = BlockLayout.of(self.decoder, short)
+        most, batch = layout.most_gone(budget), max(1, AT_ONCE // self.tokens.shape[1])
         orders, errors = list[dict[str, Any]](), list[dict[str, Any]]()
         for index in range(self.decoder.count):
             file = self.out / WORK / f"order-{index:05}.npz"
             if not file.is_file():
                 stage(f"block {index + 1} of {self.decoder.count}: order of removal")
                 block, hidden, found = self.decoder.block(index), self._hidden("dense", index), dict[str, Any]()
-                patches = patch_statistics(block, hidden, layout.channel_map, self.settings, groups=layout.groups)
+                chart, groups = layout.channel_map, layout.groups
+                patches = patch_statistics(block, hidden, chart, self.settings, groups=groups, batch=batch)
                 release_memory(block)
-                ranked = eliminations(block, layout.channel_map, patches, layout.groups)
+                ranked = eliminations(block, chart, patches, groups, most)
                 del patches
                 for i, group in enumerate(layout.groups):
                     found[f"{i}.order"] = np.searchsorted(group.labels, ranked[group.name].labels)
