@@ -113,16 +113,17 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
     return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}")
 
 
-def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Return numbers above 0 with x or commas between."""
     if value is None:
         return None
     if not re.fullmatch(r"[1-9]\d*([x,][1-9]\d*)+", value):
-        raise click.BadParameter(f"expected sizes with the batch first, such as 1x3x224x224, got {value!r}")
+        raise click.BadParameter(f"expected sizes such as {parameter.metavar}, got {value!r}")
     return tuple(map(int, re.split("[x,]", value)))
 
 
 input_shape_option = click.option(
-    "--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."
+    "--input-shape", callback=sizes, metavar="1x3x224x224", help="Shape of one input, batch first."
 )
 
 

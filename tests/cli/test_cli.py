@@ -172,7 +172,7 @@ def test_debug_shows_the_traceback_on_either_side_of_the_command(
         (["bench", "--threads", "0"], "got '0'"),
         (["bench", "--repeats", "2"], "2 is not in the range"),
         (["bench", "--max-latency-ms", "0"], "not in the range"),
-        (["inspect", "--input-shape", "1x3x"], "expected sizes with the batch first, such as 1x3x224x224, got '1x3x'"),
+        (["inspect", "--input-shape", "1x3x"], "expected sizes such as 1x3x224x224, got '1x3x'"),
         (["inspect", "--seed", "-1"], "not in the range"),
         (["finetune"], "Missing argument 'RECIPE'"),
         (["finetune", "nowhere.yaml"], "nowhere.yaml: expected a recipe (a YAML file), but there is no such file"),

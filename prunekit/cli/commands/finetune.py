@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from prunekit.cli.groups import register_command
-from prunekit.cli.options import combined, load_job, recipe_options
+from prunekit.cli.options import combined, load_job, recipe_options, sizes
 from prunekit.cli.output import Console, check_folder, plain
+from prunekit.errors import UsageError
 from prunekit.jobs.run.early_checks import AUTO, require_job, require_packages, require_run
+from prunekit.models.names import CONFIG
 from prunekit.utils.display import change, count, resource, share, table
 
 if TYPE_CHECKING:
@@ -177,17 +180,69 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
 
 @register_command("prune", about="Prune, repair, compact, verify and measure: no training.", place=3, together=True)
 @job_options
-def prune_command(**arguments: Any) -> None:
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Of a folder of weights: the new folder.")
+@click.option(
+    "--windows",
+    callback=sizes,
+    metavar="32x128",
+    help="Of a folder of weights: how many windows of the text, of how many tokens.  [default: 32x128]",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Of a folder of weights: text, .txt or .jsonl.",
+)
+@click.option("--params", type=float, help="Of a folder of weights: the share of its parameters that may be left.")
+def prune_command(
+    params: float | None, text: Path | None, windows: tuple[int, ...] | None, out: Path | None, **arguments: Any
+) -> None:
     """Run the job of a recipe without fine-tuning.
 
     Load the dense model (or train it if it has no weights), collect the statistics that the criterion needs, prune,
     repair the remaining layers as `repair` says, compact, verify, measure, and write a report.
 
-    RECIPE is a file, or the name of a recipe that comes with the package (prunekit list recipes).
+    RECIPE is a file, or the name of a recipe that comes with the package (prunekit list recipes). Or it is the folder
+    of a decoder as transformers writes it, with its tokenizer: it is pruned block by block, and never whole in memory,
+    with --params 0.8 --text FILE --out DIR.
 
     KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. --model replaces the recipe's model, --data its
     images; model.weights and the other data settings still apply, unless --data returns Splits.
 
     Exits with 1 when the run fell short of what the recipe asks.
     """
-    run_recipe(training=False, **arguments)
+    folder = Path(arguments["recipe"])
+    given = {"--params": params, "--text": text, "--windows": windows, "--out": out}
+    if not (folder / CONFIG).is_file():
+        if named := [name for name, value in given.items() if value is not None]:
+            raise UsageError(f"{', '.join(named)}: for a folder with a {CONFIG} and weights, and {folder} is none")
+        run_recipe(training=False, **arguments)
+        return
+    others = {name: value for name, value in arguments.items() if name not in ("recipe", "as_json")}
+    if idle := [name.replace("_", "-") for name, value in others.items() if value not in (None, False, ())]:
+        raise UsageError(f"{folder}: a folder of weights is pruned without {', '.join(idle)}, which is of recipes")
+    if params is None or text is None or out is None:
+        raise UsageError(f"{folder}: expected --params 0.8 --text FILE --out DIR with a folder of weights")
+    _prune_folder(folder, params, text, windows or (32, 128), out, Console(arguments["as_json"]))
+
+
+def _prune_folder(
+    folder: Path, params: float, text: Path, windows: tuple[int, ...], out: Path, console: Console
+) -> None:
+    """Prune a decoder in a folder on windows from the beginning of a text."""
+    from prunekit.data.texts import FILE, open_tokenizer, read_texts
+    from prunekit.pruning.blocks.prune_folder import prune_folder
+
+    if not (folder / FILE).is_file():
+        raise UsageError(f"{folder}: expected its {FILE} beside the weights, found none")
+    with console.running():
+        ids, count = open_tokenizer(folder).stream(read_texts(text, lines=False)), prod(windows)
+        if len(windows) != 2 or len(ids) < count:
+            asked = "x".join(map(str, windows))
+            raise UsageError(
+                f"--windows {asked}: expected a number of windows and of the tokens of each, such as 32x128; {text} "
+                f"has {len(ids):,} tokens"
+            )
+        tokens = ids[:count].reshape(windows).tolist()
+        found = prune_folder(folder, tokens, params=params, out=out, progress=console.progress)
+    console.show(found, {"folder": str(out), "config": found.config, "blocks": found.rows()}, "prune", None)
