@@ -177,9 +177,7 @@ def patch_statistics(
 def _with_grams(stats: PatchStats, other: PatchStats) -> PatchStats:
     """Return statistics with the Gram matrices of other samples."""
     pairs = zip(stats.layers, other.layers, strict=True)
-    return replace(
-        other, layers=tuple(replace(one, grams=two.grams, counts=two.counts, read=two.read) for one, two in pairs)
-    )
+    return replace(other, layers=tuple(replace(one, grams=two.grams, counts=two.counts, read=()) for one, two in pairs))
 
 
 def evidence_of_samples(

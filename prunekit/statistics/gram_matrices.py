@@ -507,9 +507,8 @@ def together(parts: Sequence[PatchStats]) -> PatchStats | None:
         for each in (memory, *(part.memory for part in parts)):
             each.release()
         variance = sum(one.variance * (count / sum(rows)) for one, count in zip(alike, rows, strict=True))
-        read = tuple(chain(*(one.read for one in alike))) if all(one.read for one in alike) else ()
         counts = (sum(rows),) * len(grams)
-        layers.append(replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, read=read))
+        layers.append(replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, read=()))
     return PatchStats(tuple(layers), memory=memory)
 
 

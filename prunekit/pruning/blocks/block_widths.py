@@ -111,10 +111,8 @@ class BlockLayout:
 
     def _widest(self, widths: Widths, group: ChannelGroup, budget: float) -> Widths:
         """Return widths with that of one more group: the largest within the budget, or else the least of all."""
-        every = ({**widths, group.name: width} for width in reversed(self._allowed(group)))
-        return next(
-            (one for one in every if self.parameters(one) <= budget), {**widths, group.name: self._allowed(group)[0]}
-        )
+        every = [{**widths, group.name: width} for width in reversed(self._allowed(group))]
+        return next((one for one in every if self.parameters(one) <= budget), every[-1])
 
     def most_gone(self, budget: float) -> dict[str, int]:
         """Return how many channels of each group may go at most: of the widest none need where others go instead."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.distributed.process_group import from_main, full_tensor, gather_values, local_part
 from prunekit.errors import DataError, ModelError, first_line, raised_as
 from prunekit.hooks.model_copy import named_tensors, with_tensors, without_values
 from prunekit.models.hugging_face import folder_config, quiet_library
+from prunekit.models.names import CONFIG
 from prunekit.reading.array_files import read_tensors, tensor_headers
 from prunekit.reading.text_files import read_json
 from prunekit.settings.calibration import FEWEST_IMAGES
@@ -44,6 +48,16 @@ class WeightFolder:
     folder: Path
     places: Mapping[str, tuple[str, str]]  # of each of the model's tensors the file, and the name there
     nbytes: int  # of all files
+
+    def serve(self) -> Any:
+        """Return what the main process has made at last, which reads the files alone."""
+        return from_main(lambda: None)
+
+    @property
+    def identity(self) -> Any:
+        """What tells that these are the weights of an earlier call."""
+        files = [self.folder / name for name in sorted({CONFIG, *(file for file, _ in self.places.values())})]
+        return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
     @classmethod
     def of(cls, folder: Path, model: Any) -> WeightFolder:
@@ -91,6 +105,53 @@ class WeightFolder:
         return found
 
 
+@dataclass(frozen=True)
+class ModelWeights:
+    """The tensors of a model in memory: those that processes hold in shards are gathered when they are asked for.
+
+    The main process asks, and all others are in `serve` until it is done.
+    """
+
+    tensors: Mapping[str, Tensor]
+    places: Mapping[str, tuple[str, str]]  # of each tensor no file, and its name
+    nbytes: int  # of all tensors
+    identity: Any  # a checksum of each process's shards
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, given: Any, model: Any) -> ModelWeights:
+        """Compare the tensors of a model with those of the model that has no values; all processes call this.
+
+        Raises:
+            ModelError: a tensor is missing, or of another shape or type; the message names it.
+        """
+        state, own = given.state_dict(), model.state_dict(keep_vars=True)
+        tensors = {name: state.get(name) for name, _ in named_tensors(model) if name in own}
+        for name, tensor in tensors.items():
+            got = None if tensor is None else (tuple(tensor.shape), tensor.is_floating_point())
+            if got != (wanted := (tuple(own[name].shape), own[name].is_floating_point())):
+                raise ModelError(
+                    f"{name}: expected the shape {wanted[0]} of the configuration, not quantized, got {got}"
+                )
+        digest = sha256()
+        for tensor in tensors.values():
+            digest.update(local_part(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        names = {name: ("", name) for name in tensors}
+        return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest.hexdigest()))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors by their names, in the main process."""
+        asked = from_main(lambda: [*names])
+        return {name: full_tensor(self.tensors[name]).detach().cpu() for name in asked}
+
+    def serve(self) -> Any:
+        """Give the main process the shards that it asks for, and return what it has made at last."""
+        while isinstance(asked := from_main(lambda: None), list):
+            for name in asked:
+                full_tensor(self.tensors[name])
+        return asked
+
+
 class DecoderBlock(nn.Module):
     """One block of a decoder as a model of its hidden states (B, T, D), with its other arguments given for each T."""
 
@@ -115,11 +176,11 @@ class DecoderBlock(nn.Module):
 
 @dataclass(eq=False)
 class Decoder:
-    """A causal decoder of transformers whose weights lie in a folder."""
+    """A causal decoder of transformers whose weights lie in a folder, or in a model of which processes have shards."""
 
     model: Any  # its parameters have no values
     config: Any
-    weights: WeightFolder
+    weights: WeightFolder | ModelWeights
     path: str  # of the list of blocks
     count: int  # of blocks
     width: int  # number of hidden states of a token
@@ -127,15 +188,22 @@ class Decoder:
     given: list[dict[int, Arguments]] = field(default_factory=list)  # of each block, by the number of tokens
 
     @classmethod
-    def of(cls, folder: Path) -> Decoder:
-        """Build the model without values, and read the headers of its weights."""
-        config = folder_config(folder)
+    def of(cls, source: Any) -> Decoder:
+        """Build the model without values, and read the headers of its weights; or of those in another model."""
         library = import_of_extra("transformers", "hf", "prune_folder", ModelError)
-        with raised_as(ModelError, f"{folder}: expected a causal decoder of transformers: ", "", first_line):
-            model = without_weights(lambda: library.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-        path = repeated_blocks(model)
-        numbers = len(model.get_submodule(path)), config.get_text_config().hidden_size, _size(model)
-        return cls(model, folder_config(folder), WeightFolder.of(folder, model), path, *numbers)
+
+        def config() -> Any:
+            return folder_config(source) if isinstance(source, Path) else deepcopy(source.config)
+
+        where = source if isinstance(source, Path) else type(source).__name__
+        with raised_as(ModelError, f"{where}: expected a causal decoder of transformers: ", "", first_line):
+            model = without_weights(lambda: library.AutoModelForCausalLM.from_config(config(), dtype=torch.float32))
+        weights = WeightFolder.of(source, model) if isinstance(source, Path) else ModelWeights.of(source, model)
+        path, given = repeated_blocks(model), config()
+        if isinstance(weights, ModelWeights):
+            given.architectures, given.dtype = [type(model).__name__], source.dtype
+        numbers = len(model.get_submodule(path)), given.get_text_config().hidden_size, _size(model)
+        return cls(model, given, weights, path, *numbers)
 
     def names(self, index: int | None = None) -> dict[str, str]:
         """Return the names in the model of the tensors of a block by those in `block(index)`; or of all in no block."""
@@ -153,9 +221,8 @@ class Decoder:
     def block(self, index: int, model: Any = None, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Return a block in float32, of the files; or of another model of the class, with tensors that are given."""
         block = DecoderBlock((model or self.model).get_submodule(f"{self.path}.{index}"), self.given[index])
-        if tensors is None:
-            tensors = {name: _widened(tensor) for name, tensor in self.stored(index).items()}
-        return with_tensors(block, tensors)
+        tensors = self.stored(index) if tensors is None else tensors
+        return with_tensors(block, {name: _widened(tensor) for name, tensor in tensors.items()})
 
     def embed(self, tokens: Tensor, hidden: Tensor) -> None:
         """Learn what blocks are called with for windows of tokens (B, T), and write what the first reads, (B, T, D).

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.criteria.elimination import eliminations
+from prunekit.distributed.process_group import from_main, is_main, join_group, one_for_all
 from prunekit.errors import PlanError, ResumeError, UsageError, VerificationError, require_kind
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.verification import verify
@@ -96,7 +97,7 @@ class PrunedFolder(Displayed):
 
 @public_call
 def prune_folder(
-    folder: StrPath,
+    folder: StrPath | nn.Module,
     tokens: Any,
     *,
     params: float,
@@ -113,12 +114,15 @@ def prune_folder(
     Embeddings, head and hidden size stay. Where the decoder fits into memory twice, `prune` loses less: it weighs
     errors by their effect on the logits, and makes the hidden states fewer.
 
+    Among several processes the main one does the work and writes, and the others wait for the result. A model of which
+    each has shards (`fully_shard`) is gathered a block at a time: no process ever holds more than its shards and that.
+
     Hidden states of the samples lie in mapped files in the folder `unfinished` of the result. A call with the same
     arguments goes on behind the last block that an interrupted one has finished, and gives the same files.
 
     Args:
         folder: `config.json` and `model.safetensors`, or its index with several files, as `save_pretrained` writes
-            them, in half or full precision; not changed.
+            them, in half or full precision; not changed. Or a model of transformers, sharded or not.
         tokens: windows of text of one length without padding, at least 8: integers (B, T), a list of such windows, or
             what a tokenizer returns for them.
         params: share of the parameters, embeddings included and tied ones counted once, that may be left.
@@ -147,11 +151,15 @@ def prune_folder(
         raise UsageError(f"params: expected the share of the parameters that may be left, in (0, 1), got {params!r}")
     settings = RepairSettings(memory_bytes=LIMIT) if repair is None else repair
     require_kind("repair", settings, RepairSettings, "prunekit.RepairSettings()")
-    with reporting(progress, "prune_folder"):
-        decoder = Decoder.of(folder_at(folder))
+    with join_group(), one_for_all(), reporting(progress, "prune_folder"):
+        decoder = Decoder.of(folder if isinstance(folder, nn.Module) else folder_at(folder))
+        if not is_main():
+            served: PrunedFolder = decoder.weights.serve()
+            return served
         job = _Job(decoder, decoder.require_tokens(tokens), folder_at(out), settings)
         job.begin(params)
-        return job.write(*job.plan(params * decoder.parameters))
+        found = job.write(*job.plan(params * decoder.parameters))
+        return from_main(lambda: found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +175,8 @@ class _Job:
         """Begin or go on; nothing is written before it is known that there is room for all of it."""
         require_writable(self.out, folder=True)
         source, asked = self.decoder.weights, self.out / WORK / ASKED
-        files = [source.folder / name for name in sorted({CONFIG, *(file for file, _ in source.places.values())})]
         wanted = {
-            "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+            "files": source.identity,
             "tokens": [*self.tokens.shape, sha256(self.tokens.numpy().tobytes()).hexdigest()],
             "params": params,
             "repair": asdict(self.settings),
@@ -216,6 +223,7 @@ class _Job:
                     found[f"{i}.errors"] = ranked[group.name].errors
                 release_memory(block)
                 run(block, hidden, self._hidden("dense", index + 1))
+                del block  # before the next one is read
                 with atomic_file(file) as temporary, temporary.open("wb") as opened:
                     np.savez(opened, **found)
             arrays = read_arrays(file)
@@ -253,7 +261,7 @@ class _Job:
             records.append(read_json(record))
         total = sum((self.out / shard).stat().st_size for shard in {*places.values()})
         write_json(self.out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-        for path in decoder.weights.folder.iterdir():
+        for path in () if decoder.weights.folder is None else decoder.weights.folder.iterdir():
             if path.is_file() and path.suffix in COPIED and path.name != CONFIG and ".index" not in path.suffixes:
                 shutil.copyfile(path, self.out / path.name)
         with quiet_library():
@@ -265,7 +273,9 @@ class _Job:
 
     def _block(self, layout: BlockLayout, keep: Keep, index: int, built: Any) -> tuple[dict[str, Tensor], Figures]:
         """Return the tensors of a block that is pruned, fitted and proven, with its figures; hidden states pass it."""
-        block, where = self.decoder.block(index), f"{self.decoder.path}.{index}"
+        stored, where = self.decoder.stored(index), f"{self.decoder.path}.{index}"
+        block, kinds = self.decoder.block(index, tensors=stored), {own: one.dtype for own, one in stored.items()}
+        del stored
         dense, running = self._hidden("dense", index), self._hidden("pruned", index)
         short = dense[:2, :SHORT].clone()
 
@@ -280,7 +290,6 @@ class _Job:
         release_memory(block)
         masked, report = repair_masked(block, plan, dense, self.settings, running=running)
         release_memory(block)
-        kinds = {own: tensor.dtype for own, tensor in self.decoder.stored(index).items()}
         with torch.no_grad():
             for own, tensor in named_tensors(masked):
                 tensor.copy_(tensor.to(kinds.get(own, tensor.dtype)))  # as it will be read from the file
