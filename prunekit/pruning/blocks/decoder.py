@@ -135,7 +135,7 @@ class ModelWeights:
                 )
         digest = sha256()
         for tensor in tensors.values():
-            digest.update(local_part(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            digest.update(local_part(tensor).detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         names = {name: ("", name) for name in tensors}
         return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest.hexdigest()))
 
