@@ -182,8 +182,6 @@ def pictures(work: Path) -> Iterator[tuple[str, Callable[[], str | bytes]]]:
     yield "widths.svg", lambda: chart(main() / "report.html", "widths")
     yield "coupling.svg", lambda: chart(main() / "report.html", "coupling")
     yield "training.svg", lambda: chart(main() / "report.html", "curves")
-    yield "features.png", lambda: picture(next((main() / "features").glob("*.png")))
-    yield "filters.png", lambda: picture(main() / "filters" / "filters.png")
     yield "boxes.png", lambda: boxes(first(work, "runs/yolo-coco8") / "detections")
     yield "pareto.svg", lambda: chart(work / "comparison.html", "pareto", 2)
     yield "staircase.svg", lambda: chart(first(work, "runs/resnet34/profile") / "report.html", "layers", 3)

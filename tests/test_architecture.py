@@ -24,7 +24,7 @@ FLOORS = {
     "masks": 5, "compaction": 5, "repair": 5,
     "backends": 6, "measure": 6, "deploy": 6,
     "pruning": 7,
-    "training": 8, "inspection": 8, "report": 8,
+    "training": 8, "report": 8,
     "jobs": 9,
     "recipe": 10,
     "recipe_jobs": 11, "cli": 11, "integrations": 11,
@@ -59,7 +59,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "backends": ("files", "int8", "folders", "."),
     "channels": ("labels", "rules", "tracing", "rewrite", "cut", "depth", ".", "trial"),
     "cli": (".", "commands"),
-    "inspection": ("visualize",),
     "integrations": ("yolo", "."),
     "jobs": ("run", "analyses", "stages", "."),
     "measure": (".", "latency", "causes", "latency_profile", "device"),
@@ -73,7 +72,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 FORBIDDEN = {
     "planning": {"yaml", "ruamel", "click"},
     "training": {"yaml", "ruamel", "click"},
-    "inspection": {"yaml", "ruamel", "click"},
     "measure": {"yaml", "ruamel", "click"},
     "channels": {"yaml", "ruamel", "click", "torchvision"},
 }

@@ -89,7 +89,7 @@ def test_every_public_name_and_command_is_there(site: Path) -> None:
     assert "&gt;&gt;&gt;" in text  # examples are code
     assert "blockquote" not in text  # and not quotations
     commands = Anchors(site / "reference" / "commands" / "index.html").ids
-    assert {"prunekit-finetune", "prunekit-recipe-show", "prunekit-visualize-filters"} <= commands
+    assert {"prunekit-finetune", "prunekit-recipe-show"} <= commands
 
 
 def test_the_extras_are_those_of_the_package() -> None:

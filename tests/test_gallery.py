@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from prunekit.cli import cli
-from prunekit.inspection.visualize.image_grids import page as page_of
 from prunekit.recipe.loading import load
+from prunekit.report.figures.detection_boxes import page as page_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "prunekit" / "guide" / "gallery" / "index.md"
@@ -46,7 +46,7 @@ def page() -> str:
 
 def test_every_picture_is_there_and_described_and_small(page: str) -> None:
     shown = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page)
-    assert len(shown) >= 8
+    assert len(shown) >= 7
     assert all(len(words.split()) > 5 for words, _ in shown)
     files = [(PAGE.parent / path).resolve() for _, path in shown]
     assert all(path.parent == PICTURES and path.stat().st_size < 150_000 for path in files)
@@ -84,7 +84,7 @@ def test_its_commands_parse_and_what_they_override_is_in_the_recipe(
     page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lines = module("gallery").commands(page)
-    assert len(lines) > 8
+    assert len(lines) > 6
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for line in lines:

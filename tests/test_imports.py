@@ -104,12 +104,3 @@ def test_a_job_runs_to_its_report_without_what_draws_it(tmp_path: Path) -> None:
         assert "<table" in text
         assert "<svg" not in text
         assert "This run has no" not in text
-
-
-@pytest.mark.slow
-def test_pictures_say_at_once_what_they_need(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    done = _without(tmp_path, "visualize", "filters", "job.yaml")
-    assert done.returncode == 2, done.stderr
-    assert 'error: pictures need matplotlib: pip install "prunekit[report]"' in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]

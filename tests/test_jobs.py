@@ -6,8 +6,10 @@ import importlib
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,7 @@ from efforts import LITTLE
 import prunekit as pk
 from prunekit import recipe_jobs as jobs
 from prunekit.cli import cli
-from prunekit.errors import RecipeError, UsageError
+from prunekit.errors import ArtifactError, RecipeError, UsageError
 from prunekit.measure.measurement_effort import effort_of
 from prunekit.recipe import loading as packaged
 from prunekit.recipe.loading import load
@@ -81,7 +83,7 @@ def test_python_and_command_leave_the_same_folder(run: pk.RunResult) -> None:
 
 
 @pytest.mark.slow
-def test_a_result_shows_itself_and_loads_its_models(run: pk.RunResult) -> None:
+def test_a_result_shows_itself_and_loads_its_models(run: pk.RunResult, tmp_path: Path) -> None:
     assert repr(run).startswith(f"<RunResult: {run.folder}: MACs −6")
     assert len(repr(run)) < 200
     assert str(run.report) in str(run)
@@ -94,6 +96,9 @@ def test_a_result_shows_itself_and_loads_its_models(run: pk.RunResult) -> None:
     assert sum(p.numel() for p in dense.parameters()) == run.metrics["dense"]["params"]
     assert run.plan.channel_map.macs(run.plan.keep) == run.metrics["pruned"]["macs"]
     assert run.shortfalls == run.metrics["shortfalls"]
+    moved = shutil.copytree(run.folder / "model", tmp_path / "model").parent
+    with pytest.raises(ArtifactError, match="expected the dense weights, but the run has not kept them"):
+        replace(run, folder=moved).dense()
 
 
 @pytest.mark.slow

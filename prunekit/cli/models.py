@@ -12,12 +12,11 @@ from prunekit.cli import options as shared
 from prunekit.cli.output import Console, check_folder
 from prunekit.data.roots import is_labeled_images
 from prunekit.errors import ModelError, UsageError
-from prunekit.jobs.run.early_checks import NO_IMAGE, is_pruned, require_target
+from prunekit.jobs.run.early_checks import require_target
 from prunekit.utils.user_code import require_object
 
 if TYPE_CHECKING:
     from prunekit.jobs.run.command_subject import Subject
-    from prunekit.jobs.run.model_pair import ModelPair
     from prunekit.settings.inputs import ModelSettings
     from prunekit.settings.job import JobSettings
 
@@ -46,10 +45,9 @@ def model_command(
     *,
     device: bool = True,
     options: Callable[..., Any] = shared.model_options,
-    runs: bool = False,
     checked: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a function a command on models, or, with `runs`, also on folders of runs.
+    """Return a decorator that makes a function a command on models.
 
     The function takes a console, `ModelOptions`, and its other arguments; unless `checked`, it calls `require_targets`.
     """
@@ -62,13 +60,8 @@ def model_command(
             named = {one.name: given.pop(one.name) for one in fields(ModelOptions) if one.name in given}
             models = ModelOptions(**named)
             words = [*shared.split_overrides(given.get("arguments", ()))[0], given.get("model"), given.get("dense")]
-            targets = [word for word in words if word is not None]
             if checked:
-                require_targets(targets, models, runs=runs)
-            model = " ".join(targets) or models.factory
-            of_recipe = any(shared.is_recipe(name) or is_pruned(Path(name)) for name in targets)
-            if model and given.get("image", True) is None and models.data is None and not of_recipe:
-                raise UsageError(f"{model}: {NO_IMAGE}")
+                require_targets([word for word in words if word is not None], models)
             function(console, models, **given)
 
         command: Callable[..., Any] = shared.seed_option(shared.output_option(output)(shared.common_options(run)))
@@ -107,10 +100,10 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
     return [_resolve(None, overrides, replace(options, zoo=None) if names else options, beside=others), *others]
 
 
-def require_targets(names: Iterable[str], options: ModelOptions, *, runs: bool = False) -> None:
+def require_targets(names: Iterable[str], options: ModelOptions) -> None:
     """Raise if a word names no model that is there, or `--model` no code, before slow imports."""
     for name in names:
-        if not shared.is_recipe(name) and not (runs and is_pruned(Path(name))):
+        if not shared.is_recipe(name):
             require_target(name, options.zoo)
     # Beside a zoo's name the user's own is one model too many.
     if options.factory is not None and all(shared.is_recipe(name) or Path(name).is_dir() for name in names):
@@ -244,46 +237,3 @@ def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
     if place.is_file():
         folders = [folder for folder in list(place.parents)[:2] if (folder / "status.json").is_file()]
     return next((str(folder / "recipe.yaml") for folder in folders if (folder / "recipe.yaml").is_file()), None)
-
-
-def find_model_pair(arguments: Sequence[str], options: ModelOptions, console: Console) -> ModelPair:
-    """Return the model that a command line names; for the folder of a pruned one, its dense model too."""
-    names, overrides = shared.split_overrides(arguments)
-    if any(map(shared.is_recipe, names)):
-        check_recipes(names, overrides, options)
-    from prunekit.jobs.run.command_subject import Own
-    from prunekit.jobs.run.model_pair import load_model_pair, model_folder, single_model
-
-    job, folder = None, Path(names[0]) if len(names) == 1 else None
-    if folder is None or not is_pruned(folder):
-        refuse_idle_overrides(overrides, names, options.data)
-        if len(names) != 1 or not shared.is_recipe(names[0]):
-            found = single_model(one_target(names, overrides, options, needs_module="look into"))
-        else:
-            job = job_to_read(names[0], overrides, options)
-            found = single_model(trained(job, options, console), job, Own(options.factory, options.data))
-    elif options.weights or options.input_shape or options.zoo:
-        raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
-    else:
-        recipe = model_folder(folder).resolve().parent / "recipe.yaml"  # of the run, if it is in one
-        refuse_idle_overrides(overrides, [str(recipe)] if recipe.is_file() else [])
-        if recipe.is_file():
-            job = job_to_read(str(recipe), overrides, options, whole=False, seed=None)
-        found = load_model_pair(folder, job, factory=options.factory, own_data=options.data)
-    for note in found.notes:
-        console.log(note)
-    return found
-
-
-def pictures_folder(pair: ModelPair, output: Path | None, name: str) -> Path:
-    """Return the folder for pictures: `--output`, or one of this name, which for a run is in its folder."""
-    folder = output or (pair.run / name if pair.run else Path(name))
-    check_folder(folder)
-    return folder
-
-
-def report_of(pair: ModelPair, folder: Path, name: str) -> list[Path]:
-    """Write the report of a run again if it shows the pictures of a folder, and return its page if so."""
-    from prunekit.report.pages.run_page import write_report
-
-    return [write_report(pair.run)] if pair.run is not None and folder == pair.run / name else []

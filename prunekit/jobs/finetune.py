@@ -33,14 +33,14 @@ from prunekit.distributed.process_group import (
     size,
     wait_for_all,
 )
-from prunekit.errors import RunError
+from prunekit.errors import ArtifactError, RunError
 from prunekit.hooks.model_copy import copied
 from prunekit.jobs.analyses.sensitivity import CURVE_COLUMNS, curve_rows
 from prunekit.jobs.run.baseline_cache import save_weights, train_baseline
 from prunekit.jobs.run.command_subject import RECIPE_ONLY, Own
+from prunekit.jobs.run.dense_model import load_dense
 from prunekit.jobs.run.early_checks import left_out
 from prunekit.jobs.run.job_subject import JobSubject, prepare, require_optimizer, share_model
-from prunekit.jobs.run.model_pair import DENSE, load_model_pair
 from prunekit.jobs.run.resume import IDENTITY, StageClock, cache_plan, cached_plan, find_run, identity_of, run_recipe
 from prunekit.jobs.run.run_folder import Attempts, Finish, RunFolder, as_raised, run_folder, write_report
 from prunekit.jobs.stages.calibration_stage import criterion_inputs
@@ -561,7 +561,9 @@ class RunResult(Displayed):
         Raises:
             ArtifactError: the folder is missing or damaged.
         """
-        return load_model_pair(self.folder, factory=self.own.model).models[DENSE]
+        if (found := load_dense(self.folder, self.own.model)) is None:
+            raise ArtifactError(f"{self.folder}: expected the dense weights, but the run has not kept them")
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the figures of each model: scores in percent, MACs of one sample, parameters, bytes."""

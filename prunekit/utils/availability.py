@@ -53,12 +53,6 @@ def package_folders(package: str) -> list[Path]:
     return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
 
 
-def require_figures() -> None:
-    """Raise, before any work, if the package that draws pictures is not installed."""
-    if missing_packages(["matplotlib"]):
-        raise UsageError(f"pictures need matplotlib: {REPORT}")
-
-
 def has_device(kind: str) -> bool:
     """Return whether torch has a device of a type; torch is imported only where there may be one."""
     if kind not in ("cuda", "mps"):

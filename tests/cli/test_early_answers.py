@@ -39,9 +39,9 @@ MISTAKES = {
     "bench resnet18 --runtime onxruntime": "did you mean 'onnxruntime'?",
     "explain run": NO_FOLDER,
     "explain run/model --dense resnet81": "did you mean 'resnet8' or 'resnet18'",
-    "visualize features resnet18": "resnet18: expected an image to look at, because no recipe says which: --image FILE",
-    "visualize features --model net.py:Net": "net.py:Net: expected an image to look at",
-    "visualize filters nowhere": "there is no such file, folder or model",
+    "inspect run": NO_FOLDER,
+    "inspect nowhere": f"'nowhere': {NO_MODEL}",
+    "sensitivity past": "it cannot be read: Is a directory; did you mean past/recipe.yaml?",
     "calibrate resnt34": "did you mean 'resnet34'",
     "sensitivity resnet34 --model net.py:Nut": "did you mean 'Net'?",
     "profile resnet34 model.name=resnet43": "there is no model 'resnet43' in torchvision",
@@ -79,8 +79,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "run" / "model").mkdir(parents=True)
     (folder / "damaged").mkdir()
+    (folder / "past").mkdir()
     (folder / "damaged" / "prunekit.json").write_text("{", encoding="utf-8")
-    for file in ("run/status.json", "run/model/prunekit.json", "photo.jpg"):
+    for file in ("run/status.json", "run/model/prunekit.json", "photo.jpg", "past/recipe.yaml"):
         (folder / file).write_text("{}", encoding="utf-8")
     (folder / "net.py").write_text("class Net: ...\ndef data(): ...\n", encoding="utf-8")
     command = [sys.executable, "-c", SCRIPT]

@@ -107,6 +107,10 @@ def test_folders_are_scored_at_tasks_as_by_hand(tmp_path: Path) -> None:
         assert row["errors"] == {key: pytest.approx(math.sqrt(value * (1 - value) / (QUESTIONS - 1)))}
         assert (row["task"], row["metric"], row["samples"], row["few_shot"]) == ("tiny_choice", "acc", QUESTIONS, 0)
         assert found["lm_eval"]
+    refused = CliRunner().invoke(cli, ["evaluate", str(tmp_path / "saved"), *asked, "--zoo", "cifar"])
+    nothing = CliRunner().invoke(cli, ["evaluate", str(tasks), *asked])
+    assert "expected the folder of a model, or of a run that has one" in nothing.output
+    assert "saved: a folder says what its models are; leave out --weights, --input-shape and --zoo" in refused.output
     harness = harness_model(made.model, tokenizer, batch=2)
     assert harness.max_length == 64
     with pytest.raises(

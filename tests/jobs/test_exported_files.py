@@ -148,7 +148,6 @@ def test_what_makes_no_sense_says_what_does(place: Path) -> None:
     for arguments, told in (
         (("explain", file, "--dense", "resnet18"), "a file of onnx has no modules to time one by one: give the model"),
         (("inspect", file, "--layers"), "has no modules to show layers of"),
-        (("visualize", "filters", file), "has no modules to look into"),
         (("report", file), "expected the folder of a run"),
         (("finetune", file), "expected a recipe (a YAML file), but it is no text"),
         (("bench", file, "--dtype", "bf16"), "the dtype that it was exported in: leave out --dtype"),

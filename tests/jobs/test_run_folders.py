@@ -112,7 +112,6 @@ def test_both_ways_in_leave_the_same_folder_and_it_is_found_from_anywhere(
         assert json.loads(tested.stdout)["top1"] == json.loads((run / "metrics.json").read_text())["pruned"]["top1"]
     for words in (
         ["evaluate", str(python / "recipe.yaml")],
-        ["visualize", "features", str(python)],
         ["report", str(python)],
         ["report", str(python), str(shell)],
     ):

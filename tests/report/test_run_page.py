@@ -306,7 +306,7 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_page_is_written_without_waiting_for_torch() -> None:
     """Whatever sections it has: that alone would take most of the three seconds that a report may take."""
-    sections = "explanation, model_tables, pictures, sensitivity_curves, training_curves"
+    sections = "detections, explanation, model_tables, sensitivity_curves, training_curves"
     modules = (
         f"from prunekit.report.pages import run_page, compare_page; from prunekit.report.sections import {sections}"
     )

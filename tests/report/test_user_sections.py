@@ -58,7 +58,7 @@ def sections_of(page: Path) -> list[str]:
 
 def test_every_section_of_prunekit_says_what_it_shows_and_has_a_place_of_its_own() -> None:
     facts = [declared.facts for declared in SECTIONS.declared.values()]
-    assert len({one["order"] for one in facts}) == len(facts) >= 17
+    assert len({one["order"] for one in facts}) == len(facts) >= 16
     assert all(one["about"] for one in facts)
     assert [one.name for one in ordered()][:3] == ["usage", "result", "latency"]
 
@@ -121,9 +121,9 @@ def test_one_that_raises_is_named_and_loses_nothing_else(run: Path) -> None:
 
 
 def test_a_damaged_file_of_a_section_of_prunekit_is_an_error(run: Path) -> None:
-    (run / "filters").mkdir()
-    (run / "filters" / "filters.json").write_text("[]")
-    with pytest.raises(ArtifactError, match="expected an object with layer, models and filters"):
+    (run / "detections").mkdir()
+    (run / "detections" / "detections.json").write_text("[]")
+    with pytest.raises(ArtifactError, match="expected an object with images and models"):
         write_report(run)
 
 

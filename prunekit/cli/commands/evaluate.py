@@ -1,17 +1,18 @@
 """`prunekit evaluate` and `prunekit predict`: the accuracy of a model, and what it says about images."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from prunekit.cli.groups import register_command
 from prunekit.cli.models import (
     ModelOptions,
-    find_model_pair,
     job_to_read,
     model_and_data,
     model_command,
@@ -27,6 +28,11 @@ from prunekit.distributed.launcher import leads
 from prunekit.errors import UsageError
 from prunekit.jobs.run.early_checks import is_pruned, require_images, require_trained
 from prunekit.utils.availability import missing_packages
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from prunekit.settings.job import JobSettings
 
 LANGUAGE = 'pip install "prunekit[language]"'
 """The command that installs lm-eval."""
@@ -127,21 +133,31 @@ def _evaluate_tasks(
     own, where = how.pop("tokenizer"), resolve_device(device or "auto")
     asked = Asked(names, how.pop("task_folder"), **{key: value for key, value in how.items() if value is not None})
     with console.running():
-        model = None if is_pruned(folder) else plain_model(folder, allow_code=given.allow_code)
-        pair = find_model_pair(arguments, given, console) if model is None else None
-        known = None if pair is None or pair.job is None else pair.job.known_data.tokenizer
+        plain = None if is_pruned(folder) else plain_model(folder, allow_code=given.allow_code)
+        models, notes, job = _models_of_run(folder, given) if plain is None else ({"model": plain}, (), None)
+        known = None if job is None else job.known_data.tokenizer
         tokenizer = folder_tokenizer([folder, folder / "model", known] if own is None else [own])
-        models = {} if model is None else {"model": model}
-        found = evaluate_tasks(
-            models if pair is None else pair.models,
-            str(folder),
-            tokenizer,
-            asked,
-            where,
-            () if pair is None else pair.notes,
-            None if pair is None else pair.job,
-        )
+        found = evaluate_tasks(models, str(folder), tokenizer, asked, where, notes, job)
     console.show(found, found.figures(), "evaluate", output)
+
+
+def _models_of_run(
+    folder: Path, given: ModelOptions
+) -> tuple[dict[str, nn.Module], tuple[str, ...], JobSettings | None]:
+    """Return the models of the folder of a run or of a model, notes on them, and the job of the run if it has one."""
+    if given.weights or given.input_shape or given.zoo:
+        raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
+    from prunekit.jobs.run.dense_model import load_dense, model_folder
+    from prunekit.jobs.run.subject_sources import resolve
+
+    place = model_folder(folder)
+    recipe = place.resolve().parent / "recipe.yaml"
+    job = job_to_read(str(recipe), [], given, whole=False, seed=None) if recipe.is_file() else None
+    pruned, dense = resolve(place, factory=given.factory).model, load_dense(place, given.factory)
+    if dense is None:
+        note = f"{place}: the pruned model alone, because no run beside it has kept the dense weights"
+        return {"pruned": pruned}, (note,), job
+    return {"dense": dense, "pruned": pruned}, (), job
 
 
 @register_command("predict", about="Show what a model says about images.", place=7)

@@ -44,7 +44,7 @@ def explain_command(
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     from prunekit.jobs.analyses.explain import explain
-    from prunekit.jobs.run.model_pair import build_dense
+    from prunekit.jobs.run.dense_model import build_dense
     from prunekit.report.sections.explanation import write_explanation
 
     with console.running():

@@ -33,7 +33,7 @@ COMPARISON = "comparison.html"
 )
 @common_options
 def report_command(runs: tuple[Path, ...], output: Path | None, sections: tuple[str, ...], as_json: bool) -> None:
-    """Write the report of a run again, from what is in its folder: after an update, or after pictures were added.
+    """Write the report of a run again, from what is in its folder, such as after an update.
 
     Given several finished runs, one page compares them: score against multiply-accumulates and latency with the Pareto
     front, tables of both, and differences between the recipes. Scores of different test sets and latencies of different

@@ -1,7 +1,7 @@
 """Subjects: what a command works on, a model with an example of its input, and the data and task that go with it.
 
 Every command has one, wherever its model is from: `subject_sources` makes it of a name, a folder, a file or code,
-`job_subject` of a recipe, and `model_pair` puts a pruned one beside its dense model.
+`job_subject` of a recipe; `dense_model` loads what a pruned one was made from.
 """
 
 from __future__ import annotations

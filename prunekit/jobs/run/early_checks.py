@@ -26,7 +26,6 @@ MANIFEST = "prunekit.json"
 """The manifest in a model folder."""
 TENSOR_FILES = (".npy", ".npz", ".safetensors")
 """Ends of the names of files of inputs."""
-NO_IMAGE = "expected an image to look at, because no recipe says which: --image FILE"
 AUTO = "auto"
 """In place of a run's folder: the newest unfinished run of the same recipe."""
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from prunekit.backends.session import inputs_like
 from prunekit.data.loader import batches
-from prunekit.inspection.visualize.image_grids import CONFIDENCE, boxes_side_by_side, write_png
 from prunekit.jobs.analyses.explain import explain_job
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import Attempts, RunFolder, environment
@@ -27,6 +26,7 @@ from prunekit.measure.verification import Verification
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.latency.latency_target import LatencyResult
 from prunekit.pruning.plan_search import Planned
+from prunekit.report.figures.detection_boxes import CONFIDENCE, boxes_side_by_side, write_png
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import facts_of
 from prunekit.tasks.detection import DETECTION, Targets

@@ -18,7 +18,7 @@ from prunekit.data.loader import batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.jobs.run.command_subject import Subject
-from prunekit.jobs.run.model_pair import DENSE, load_model_pair
+from prunekit.jobs.run.dense_model import load_dense
 from prunekit.jobs.stages import export_model as exports
 from prunekit.jobs.stages.export_model import Exported, ExportRequest
 from prunekit.measure.accuracy import evaluate
@@ -52,7 +52,7 @@ def export_target(
     found, dense = exports.export_float(target, request, folder=folder, facts=facts, log=log), None
     if folder is not None and request.timed:
         with suppress(PrunekitError):  # of the user's own code, or without a run around the folder
-            dense = load_model_pair(folder).models.get(DENSE)
+            dense = load_dense(folder)
     return replace(found, int8=quantize_export(target, found, request, dense=dense, log=log))
 
 

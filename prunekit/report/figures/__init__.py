@@ -1,1 +1,1 @@
-"""Figures of the pages, each as an SVG element that stands on its own."""
+"""Figures of the pages: SVG elements that stand on their own, and images with the boxes of detections."""

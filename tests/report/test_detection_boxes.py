@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
-from PIL import ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
+from synthetic_run import write_run
 
-from prunekit.inspection.visualize.image_grids import (
+from prunekit.errors import ArtifactError
+from prunekit.report.figures.detection_boxes import (
     COLORS,
     CONFIDENCE,
     LINE,
@@ -14,7 +21,10 @@ from prunekit.inspection.visualize.image_grids import (
     Pixels,
     boxes_side_by_side,
     with_boxes,
+    write_png,
 )
+from prunekit.report.run_data import read_run
+from prunekit.report.sections.detections import detections
 
 IMAGE = torch.full((3, 80, 80), 0.5)
 CLASSES = ("circle", "square")
@@ -84,3 +94,33 @@ def test_panels_stand_side_by_side() -> None:
     columns = colored(picture, 0).any(0).nonzero().flatten()
     assert columns.max() > 2.4 * 80 * FACTOR
     assert picture.shape[1] > 3 * 80 * FACTOR
+
+
+def test_a_file_has_every_pixel_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    path = write_png(tmp_path / "new" / "boxes.png", pixels)
+    with Image.open(path) as image:
+        assert np.array_equal(np.asarray(image), pixels)
+    assert [file.name for file in path.parent.iterdir()] == ["boxes.png"]
+
+
+def test_a_page_has_as_many_pictures_as_fit_and_names_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", groups=2)
+    assert detections(read_run(run)) is None
+    paths = [
+        write_png(run / "detections" / f"0{number}.png", np.full((4, 4, 3), number, np.uint8)) for number in (0, 1)
+    ]
+    rows = [{"image": number, "picture": path.name, "boxes": {}} for number, path in enumerate(paths)]
+    (run / "detections" / "detections.json").write_text(json.dumps({"models": ["dense"], "images": rows}))
+    contents = [path.read_bytes() for path in paths]
+    monkeypatch.setattr("prunekit.report.sections.detections.LARGEST", len(contents[0]))
+    found = detections(read_run(run))
+    assert found is not None
+    first, second = found["detections"]["images"]
+    assert first["data"] == "data:image/png;base64," + base64.b64encode(contents[0]).decode()
+    assert (second["data"], second["file"]) == (None, "detections/01.png")
+    paths[0].unlink()
+    with pytest.raises(ArtifactError, match=r"00\.png: cannot be read"):
+        detections(read_run(run))

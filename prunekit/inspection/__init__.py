@@ -1,1 +1,0 @@
-"""Looking into networks, which pruning itself does not need: pictures."""

@@ -1,1 +1,0 @@
-"""Pictures of what a model computes: feature maps, filters."""
