@@ -18,9 +18,9 @@ from torch import Tensor
 
 from prunekit.distributed.process_group import everyone, gather_values, rank, require_equal, size, total, total_of
 
-PARTS = 8
+PARTS = 4
 """Batches, at least, that samples run in where there are as many: what a batch draws depends on its number, and so the
-results do not depend on how many processes share them."""
+results do not depend on how many processes share them, up to this number."""
 T = TypeVar("T")
 _SHARING: ContextVar[bool] = ContextVar("sharing_work", default=False)
 
@@ -75,7 +75,7 @@ def require_same(tensors: Iterable[Tensor], what: str) -> None:
 
 def batch_limit(samples: int) -> int:
     """Return how many samples a batch may have, see `PARTS`."""
-    return max(1, -(-samples // PARTS))
+    return max(1, -(-samples // max(PARTS, worker()[1])))
 
 
 def shared_count(number: int) -> int:

@@ -124,3 +124,14 @@ def test_a_page_has_as_many_pictures_as_fit_and_names_the_others(
     paths[0].unlink()
     with pytest.raises(ArtifactError, match=r"00\.png: cannot be read"):
         detections(read_run(run))
+
+
+def test_a_page_shows_no_file_of_another_folder(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", groups=2)
+    secret = write_png(tmp_path / "secret.png", np.zeros((4, 4, 3), np.uint8))
+    (run / "detections").mkdir()
+    for named in ("../../secret.png", str(secret)):
+        rows = [{"image": 0, "picture": named, "boxes": {}}]
+        (run / "detections" / "detections.json").write_text(json.dumps({"models": ["dense"], "images": rows}))
+        with pytest.raises(ArtifactError, match=r"detections/secret\.png: cannot be read"):
+            detections(read_run(run))

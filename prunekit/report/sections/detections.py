@@ -30,11 +30,11 @@ def _with_data(folder: Path, rows: list[dict[str, Any]]) -> Iterator[dict[str, A
     """Yield rows with their pictures as data URLs, which are None beyond `LARGEST` bytes."""
     left = LARGEST
     for row in rows:
-        path = folder / row["picture"]
+        path = folder / Path(row["picture"]).name  # a stranger's file names none outside its folder
         try:
             picture = path.read_bytes()
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
         left -= len(picture)
         data = f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}" if left >= 0 else None
-        yield {**row, "file": f"{folder.name}/{row['picture']}", "data": data}
+        yield {**row, "file": f"{folder.name}/{path.name}", "data": data}
