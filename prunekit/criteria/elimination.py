@@ -349,8 +349,7 @@ def held_out_growth(order: Elimination, fitted: Sequence[LayerObjective], held: 
             gone = torch.from_numpy(np.isin(one.labels, order.labels[:step])).to(one.gram.device)
             gone = gone.repeat_interleave(one.products.shape[1] // len(gone))
             change = predicted_columns(one.gram.double(), ~gone, biased=one.biased)
-            products = one.products[:, gone]
-            products = products.T @ products if one.read else products[gone]
+            products = one.products[gone][:, gone]
             errors += [float((change.T @ by.gram.double() @ change * products).sum()) for by in (one, other)]
         growth.append(max(1.0, errors[1] / errors[0]) if errors[0] > 0 else 1.0)
     found: FloatArray = np.interp(np.arange(1, count + 1), steps, growth)

@@ -73,9 +73,9 @@ def require_same(tensors: Iterable[Tensor], what: str) -> None:
     require_equal(found.hexdigest(), what)
 
 
-def batch_limit(samples: int) -> int:
-    """Return how many samples a batch may have, see `PARTS`."""
-    return max(1, -(-samples // max(PARTS, worker()[1])))
+def batch_parts() -> int:
+    """Return how many batches samples run in at least, see `PARTS`."""
+    return max(PARTS, worker()[1])
 
 
 def shared_count(number: int) -> int:

@@ -140,8 +140,10 @@ def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _memory(process: psutil.Process) -> int:
+    """Return the memory of a process; of what it shares with others its part, where the system tells it."""
     with suppress(psutil.Error):  # it has just ended
-        return int(process.memory_info().rss)
+        found = process.memory_full_info()
+        return int(getattr(found, "pss", found.uss))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import most_state_bytes, unread_stacks
-from prunekit.distributed.shared_work import batch_limit
+from prunekit.distributed.shared_work import batch_parts, worker
 from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.memory_format import in_fastest_format
@@ -257,7 +258,7 @@ def _moments(
         shapes = [tensor.shape[:2] for _, tensor in named_tensors(copy) if tensor.dim() > 1]
         widest = max((width for width, read in shapes if width < VOCABULARY * read), default=1)
         most = OUTPUTS // (positions * widest)
-    limit = batch_limit(sample_count(images))
+    limit = -(-sample_count(images) // batch_parts())
     return collect_patches(
         copy,
         in_batches(images, batch or max(1, min(BATCH, AT_ONCE * samples // rows, most, limit))),
@@ -328,7 +329,8 @@ def require_memory(model: nn.Module, channel_map: ChannelMap, repair: RepairSett
     """Return a sentence on the memory that pruning a large model on the CPU takes; None for other models."""
     if not is_large(model) or device_of(model).type != "cpu":
         return None
-    need, free = MemoryNeed.of(model, channel_map, repair), int(psutil.virtual_memory().available)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if worker()[1] > 1 else 1  # processes on this machine
+    need, free = MemoryNeed.of(model, channel_map, repair), int(psutil.virtual_memory().available) // beside
     short = "" if need.most <= free else ", which may be too little"
     if DOUBT * need.most <= free:
         return f"memory: {need}; {size(free)} are free{short}"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.shared_work import batch_limit
 from prunekit.errors import DataError, UsageError
 from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.statistics.output_error import FLAT, OutputComparison, RelativeError
@@ -71,15 +70,17 @@ def _first_not_finite(value: Any) -> int | None:
     return int(wrong.nonzero()[0]) if bool(wrong.any()) else None
 
 
-def batches_of(inputs: Inputs, held_out: float, size: int, counted: Counted | None = None) -> tuple[list[Batch], int]:
-    """Return batches to fit on, then those of held-out images, and the number of batches to fit on."""
+def batches_of(
+    inputs: Inputs, held_out: float, size: int, counted: Counted | None = None, least: int = 1
+) -> tuple[list[Batch], int]:
+    """Return batches to fit on, then those of held-out images, `least` of each at least, and how many are to fit on."""
     total = sample_count(inputs)
     split = total - max(1, round(total * held_out))
     parts = [(0, split, 1.0), (split, total, held_out)]
     bounds = [
         (start, min(start + each, last), share / (last - first))
         for first, last, share in parts
-        for each in (min(size, batch_limit(last - first)),)
+        for each in (min(size, -(-(last - first) // least)),)
         for start in range(first, last, each)
     ]
     found = [
@@ -141,7 +142,7 @@ def _parts(batch: Batch, each: int) -> Iterator[Batch]:
 
 def _differ(batches: Iterable[Batch]) -> bool:
     """Return whether the samples of batches differ at all."""
-    first, *others = (row for batch in batches for row in zip(*gather(batch.inputs), strict=False))
+    first, *others = [row for batch in batches for row in zip(*gather(batch.inputs), strict=False)] or [()]
     return any(not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 

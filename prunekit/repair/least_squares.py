@@ -143,7 +143,7 @@ def variance_of(values: Tensor) -> VarianceSum:
     found = VarianceSum()
     if len(values):
         found.add_rows(values.double())
-    found.share(values.shape[1])
+    found.share(values.new_zeros(values.shape[1], dtype=torch.float64))
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.tracing.substitutes import substituted_copy
-from prunekit.distributed.shared_work import agreed, batch_limit, dealt, worker
+from prunekit.distributed.shared_work import agreed, batch_parts, dealt, worker
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.plan import Plan, require_plan
@@ -205,20 +205,23 @@ class LayerWalk:
         weights = [layer.weight for layer in self._layers]
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
-        size = min(size, batch_limit(count))
-        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
-        others = batches if setup.running is inputs else batches_of(setup.running, settings.held_out, size)[0]
+        drawn = any(sources) or any(each.most > number for each, number in zip(sizes, rows, strict=True))
+        least = batch_parts() if drawn or worker()[1] > 1 else 1
+        size = min(size, -(-count // least))
+        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs), least)
+        running = setup.running
+        others = batches if running is inputs else batches_of(running, settings.held_out, size, None, least)[0]
         if fitted < worker()[1]:
             raise DataError(
                 f"repair: expected a sample to fit on for each of {worker()[1]} processes, got {fitted}; give more "
                 "samples, or start fewer processes"
             )
         self.batches = batches[:fitted], batches[fitted:]
-        own, running = (([*dealt(each[:fitted])], [*dealt(each[fitted:])]) for each in (batches, others))
-        self.judging, self.running_judging = own[1], running[1]
+        own, masked_own = (([*dealt(each[:fitted])], [*dealt(each[fitted:])]) for each in (batches, others))
+        self.judging, self.running_judging = own[1], masked_own[1]
         gatherers = [
             SampleGatherer(run, [*some[0], *some[1]], len(some[0]), partial(_cuts, firsts, count, limit), setup.found)
-            for firsts, run, some in zip((weights, early), runs, (own, running), strict=False)
+            for firsts, run, some in zip((weights, early), runs, (own, masked_own), strict=False)
         ]  # the dense one need not go back to the source
         self._dense, self._running = gatherers[0], gatherers[1] if settings.sequential else None
         self._together = fitted_together(self._layers, sources, sizes, rows, settings)

@@ -73,6 +73,7 @@ class LayerMoments:
     # share of rows that a matrix makes.
     variance: Tensor
     counts: tuple[int, ...]  # how many positions were sampled for each of `grams`
+    mean: Tensor | None = None  # (channels,) at the end of the chain, float64; None where `variance` is not one of it
     output_gain: float = 1.0  # how much an error here changes the model's output, 1 for a usual layer; see `with_gains`
     # parts of (N, d + 1), the positions themselves, of a linear layer that reads at most `FEW` of its columns' number
     read: tuple[Tensor, ...] = ()
@@ -318,6 +319,7 @@ class _Collector(LayerFinder):
         for _, taps, others, _ in found:
             self._taps, widths = taps | self._taps, others | widths
         sums, self._sums = self._sums, {}
+        zeros = next(iter(self._tensors.values())).new_zeros(())
         while uses := {use for sets, *_ in found for use in set().union(*sets)} - self._sums.keys():
             first = min(uses, key=lambda use: self._layers[use].call)
             alike = (next((one for one in sets if first in one), uses.difference(*sets)) for sets, *_ in found)
@@ -325,7 +327,7 @@ class _Collector(LayerFinder):
             known, size = sums.get(first), self._columns[first] + 1
             if known is None:
                 blocks = 1 if first in self._pooled else self._layers[first].blocks
-                known = _GramSum([torch.zeros(size, size, dtype=torch.float64)] * blocks, [0] * blocks, set())
+                known = _GramSum([zeros.double().expand(size, size)] * blocks, [0] * blocks, set())
             whole = map(shared_sum, known.grams)
             if known.readers == readers:
                 grams = [matrix.copy_(by) for matrix, by in zip(known.grams, whole, strict=True)]
@@ -335,16 +337,21 @@ class _Collector(LayerFinder):
             self._sums |= dict.fromkeys(readers, total)
             self.memory.release()
         for use in sorted(widths):
-            self._ends.setdefault(use, VarianceSum()).share(widths[use])
+            self._ends.setdefault(use, VarianceSum()).share(zeros.double().expand(widths[use]))
         for use in sorted({use for *_, stacks in found for use in stacks}):
-            self._made[use] = shared_sum(self._made.get(use, torch.zeros(self._layers[use].stack, dtype=torch.int64)))
+            self._made[use] = shared_sum(self._made.get(use, zeros.long().expand(self._layers[use].stack)))
 
     def _moments(self, layer: LayerCall, total: _GramSum) -> LayerMoments:
         """Return the moments of a layer; where a stack has one Gram matrix, each of its matrices has that one."""
         times = layer.blocks // len(total.grams)
         grams, counts = total.grams * times, total.counts * times
-        variance, read = self._variance(layer, total), tuple(total.read or ())
-        return LayerMoments(layer, tuple(grams), self._taps[layer.use], variance, tuple(counts), read=read)
+        mean = self._ends[layer.use].mean if layer.use in self._ends and not layer.stack else None
+        if _is_product(layer):
+            mean = layer.matrix(self._tensors[layer.weight]).detach().double() @ total.grams[0][-1, :-1].double()
+        return LayerMoments(
+            layer, tuple(grams), self._taps[layer.use], self._variance(layer, total), tuple(counts), mean=mean,
+            read=tuple(total.read or ()),
+        )  # fmt: skip
 
     def _variance(self, layer: LayerCall, total: _GramSum) -> Tensor:
         if _is_product(layer):
@@ -506,9 +513,15 @@ def together(parts: Sequence[PatchStats]) -> PatchStats | None:
             grams.append(known[key])
         for each in (memory, *(part.memory for part in parts)):
             each.release()
-        variance = sum(one.variance * (count / sum(rows)) for one, count in zip(alike, rows, strict=True))
+        shares = [(one, count / sum(rows)) for one, count in zip(alike, rows, strict=True)]
+        variance = sum(one.variance * part for one, part in shares)
+        means = [(one.mean, part) for one, part in shares if one.mean is not None]
+        mean = sum(own * part for own, part in means) if len(means) == len(shares) else None
+        if mean is not None:
+            variance += sum((own - mean).square() * part for own, part in means)
         counts = (sum(rows),) * len(grams)
-        layers.append(replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, read=()))
+        whole = replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, mean=mean, read=())
+        layers.append(whole)
     return PatchStats(tuple(layers), memory=memory)
 
 

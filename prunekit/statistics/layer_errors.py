@@ -117,7 +117,9 @@ class _Prediction:
 
     # a layer without these channels, fitted to its outputs again, returns what it returns for the prediction
     factors: Tensor  # (kept, gone) of the channels that stay, and of a constant if layers have a bias
-    missing: Tensor  # (gone, gone) mean products of prediction less channel, float64; or more rows that have them
+    missing: Tensor  # (gone, gone) mean products of prediction less channel, float64; of few rows (N, gone), see `few`
+    # of few rows the ridge, that of the Gram matrix, and the channels that stay, (N, kept)
+    few: tuple[float, float, Tensor] | None = None
 
     @classmethod
     def of(cls, moments: LayerMoments, kind: torch.dtype, *, biased: bool) -> _Prediction:
@@ -141,9 +143,8 @@ class _Prediction:
         kept, gone = slice(None, None, 2), slice(1, None, 2)
         sums = solve_positive(rows.products(ridge, kept), rows.read[:, gone]).to(kind)  # (N, gone)
         factors = rows.read[:, kept].to(kind).T @ sums
-        own = torch.eye(len(factors.T), dtype=kind, device=sums.device)
         constant = rows.shares[:, gone].to(kind) - rows.shares[:, kept].to(kind) @ factors
-        return cls(torch.cat([factors, constant]), torch.cat([ridge * sums, raised**0.5 * factors, raised**0.5 * own]))
+        return cls(torch.cat([factors, constant]), sums, (ridge, raised, rows.read[:, kept].to(kind)))
 
     def change(self, read: Tensor) -> Tensor:
         """Return prediction less channel at all positions of what layers read, (..., gone)."""
@@ -159,8 +160,11 @@ class _Prediction:
         total, rows = 0.0, in_parts(weight, 4 * AT_ONCE)
         for some, factors in zip(rows, torch.split(scale, [len(part) for part in rows]), strict=True):
             gone = some[:, 1::2].to(scale.dtype) * factors[:, None]
-            if self.missing.shape[0] > self.missing.shape[1]:
-                total += float((gone.to(self.missing) @ self.missing.T).square().sum(dtype=torch.float64))
+            if self.few is not None:
+                (ridge, raised, kept), gone = self.few, gone.to(self.missing)
+                sums = gone @ self.missing.T
+                squares = (sums.square().sum(), (sums @ kept).square().sum() + gone.square().sum())
+                total += float(ridge**2 * squares[0] + raised * squares[1])
             else:
                 total += float(torch.linalg.vecdot(gone @ self.missing, gone).clamp(min=0).sum())
         return total

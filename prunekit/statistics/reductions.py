@@ -139,9 +139,9 @@ class VarianceSum:
         self.mean = self.mean.to(mean) + apart * (count / total)
         self.count, self.squares = total, self.squares.to(mean) + (squares + between)
 
-    def share(self, channels: int) -> None:
-        """Add up the rows of all processes that share the work, of which this one may have none."""
-        mean = self.mean if self.count else self.mean.double().expand(channels)
+    def share(self, zeros: Tensor) -> None:
+        """Add up the rows of all processes that share the work; `zeros`, (channels,), are the mean of no rows."""
+        mean = self.mean if self.count else zeros
         whole = shared_mean(mean, self.count)
         squares = self.squares + (mean - whole).square() * self.count
         self.count, self.mean, self.squares = shared_count(self.count), whole, shared_sum(squares)

@@ -150,7 +150,7 @@ def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each:
     source = SourceRequest(layer.source, each, torch.arange(6))
     request = SampleRequest(layer, 200, torch.arange(8), outputs=True, source=source)
     cut = layer.source.call
-    gatherer = SampleGatherer(LayerPass(model), *batches_of((images,), 0.2, size), lambda *_: [cut])
+    gatherer = SampleGatherer(LayerPass(model), *batches_of((images,), 0.2, size, least=4), lambda *_: [cut])
     (sample,) = gatherer.take([request], 0, ahead=True)
     assert sample is not None
     assert sample.before is not None

@@ -245,4 +245,9 @@ def _prune_folder(
             )
         tokens = ids[:count].reshape(windows).tolist()
         found = prune_folder(folder, tokens, params=params, out=out, progress=console.progress)
-    console.show(found, {"folder": str(out), "config": found.config, "blocks": found.rows()}, "prune", None)
+    console.show(
+        found,
+        {"folder": str(out), "config": found.config, "parameters": found.parameters, "blocks": found.rows()},
+        "prune",
+        None,
+    )

@@ -158,7 +158,7 @@ def merged_gradients(prepared: JobSubject, model: nn.Module, images: Batches) ->
 def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
     """Return patch statistics of the calibration images, with the orders of removal; None if the criterion needs none.
 
-    Processes share the images and the orders, and all get the result.
+    Processes share the images and the orders, and the main one gets the result.
     """
     job = prepared.job
     if "patches" not in CRITERIA.get(job.prune.criterion).needs:
@@ -178,6 +178,8 @@ def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, lo
         )
         eliminations(model, chart, found)
     model.cpu()
+    if not is_main():  # which plans alone
+        return None
     for problem in shortfalls(found):
         log(f"calibration: {problem}")
     return found
@@ -192,7 +194,7 @@ def criterion_inputs(
         stats = calibrate_model(prepared, model, log=log).stats
     gradients = loss_gradients(prepared, model, log=log)
     patches, check = job_patches(prepared, model, chart, log=log), None
-    if patches is not None and is_main():
+    if patches is not None:
         check = share_check(model, prepared.calibration_images(), chart, patches, job.prune, job.repair)
     return CriterionInputs(stats, gradients, patches, job.seed, check)
 

@@ -114,8 +114,10 @@ def prune_folder(
     Embeddings, head and hidden size stay. Where the decoder fits into memory twice, `prune` loses less: it weighs
     errors by their effect on the logits, and makes the hidden states fewer.
 
-    Among several processes the main one does the work and writes, and the others wait for the result. A model of which
-    each has shards (`fully_shard`) is gathered a block at a time: no process ever holds more than its shards and that.
+    Among several processes the main one does the work and writes, and the others wait for the result; after an error
+    their group cannot be used again. A model of which each has shards (`fully_shard`) is gathered a block at a time,
+    and what is in no block, such as embeddings: no process ever holds more than its shards and that. A call that goes
+    on needs as many processes as before.
 
     Hidden states of the samples lie in mapped files in the folder `unfinished` of the result. A call with the same
     arguments goes on behind the last block that an interrupted one has finished, and gives the same files.
