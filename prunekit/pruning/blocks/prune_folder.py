@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -34,7 +35,7 @@ from prunekit.reading.array_files import read_arrays
 from prunekit.reading.text_files import read_json
 from prunekit.repair.repair_model import repair as repair_masked
 from prunekit.settings.calibration import RepairSettings
-from prunekit.utils.context import release_memory
+from prunekit.utils.context import release_freed, release_memory
 from prunekit.utils.display import Displayed, Table, count, plural, scientific, share, size
 from prunekit.utils.files import StrPath, atomic_file, folder_at, remove_leftovers, require_writable, write_json
 from prunekit.utils.progress import reporting, stage
@@ -223,9 +224,9 @@ class _Job:
                 for i, group in enumerate(layout.groups):
                     found[f"{i}.order"] = np.searchsorted(group.labels, ranked[group.name].labels)
                     found[f"{i}.errors"] = ranked[group.name].errors
-                release_memory(block)
                 run(block, hidden, self._hidden("dense", index + 1))
-                del block  # before the next one is read
+                del block, ranked
+                _forget()
                 with atomic_file(file) as temporary, temporary.open("wb") as opened:
                     np.savez(opened, **found)
             arrays = read_arrays(file)
@@ -258,6 +259,7 @@ class _Job:
                 with atomic_file(shard) as temporary:
                     save_file(stored, temporary, {"format": "pt"})
                 del tensors, stored
+                _forget()
                 write_json(record, figures)
             places |= {decoder.weights.places[name][1]: shard.name for name in names.values()}
             records.append(read_json(record))
@@ -302,7 +304,6 @@ class _Job:
         del masked
         run(block, dense, self._hidden("dense", index + 1))
         run(small, running, self._hidden("pruned", index + 1))
-        release_memory(block)
         figures = {"before": report.before, "after": report.after}
         tensors = {own: tensor.detach().to(kinds[own]) for own, tensor in named_tensors(small) if own in kinds}
         return tensors, {**figures, "difference": max(most, proof.max_relative_difference)}
@@ -312,3 +313,9 @@ class _Job:
         shape = *self.tokens.shape, self.decoder.width
         name = f"{kind}-{index % 2}.bin" if index else "embedded.bin"
         return torch.from_file(str(self.out / WORK / name), shared=True, size=int(np.prod(shape))).view(shape)
+
+
+def _forget() -> None:
+    """Free what is left of a block, however small, before the next one is read: there may be a hundred."""
+    gc.collect()
+    release_freed()
