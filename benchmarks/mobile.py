@@ -1,10 +1,16 @@
 """Networks of phones pruned without training: agreement with the dense model at shares of its MACs.
 
-`prunekit` is `pk.prune` as it comes, `unrepaired` the same plan without repair, and `l2` filters of least norm over the
-whole model with BatchNorm statistics taken anew (none where an ONNX file has folded them). Inputs that judge are seen
-by nothing else. `agreement` is in percent of the dense model's: classes, F1 of faces or of text's
-pixels; `error` is the squared error of the output as a share of its variance; `macs` the share left;
-`seconds` are those of the CPU. Packages and their licences are in `mobile_networks.py`, pictures in `mobile_inputs.py`.
+Inputs that judge are seen by nothing else; widths may be any number. `agreement` is in percent of the dense model's:
+classes, pitches, scores, lines of text, the cosine of vectors, or F1 of faces, notes, speech or text's pixels;
+`error` is the squared error of the output as a share of its variance; `macs` the share left; `seconds` are those of
+the CPU. Packages and their licences are in `mobile_networks.py`, inputs in `mobile_inputs.py`, `mobile_sounds.py` and
+`mobile_texts.py`. Methods:
+
+- `prunekit`: `pk.prune` as it comes; `unrepaired`, the same plan alone; `uniform`, our order with the same share of
+  every group; `no-joint` and `no-rectified`, without the fits of two layers together, or of what a ReLU lets through.
+- `l2`: filters of least norm over the whole model (Li et al. 2017), BatchNorm statistics taken anew where there are
+  any; `l2-fitted`, the same filters and our repair.
+- `fpgm`: filters nearest to their median over the whole model (He et al. 2019) by torch-pruning, statistics anew.
 
     python benchmarks/mobile.py --pictures FOLDER [--network A,B] [--macs 0.9,0.8,0.7,0.5] [--method A,B] [--threads N]
         [--json] [--keep]
@@ -16,44 +22,89 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import collected, keep, rows_before, shares, show
-from mobile_networks import BATCH, NETWORKS, Subject, error
-from torch import nn
+from mobile_agreement import BATCH, Subject, error
+from mobile_networks import NETWORKS
+from torch import Tensor, nn
 
 import prunekit as pk
-from prunekit.errors import PrunekitError
+from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.model_size import count_macs
 
 KEEP = "write benchmarks/results/mobile.json, where other rows (network, macs, method) stay"
+HALVINGS = 12
+"""Of the interval in which the smallest ratio of channels that meets the budget is searched."""
 
 
-def default(subject: Subject, share: float) -> nn.Module:
-    """Our order and budget, repaired."""
-    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, round_to=1).model
-
-
-def unrepaired(subject: Subject, share: float) -> nn.Module:
-    """Our order and budget alone."""
-    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, round_to=1, repair=False).model
+def ours(subject: Subject, share: float, **options: Any) -> nn.Module:
+    """Our order, budget and repair, or others."""
+    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, round_to=1, **options).model
 
 
 def magnitude(subject: Subject, share: float) -> nn.Module:
-    """The filters of least L2 norm go, ranked over the whole model (Li et al. 2017); BatchNorm is recalibrated."""
+    """The filters of least L2 norm go, ranked over the whole model; BatchNorm is recalibrated."""
     images = subject.inputs[0]
-    model = pk.prune(subject.model, images[:2], macs=share, criterion="l2", scope="global", round_to=1).model
+    return recalibrated(
+        pk.prune(subject.model, images[:2], macs=share, criterion="l2", scope="global", round_to=1).model, images
+    )
+
+
+def recalibrated(model: nn.Module, images: Tensor) -> nn.Module:
+    """The model itself, with BatchNorm statistics of these images."""
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         pk.recalibrate_batchnorm(model, [(some, torch.zeros(len(some))) for some in torch.split(images, BATCH)])
     return model
 
 
+def fpgm(subject: Subject, share: float) -> nn.Module:
+    """The smallest ratio of channels found that meets the budget, the last layers whole.
+
+    Raises:
+        PlanError: none does, or torch-pruning fails.
+    """
+    peer, example = import_module("torch_pruning"), subject.inputs[0][:2]
+    labels = pk.trace(subject.model, example).labels
+    best, low, high = None, 0.0, 1.0
+    for _ in range(HALVINGS):
+        model, ratio = deepcopy(subject.model), (low + high) / 2
+        last = [module for path, module in model.named_modules() if _locked(labels.get(f"{path}.weight"))]
+        try:
+            importance = peer.importance.FPGMImportance()
+            arguments = {"global_pruning": True, "pruning_ratio": ratio, "ignored_layers": last}
+            peer.pruner.BasePruner(model, example, importance=importance, **arguments).step()
+            left = count_macs(model, (example[:1],))
+        except Exception as failure:  # whatever another package raises
+            raise PlanError(f"torch-pruning: {type(failure).__name__}: {str(failure)[:100]}") from failure
+        if left <= share * count_macs(subject.model, (example[:1],)):
+            best, high = model, ratio
+        else:
+            low = ratio
+    if best is None:
+        raise PlanError(f"torch-pruning: no ratio of channels leaves {share:.0%} of the MACs")
+    return recalibrated(best, subject.inputs[0])
+
+
+def _locked(axes: Any) -> bool:
+    """Tells whether no channel that a weight makes may go."""
+    return axes is not None and axes[0] is not None and not axes[0].any()
+
+
 METHODS: dict[str, Callable[[Subject, float], nn.Module]] = {
-    "prunekit": default,
-    "unrepaired": unrepaired,
+    "prunekit": ours,
+    "unrepaired": partial(ours, repair=False),
     "l2": magnitude,
+    "l2-fitted": partial(ours, criterion="l2", scope="global"),
+    "fpgm": fpgm,
+    "uniform": partial(ours, criterion="elimination", scope="uniform"),
+    "no-joint": partial(ours, repair=pk.RepairSettings(joint_steps=0)),
+    "no-rectified": partial(ours, repair=pk.RepairSettings(rectified_steps=0)),
 }
 
 

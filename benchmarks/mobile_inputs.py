@@ -137,15 +137,30 @@ def with_text(photos: Split) -> Split:
     return sides[0], sides[1]
 
 
-def text_lines(count: int) -> Split:
-    """(N, 3, 48, 192) lines of words on plain ground, every second one upside down."""
+def crops(photos: Split) -> Split:
+    """(N, 3, 48, 48) six crops of each photograph with faces, 48 to 120 pixels wide: faces, parts of them, and none."""
+    random, sides = np.random.default_rng(4), []
+    for pixels in with_faces(photos):
+        made = []
+        for image in pixels:
+            for corner in random.integers(0, 4, 6):
+                side = int(random.integers(48, 121))
+                top, left = (int(corner // 2) * 128 + 9, int(corner % 2) * 128 + 9)
+                top, left = (int(np.clip(at + random.integers(-16, 17), 0, SIDE - side)) for at in (top, left))
+                made.append(resized(image[None, :, top : top + side, left : left + side], 48))
+        sides.append(torch.cat(made))
+    return sides[0], sides[1]
+
+
+def text_lines(count: int, *, upright: bool = False) -> Split:
+    """(N, 3, 48, 192) lines of words on plain ground, every second one upside down where not all are upright."""
     random, made = np.random.default_rng(3), []
     for index in range(count):
         ground, ink = random.integers(0, 256, 3), random.integers(0, 256, 3)
         picture = Image.new("RGB", (192, 48), tuple(int(c) for c in ground))
         font = ImageFont.load_default(float(random.integers(18, 36)))
         ImageDraw.Draw(picture).text((4, 4), line(random), fill=tuple(int(c) for c in ink), font=font)
-        pixels = np.asarray(picture.rotate(180 * (index % 2)), dtype=np.float32)
+        pixels = np.asarray(picture.rotate(180 * (index % 2) * (not upright)), dtype=np.float32)
         made.append(pixels + random.normal(0, 8, pixels.shape).astype(np.float32))
     lines = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
     return lines[: round(FITTED * count)], lines[round(FITTED * count) :]
