@@ -86,7 +86,7 @@ def text(folder: Path) -> Subject:
 
 def direction(folder: Path) -> Subject:
     """The classifier of a line's direction."""
-    fitted, held = (pixels / 127.5 - 1 for pixels in text_lines(1600))
+    fitted, held = (pixels / 127.5 - 1 for pixels in text_lines(640))
     path = packaged("rapidocr_onnxruntime", "models/ch_ppocr_mobile_v2.0_cls_infer.onnx")
     return Subject(from_onnx(path), (fitted, held), same_class)
 
