@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.channels.labels.label_union import Labels
+from prunekit.channels.tracing.unrolled import unroll
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.known_names import SUBSTITUTES
@@ -83,10 +84,11 @@ def substitute_all(model: nn.Module) -> set[str]:
 
 
 def substituted_copy(model: nn.Module, own: Callable[[str], bool]) -> nn.Module:
-    """Return a copy in which attention calls its projections as layers, with the tensors of the model or its own."""
+    """Return a copy whose attention and recurrent layers call `F.linear`, with tensors of the model or its own."""
     tensors = {name: (tensor.detach(), own(name)) for name, tensor in named_tensors(model)}
     copy = with_tensors(model, {name: one.clone() if copied else one for name, (one, copied) in tensors.items()})
     substitute_all(copy)
+    unroll(copy)
     return copy
 
 
