@@ -91,7 +91,8 @@ MODELS = (
 def costs(model: Decoder, device: Device, processes: int, *, by_block: bool) -> dict[str, float]:
     """Return the seconds of each stage, and the bytes of one process.
 
-    `by_block`: one block is in memory at a time, its weights are read from the disk, and hidden states lie there.
+    `by_block`: one block is in memory at a time, its weights are read from the disk, and hidden states lie there; with
+    several processes as if they shared its samples as they do those of a whole model.
     """
     n, d, f, p, kept = model.tokens, model.width, model.mlp, processes, SHARE
     rows = min(n, 32768)  # positions whose products are summed
