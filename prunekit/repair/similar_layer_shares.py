@@ -71,7 +71,9 @@ class ShareCheck:
     much each group can lose: plans are tried in which like groups share more evenly, as in Wanda-sp and FLAP (An et al.
     2024). Where the growth of errors on held-out samples is known, a plan by errors times that is tried too. All layers
     are fitted at once to what they compute in the dense model, by least squares on some samples, and the error
-    of the output on the held-out others decides.
+    of the output on the held-out others decides. That error tells very different plans apart, and must not be what a
+    search minimizes: it undervalues plans whose errors the sequential repair takes away, which made the best of 40
+    plans of a ResNet-20 worse by 3 points.
     """
 
     model: nn.Module  # the dense one
