@@ -34,10 +34,10 @@ from prunekit.statistics.gram_matrices import (
     IN_MEMORY,
     ROWS,
     VOCABULARY,
+    LayerMoments,
     PatchStats,
     collect_patches,
     shortfalls,
-    together,
     with_raised_ridge,
 )
 from prunekit.statistics.layer_errors import RIDGE, with_gains
@@ -47,7 +47,7 @@ from prunekit.utils.context import device_of, is_large
 from prunekit.utils.display import size
 from prunekit.utils.inputs import counted_positions, sample_count, select_samples, to_device
 from prunekit.utils.progress import stage
-from prunekit.utils.tensors import gather, has_sample_lists
+from prunekit.utils.tensors import FileMemory, gather, has_sample_lists
 
 AT_ONCE = 4096
 """Patches of a layer, about, in a batch: 151 MB for 512 channels and a 3 x 3 kernel in float64."""
@@ -165,7 +165,7 @@ def patch_statistics(
         logs = (log, None)  # once
         pairs = zip(each, logs, strict=True)
         some = [_moments(copy, part, channel_map, settings, ignore, groups, own, of=samples) for part, own in pairs]
-    found = together(some)
+    found = _together(some)
     if found is None:
         found, some = _moments(copy, images, channel_map, settings, ignore, groups, log, batch=batch), []
     few = select_samples(images, slice(max(FEWEST, samples // 16)))
@@ -173,6 +173,36 @@ def patch_statistics(
     if not some:
         return stats
     return replace(stats, parts=(_with_grams(stats, with_raised_ridge(some[0], RIDGE)), _with_grams(stats, some[1])))
+
+
+def _together(parts: Sequence[PatchStats]) -> PatchStats | None:
+    """Return the moments of all samples by those of some and those of the others; None if these made other calls."""
+    if len({tuple(moments.layer.use for moments in part.layers) for part in parts}) != 1:
+        return None
+    memory, known, layers = FileMemory(IN_MEMORY), dict[tuple[int, ...], Tensor](), list[LayerMoments]()
+    for alike in zip(*(part.layers for part in parts), strict=True):
+        if alike[0].layer.stack:
+            return None
+        rows = [moments.counts[0] for moments in alike]
+        grams = list[Tensor]()
+        for matrices in zip(*(moments.grams for moments in alike), strict=True):
+            key = tuple(map(id, matrices))
+            if key not in known:
+                whole = sum(matrix * (count / sum(rows)) for matrix, count in zip(matrices, rows, strict=True))
+                known[key] = memory.keep(whole)
+            grams.append(known[key])
+        for each in (memory, *(part.memory for part in parts)):
+            each.release()
+        shares = [(one, count / sum(rows)) for one, count in zip(alike, rows, strict=True)]
+        variance = sum(one.variance * part for one, part in shares)
+        means = [(one.mean, part) for one, part in shares if one.mean is not None]
+        mean = sum(own * part for own, part in means) if len(means) == len(shares) else None
+        if mean is not None:
+            variance += sum((own - mean).square() * part for own, part in means)
+        counts = (sum(rows),) * len(grams)
+        whole = replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, mean=mean, read=())
+        layers.append(whole)
+    return PatchStats(tuple(layers), memory=memory)
 
 
 def _with_grams(stats: PatchStats, other: PatchStats) -> PatchStats:

@@ -495,36 +495,6 @@ def collect_patches(
     return PatchStats(found, memory=collector.memory)
 
 
-def together(parts: Sequence[PatchStats]) -> PatchStats | None:
-    """Return the moments of all samples by those of some and those of the others; None if these made other calls."""
-    if len({tuple(moments.layer.use for moments in part.layers) for part in parts}) != 1:
-        return None
-    memory, known, layers = FileMemory(IN_MEMORY), dict[tuple[int, ...], Tensor](), list[LayerMoments]()
-    for alike in zip(*(part.layers for part in parts), strict=True):
-        if alike[0].layer.stack:
-            return None
-        rows = [moments.counts[0] for moments in alike]
-        grams = list[Tensor]()
-        for matrices in zip(*(moments.grams for moments in alike), strict=True):
-            key = tuple(map(id, matrices))
-            if key not in known:
-                whole = sum(matrix * (count / sum(rows)) for matrix, count in zip(matrices, rows, strict=True))
-                known[key] = memory.keep(whole)
-            grams.append(known[key])
-        for each in (memory, *(part.memory for part in parts)):
-            each.release()
-        shares = [(one, count / sum(rows)) for one, count in zip(alike, rows, strict=True)]
-        variance = sum(one.variance * part for one, part in shares)
-        means = [(one.mean, part) for one, part in shares if one.mean is not None]
-        mean = sum(own * part for own, part in means) if len(means) == len(shares) else None
-        if mean is not None:
-            variance += sum((own - mean).square() * part for own, part in means)
-        counts = (sum(rows),) * len(grams)
-        whole = replace(alike[0], grams=tuple(grams), variance=variance, counts=counts, mean=mean, read=())
-        layers.append(whole)
-    return PatchStats(tuple(layers), memory=memory)
-
-
 def too_few(moments: LayerMoments) -> bool:
     """Return whether a layer reads more columns than positions were sampled."""
     return bool(_short(moments))

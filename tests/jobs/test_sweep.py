@@ -44,7 +44,7 @@ from torch import nn
 
 def net():
     torch.manual_seed(0)
-    if sys.argv[1] == "prune":  # a trial, and not the sweep itself
+    if sys.argv[1:2] == ["prune"]:  # a trial, and not the sweep itself
         with suppress(FileNotFoundError):
             who = Path("kill").read_text()
             Path("kill").unlink()
@@ -168,7 +168,7 @@ def test_processes_that_run_together_get_a_gpu_each(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_what_takes_more_memory_than_allowed_is_killed_and_named(tmp_path: Path) -> None:
-    command, said = Command("greedy", tmp_path / "greedy", ("list", "criteria", "--json")), list[str]()
+    command, said = Command("greedy", tmp_path / "greedy", ("inspect", "resnet18", "--json")), list[str]()
     run_processes([command], Limits(1, memory=10**6), said.append)
     assert said.count("greedy: starts") == 2  # tried again
     assert str(command.problem).startswith("out of memory: ")
