@@ -206,7 +206,7 @@ class LayerWalk:
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
         drawn = any(sources) or any(each.most > number for each, number in zip(sizes, rows, strict=True))
-        least = batch_parts() if drawn or worker()[1] > 1 else 1
+        least = batch_parts() if drawn else worker()[1]
         size = min(size, -(-count // least))
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs), least)
         running = setup.running
