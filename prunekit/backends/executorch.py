@@ -7,8 +7,16 @@ from typing import Any
 from weakref import WeakSet
 
 from prunekit.backends.backend import DeviceBackend, Loaded, register_backend
-from prunekit.backends.files import program as programs
 from prunekit.backends.files.export_source import KEY, ExportSource, fed, interface_of_json
+from prunekit.backends.files.program import (
+    SAMPLES,
+    Program,
+    exporting,
+    largest_sizes,
+    place_of_node,
+    program_of,
+    tracing,
+)
 from prunekit.backends.session import Sample, Session, Setting
 from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.models.interface import ModelInterface
@@ -30,7 +38,7 @@ _OPEN: WeakSet[Any] = WeakSet()
 class Executorch(DeviceBackend):
     """Programs of ExecuTorch; their interface is what the method `prunekit` returns, as JSON."""
 
-    most_samples = programs.SAMPLES
+    most_samples = SAMPLES
     loader = "ExecuTorch's runtime"
     advice = "; inputs may be no larger than memory was planned for, as its export noted"
     runs_for_interface = True
@@ -38,8 +46,8 @@ class Executorch(DeviceBackend):
     def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a program; memory is planned for the largest sizes, which the notes name."""
         self.require_writable(source, "an ExecuTorch program stores weights")
-        most = programs.largest_sizes(source)
-        program = programs.program_of(source, flat=True, most=most)
+        most = largest_sizes(source)
+        program = program_of(source, flat=True, most=most)
         path.write_bytes(_lowered(source, program, most))
         return [*program.notes, *(f"memory is planned for a {name} of at most {size}" for name, size in most.items())]
 
@@ -82,16 +90,16 @@ class Executorch(DeviceBackend):
         return interface_of_json(str(found[0]), str(path))
 
 
-def _lowered(source: ExportSource, program: programs.Program, most: Mapping[str, int]) -> bytes:
+def _lowered(source: ExportSource, program: Program, most: Mapping[str, int]) -> bytes:
     carried = {KEY: json.dumps(program.interface.as_dict())}
-    with programs.tracing():
+    with tracing():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
         # Its verifier runs the graph on sizes that it compares, which can fix an axis of any size.
         unverified = EdgeCompileConfig(_check_ir_validity=False)
         advice = "compute it there with operators that ExecuTorch has, or use another format, such as onnx"
-        with programs.exporting(source.model, "exported to ExecuTorch", advice):
+        with exporting(source.model, "exported to ExecuTorch", advice):
             lowered = to_edge_transform_and_lower(
                 program.exported,
                 partitioner=[XnnpackPartitioner()],
@@ -106,13 +114,13 @@ def _lowered(source: ExportSource, program: programs.Program, most: Mapping[str,
 
 def _require_known(source: ExportSource, planned: Any) -> None:
     """Raise if a program has an operator that ExecuTorch's runtime lacks."""
-    with programs.tracing():
+    with tracing():
         from executorch.runtime import Runtime
     known = set(Runtime.get().operator_registry.operator_names)
     for node in planned.graph.nodes:
         name = node.target.name() if isinstance(node.target, OpOverload) else ""  # type: ignore[no-untyped-call]
         if name and name not in known:
-            place = programs.place_of_node(node)
+            place = place_of_node(node)
             raise RunError(
                 f"{type(source.model).__name__} cannot be exported to ExecuTorch: its runtime has no operator "
                 f"{name}" + (f", at {place}" if place else "") + "; compute it there with operators that "
@@ -120,7 +128,7 @@ def _require_known(source: ExportSource, planned: Any) -> None:
             )
 
 
-def _require_planned(source: ExportSource, program: programs.Program, planned: Any, most: Mapping[str, int]) -> None:
+def _require_planned(source: ExportSource, program: Program, planned: Any, most: Mapping[str, int]) -> None:
     """Raise if ExecuTorch's compiler has fixed an axis of any size to that of the example."""
     taken = set(planned.graph_signature.user_inputs)
     entries = [node.meta["spec"] for node in planned.graph.nodes if node.op == "placeholder" and node.name in taken]
@@ -137,7 +145,7 @@ def method_of(path: Path, name: str) -> Any:
     """Return a method of a program, in the runtime of ExecuTorch."""
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an ExecuTorch program, and there is no file")
-    with programs.tracing():  # its modules warn while they are imported
+    with tracing():  # its modules warn while they are imported
         from executorch.runtime import Runtime
     with raised_as(ArtifactError, f"{path}: expected an ExecuTorch program, but "):
         program = Runtime.get().load_program(path)

@@ -16,8 +16,16 @@ from prunekit.backends.folders.model_card import RUN, CardFacts, Loading, card
 from prunekit.backends.folders.model_file import CODE
 from prunekit.backends.standalone import DENSE, FolderBackend, Standalone, build_of, require_same, write_files
 from prunekit.channels.rewrite.source_rewriter import original_of
-from prunekit.compaction import model_folder
 from prunekit.compaction.folded_norms import folds_of
+from prunekit.compaction.model_folder import (
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    facts_of_model,
+    load,
+    read_manifest,
+    stored_tensors,
+)
 from prunekit.errors import ArtifactError, RunError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import require_values
@@ -53,23 +61,23 @@ class Hub(FolderBackend):
         require_values(source.model, "a file")
         build = build_of(source)
         path.mkdir()
-        tensors, sparse = model_folder.stored_tensors(source.model)
-        write_tensors(tensors, path / model_folder.WEIGHTS)
+        tensors, sparse = stored_tensors(source.model)
+        write_tensors(tensors, path / WEIGHTS)
         manifest = _manifest(source, build)
         # other libraries read these weights too: they are plain, also where those of the folder are compressed
-        manifest |= {"format": model_folder.FORMAT, "compression": None}
-        manifest |= {"sparse": sparse, "sha256": {model_folder.WEIGHTS: sha256(path / model_folder.WEIGHTS)}}
-        write_json(path / model_folder.MANIFEST, with_checksum(manifest))
+        manifest |= {"format": FORMAT, "compression": None}
+        manifest |= {"sparse": sparse, "sha256": {WEIGHTS: sha256(path / WEIGHTS)}}
+        write_json(path / MANIFEST, with_checksum(manifest))
         for name in _PLAN if source.folder is not None else ():
             if (source.folder / name).is_file():  # type: ignore[operator]
                 shutil.copyfile(source.folder / name, path / name)  # type: ignore[operator]
         loaded = _loaded(source, path, build)
         if loaded is not None:
-            require_same(source, loaded, model_folder.MANIFEST)
+            require_same(source, loaded, MANIFEST)
         notes, alone = _write_code(source, path)
         if loaded is None and alone.code:
             require_same(source, self._standalone.load(path, source.facts.get(DENSE) or source.model), CODE)
-        known = library_loading(source.model, source.example, source.interface, build, path / model_folder.WEIGHTS)
+        known = library_loading(source.model, source.example, source.interface, build, path / WEIGHTS)
         _write_configs(source, path, build, known)
         ways = [_with_prunekit(manifest), alone, *([_with_library(known)] if known is not None else [])]
         library = known.library if known is not None and known.config is not None else "prunekit"
@@ -80,13 +88,13 @@ class Hub(FolderBackend):
 
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface in `prunekit.json`."""
-        manifest = model_folder.read_manifest(path)
-        return ModelInterface.from_dict(manifest.get("interface"), str(path / model_folder.MANIFEST))
+        manifest = read_manifest(path)
+        return ModelInterface.from_dict(manifest.get("interface"), str(path / MANIFEST))
 
     def load(self, path: Path) -> nn.Module:
         """Load a folder by `prunekit.load`, or by its `model.py` where the user's code builds the dense model."""
-        if model_folder.read_manifest(path).get("build"):
-            return model_folder.load(path)
+        if read_manifest(path).get("build"):
+            return load(path)
         if not (path / CODE).is_file():
             raise ArtifactError(f"{path}: prunekit.load({str(path)!r}, model=...) needs the code that builds the model")
         return self._standalone.load(path)
@@ -96,12 +104,12 @@ def _manifest(source: ExportSource, build: Mapping[str, Any] | None) -> dict[str
     """Return the manifest of the model's folder, or of a dense model."""
     own = {"interface": source.interface.as_dict(), "classes": list(source.interface.classes)}
     if source.folder is not None:
-        return {**model_folder.read_manifest(source.folder), **own, "channels_last": lies_channels_last(source.model)}
+        return {**read_manifest(source.folder), **own, "channels_last": lies_channels_last(source.model)}
     zoo = build if build is not None and build.get("zoo") != "own" else None
     model = source.model
     _require_dense(source, build)
     return {
-        **model_folder.facts_of_model(model, input_specs(source.example)),
+        **facts_of_model(model, input_specs(source.example)),
         "build": None if zoo is None else {key: zoo.get(key) for key in ("name", "zoo", "arguments")},
         "kept": {},
         "attention_heads": {},
@@ -133,12 +141,12 @@ def _require_dense(source: ExportSource, build: Mapping[str, Any] | None) -> Non
 
 def _loaded(source: ExportSource, path: Path, build: Mapping[str, Any] | None) -> nn.Module | None:
     """Return the model that `prunekit.load` reads; None if it takes code that nobody named."""
-    if model_folder.read_manifest(path).get("build"):
-        return model_folder.load(path)
+    if read_manifest(path).get("build"):
+        return load(path)
     if build is not None and build.get("zoo") == "own":
-        return model_folder.load(path, lambda: load_factory(str(build["name"])))
+        return load(path, lambda: load_factory(str(build["name"])))
     dense = source.facts.get(DENSE)
-    return None if dense is None else model_folder.load(path, dense)
+    return None if dense is None else load(path, dense)
 
 
 def _write_code(source: ExportSource, path: Path) -> tuple[list[str], Loading]:
@@ -204,5 +212,5 @@ def _card_facts(source: ExportSource, path: Path, library: str, ways: list[Loadi
     parameters = sum(parameter.numel() for parameter in source.model.parameters())
     title = f"{name}, pruned" if run or source.folder is not None else str(name)
     made = f"Written by prunekit {version('prunekit')} with torch {torch.__version__}."
-    stored = (path / model_folder.WEIGHTS).stat().st_size
+    stored = (path / WEIGHTS).stat().st_size
     return CardFacts(title, library, source.interface, parameters, stored, run, tuple(ways), (*notes, made))

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from prunekit.backends.backend import FileBackend, register_backend
-from prunekit.backends.files import export_source
+from prunekit.backends.files.export_source import (
+    KEY,
+    ExportSource,
+    Run,
+    fed_arrays,
+    interface_of_json,
+    metadata_of,
+    require_own_file,
+)
 from prunekit.backends.files.onnx_program import NodeModules, onnx_program_of
 from prunekit.backends.int8.openvino_quantizer import MODULES, OpenvinoQuantizer, openvino_core, sparse_options
 from prunekit.backends.int8.quantizer import Array, Batch
@@ -54,7 +62,7 @@ class OpenVino(FileBackend):
     What is timed is that graph: sessions are made from ONNX files.
     """
 
-    def write(self, source: export_source.ExportSource, path: Path) -> list[str]:
+    def write(self, source: ExportSource, path: Path) -> list[str]:
         """Write a model: `NAME.xml`, and its weights in `NAME.bin` beside it."""
         import openvino
 
@@ -65,13 +73,13 @@ class OpenVino(FileBackend):
             built.save(carrier)
             with raised_as(RunError, failed, "; use another format, such as onnx"):
                 model = openvino.convert_model(carrier)
-            for key, value in export_source.metadata_of(program.interface).items():
+            for key, value in metadata_of(program.interface).items():
                 model.set_rt_info(value, key)
             model.set_rt_info(json.dumps(NodeModules(carrier).of_names), MODULES)
             openvino.save_model(model, path, compress_to_fp16=source.options.half)
         return program.notes
 
-    def open(self, path: Path, *, threads: int = 1) -> export_source.Run:
+    def open(self, path: Path, *, threads: int = 1) -> Run:
         """Return a function that runs a file on the CPU, computing in float32 where OpenVINO would choose bfloat16."""
         model, interface = _read(path), self.interface(path)
         if len(interface.outputs) > len(model.outputs):
@@ -87,7 +95,7 @@ class OpenVino(FileBackend):
         ]
 
         def run(example: tuple[Any, ...]) -> list[Tensor]:
-            arrays = export_source.fed_arrays(example, interface, taken)
+            arrays = fed_arrays(example, interface, taken)
             with raised_as(RunError, f"{path}: OpenVINO cannot run it: "):
                 found = request.infer(arrays)
             return _tensors(found, ports)
@@ -97,8 +105,8 @@ class OpenVino(FileBackend):
     def interface(self, path: Path) -> ModelInterface:
         """Return the interface that prunekit wrote into a file; else that of its graph, without a task."""
         model = _read(path)
-        if model.has_rt_info(export_source.KEY):
-            return export_source.interface_of_json(str(model.get_rt_info(export_source.KEY).value), str(path))
+        if model.has_rt_info(KEY):
+            return interface_of_json(str(model.get_rt_info(KEY).value), str(path))
         return ModelInterface(
             tuple(_spec(entry, f"input_{index}") for index, entry in enumerate(model.inputs)),
             tuple(_spec(entry, f"output_{index}") for index, entry in enumerate(model.outputs)),
@@ -128,10 +136,7 @@ class OpenVino(FileBackend):
     ) -> Session:
         """Compile an exported file, IR or ONNX, which is fed by the names of its interface."""
         compiled = compiled_file(path, setting)
-        arrays, names = (
-            export_source.fed_arrays(sample, interface, _input_names(compiled)),
-            [one.name for one in interface.outputs],
-        )
+        arrays, names = fed_arrays(sample, interface, _input_names(compiled)), [one.name for one in interface.outputs]
         return Session(_run_of(compiled, arrays), lambda found: _tensors(found, names))
 
     def quantizer_of(
@@ -160,7 +165,7 @@ def _read(path: Path) -> Any:
         raise ArtifactError(f"{path}: expected an OpenVINO .xml file, and there is none")
     weights = path.with_suffix(".bin")
     if weights.is_symlink() or weights.exists():
-        export_source.require_own_file(path, weights.name, "the file of its weights")
+        require_own_file(path, weights.name, "the file of its weights")
     with path.open("rb") as file:
         if not file.read(100).lstrip().startswith(STARTS):  # else OpenVINO tries what else it reads: ONNX, TensorFlow
             raise ArtifactError(f"{path}: expected an OpenVINO .xml file, and it is no XML of a network")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.data import coco, splits, yolo
+from prunekit.data import coco, yolo
 from prunekit.data.annotated_images import AnnotatedImages, BoxAugmentation, BoxedImages
 from prunekit.data.augmentation import Draw
 from prunekit.data.datasets import CorruptImages, FolderImages, Indexable, TensorImages
@@ -24,6 +24,16 @@ from prunekit.data.drawn_shapes import DrawnShapes
 from prunekit.data.library_datasets import open_rows, open_sets
 from prunekit.data.local_files import LabeledArrays, LabeledFiles, read_npz, scan_folder, scan_unlabeled
 from prunekit.data.roots import ARCHIVE, missing_data
+from prunekit.data.splits import (
+    ImageSource,
+    Splits,
+    fingerprint,
+    image_transform_of,
+    require_labels,
+    require_shares,
+    source_of_parts,
+    splits_of,
+)
 from prunekit.data.texts import text_splits
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.models.preprocessing import Preprocessing
@@ -48,7 +58,7 @@ class BoxedSource:
     notes: tuple[str, ...] = ()  # what was left out
 
 
-def detection_splits(settings: DataSettings) -> splits.Splits:
+def detection_splits(settings: DataSettings) -> Splits:
     """Load images with boxes and split them, the same for the same settings and content.
 
     Where there are no test images, those of validation are the test images, and others for validation are drawn from
@@ -60,7 +70,7 @@ def detection_splits(settings: DataSettings) -> splits.Splits:
                 f"data.{name}: expected none for images with boxes, whose values stay 0..1: torchvision's detectors "
                 "normalize them themselves, and ultralytics' are not normalized"
             )
-    splits.require_shares(settings)
+    require_shares(settings)
     source = _BOXED_READERS[settings.source](settings)
     size = settings.image_size
     feed = Preprocessing(size, size, mean=(0.0,) * 3, std=(1.0,) * 3, padding=GRAY)
@@ -74,13 +84,13 @@ def detection_splits(settings: DataSettings) -> splits.Splits:
     made |= _drawn(made, settings)
     how = f"{settings.source} {size} {settings.targets} {settings.category_ids} {settings.test_share} "
     how += f"{settings.validation_share} {settings.split_seed} {[(name, len(part)) for name, part in made.items()]}"
-    return splits.Splits(
+    return Splits(
         made["train"],
         made["validation"],
         made["test"],
         source.parts["train"].classes,
         (3, size, size),
-        splits.fingerprint([how.encode(), *source.content]),
+        fingerprint([how.encode(), *source.content]),
         DETECTION,
         feed,
         source.notes,
@@ -152,13 +162,13 @@ def _marks(images: Iterable[Path]) -> Iterable[bytes]:
 _BOXED_READERS: dict[str, Callable[[DataSettings], BoxedSource]] = {"shapes": _shapes, "coco": _coco, "yolo": _yolo}
 
 
-def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -> splits.Splits:
+def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -> Splits:
     """Load labeled images and split them: stratified, and the same for the same settings and content.
 
     Texts, for tasks that take them, are split into blocks. `test_share` and `validation_share` are shares of all
     images. If the source has separate test images, only validation images are drawn, as a share of its training images.
     """
-    splits.require_labels(settings, get_task(task))
+    require_labels(settings, get_task(task))
     if settings.source == "own":
         raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
     if (missing := missing_data(settings)) is not None:
@@ -167,38 +177,38 @@ def load_splits(settings: DataSettings, task: str = IMAGE_CLASSIFICATION.name) -
         return detection_splits(settings)
     if settings.source == "text" or (settings.source == "huggingface" and get_task(task).texts is not None):
         return text_splits(settings, get_task(task))
-    return splits.splits_of(_READERS[settings.source](settings), settings)
+    return splits_of(_READERS[settings.source](settings), settings)
 
 
-def _digits(settings: DataSettings) -> splits.ImageSource:
+def _digits(settings: DataSettings) -> ImageSource:
     """Return the UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 gray images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
-    transform = splits.image_transform_of(settings)
+    transform = image_transform_of(settings)
     given = torch.from_numpy(labels) if settings.labels else torch.arange(len(labels))
     dataset = TensorImages(torch.from_numpy(pixels), given, transform, scale=16.0)
     classes = tuple(str(digit) for digit in range(10)) if settings.labels else ()
-    return splits.ImageSource("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
+    return ImageSource("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
 
 
-def _npz(settings: DataSettings) -> splits.ImageSource:
+def _npz(settings: DataSettings) -> ImageSource:
     path = _root(settings)
     archive = read_npz(path, labeled=settings.labels)
 
     def dataset(arrays: LabeledArrays) -> TensorImages:
-        return TensorImages(arrays.pixels, arrays.labels, splits.image_transform_of(settings))
+        return TensorImages(arrays.pixels, arrays.labels, image_transform_of(settings))
 
     test = None if archive.test is None else dataset(archive.test)
     parts = [archive.rest] if archive.test is None else [archive.rest, archive.test]
     tensors = [tensor for arrays in parts for tensor in (arrays.pixels, arrays.labels)]
     content = tuple(tensor.contiguous().numpy().tobytes() for tensor in tensors)
-    return splits.ImageSource(str(path), archive.classes, dataset(archive.rest), test, content)
+    return ImageSource(str(path), archive.classes, dataset(archive.rest), test, content)
 
 
-def _imagefolder(settings: DataSettings) -> splits.ImageSource:
+def _imagefolder(settings: DataSettings) -> ImageSource:
     root = _root(settings)
     folder = scan_folder(root) if settings.labels else scan_unlabeled(root)
-    transform = splits.image_transform_of(settings)
+    transform = image_transform_of(settings)
     stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()), *(folder.validation or ()))}
     corrupt = CorruptImages.allowing(settings.max_corrupt, len(stats))
     corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
@@ -212,7 +222,7 @@ def _imagefolder(settings: DataSettings) -> splits.ImageSource:
     content = tuple(
         f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode() for path, stat in stats.items()
     )
-    return splits.ImageSource(str(root), folder.classes, dataset(folder.rest), test, content, validation)
+    return ImageSource(str(root), folder.classes, dataset(folder.rest), test, content, validation)
 
 
 def _root(settings: DataSettings) -> Path:
@@ -220,12 +230,12 @@ def _root(settings: DataSettings) -> Path:
     return settings.root
 
 
-_READERS: dict[str, Callable[[DataSettings], splits.ImageSource]] = {
+_READERS: dict[str, Callable[[DataSettings], ImageSource]] = {
     "digits": _digits,
     "npz": _npz,
     "imagefolder": _imagefolder,
-    "torchvision": lambda given: splits.source_of_parts(open_sets(given), given, str(given.name)),
-    "huggingface": lambda given: splits.source_of_parts(open_rows(given), given, str(given.root or given.name)),
+    "torchvision": lambda given: source_of_parts(open_sets(given), given, str(given.name)),
+    "huggingface": lambda given: source_of_parts(open_rows(given), given, str(given.root or given.name)),
 }
 
 
@@ -246,7 +256,7 @@ class PreprocessedImages(Indexable):
         return self.preprocessing([self.images[index] for index in indices.tolist()]), self.labels[indices]
 
 
-def labeled_images(path: Path, preprocessing: Preprocessing, classes: Sequence[str]) -> splits.Splits:
+def labeled_images(path: Path, preprocessing: Preprocessing, classes: Sequence[str]) -> Splits:
     """Return labeled images whose test part a model is tested on: that of the data if it has one, else all of it."""
     if not path.exists():
         raise DataError(f"{path}: expected a folder of images or a NumPy archive ({ARCHIVE}), and there is none")
@@ -263,9 +273,9 @@ def labeled_images(path: Path, preprocessing: Preprocessing, classes: Sequence[s
         found, numbered = archive.classes, archive.classes == tuple(map(str, range(len(archive.classes))))
     matched = _matched(found, classes, str(path), numbered)
     test = PreprocessedImages(images, torch.tensor(matched)[given], preprocessing)
-    known = splits.fingerprint([str(path.resolve()).encode(), given.numpy().tobytes(), str(preprocessing).encode()])
+    known = fingerprint([str(path.resolve()).encode(), given.numpy().tobytes(), str(preprocessing).encode()])
     shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)
-    return splits.Splits(test, test, test, tuple(classes) or found, shape, known, preprocessing=preprocessing)
+    return Splits(test, test, test, tuple(classes) or found, shape, known, preprocessing=preprocessing)
 
 
 def _matched(found: Sequence[str], classes: Sequence[str], where: str, numbered: bool) -> list[int]:

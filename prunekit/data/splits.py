@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.data import datasets
+from prunekit.data.datasets import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    CorruptImages,
+    ImageDataset,
+    ImageTransform,
+    SampleDataset,
+    Subset,
+)
 from prunekit.data.library_datasets import NumberedImages, classes_of, mapped, sample_bytes
 from prunekit.errors import DataError, UsageError
 from prunekit.models.preprocessing import Preprocessing
@@ -24,9 +32,9 @@ HALF = (0.5, 0.5, 0.5)
 class Splits:
     """Training, validation and test images; no image is in two of them."""
 
-    train: datasets.SampleDataset  # for training and calibration
-    validation: datasets.SampleDataset  # for choosing the best epoch
-    test: datasets.SampleDataset  # for the final measurement alone
+    train: SampleDataset  # for training and calibration
+    validation: SampleDataset  # for choosing the best epoch
+    test: SampleDataset  # for the final measurement alone
     classes: tuple[str, ...]  # name of each label
     sample_shape: tuple[int, ...]  # (C, H, W) of one image; of other tasks, the shape of a sample's first input
     fingerprint: str  # SHA-256 of the images, their labels, their split and their transform; hexadecimal
@@ -53,10 +61,10 @@ class ImageSource:
 
     where: str  # name of the data in messages
     classes: tuple[str, ...]  # name of each label; of unlabeled images empty: their labels are their numbers in a part
-    rest: datasets.ImageDataset  # images that are not in a separate part
-    test: datasets.ImageDataset | None  # test images, if they are separate
+    rest: ImageDataset  # images that are not in a separate part
+    test: ImageDataset | None  # test images, if they are separate
     content: tuple[bytes, ...]  # bytes that identify the data
-    validation: datasets.ImageDataset | None = None  # validation images, if they are separate
+    validation: ImageDataset | None = None  # validation images, if they are separate
     shape: tuple[int, ...] | None = None  # (C, H, W) of inputs that do not have the settings' size
 
 
@@ -101,8 +109,8 @@ def require_shares(settings: DataSettings) -> None:
 
 
 def split_off(
-    dataset: datasets.ImageDataset, share: float, *, classes: Sequence[str], seed: int, where: str
-) -> tuple[datasets.Subset, datasets.Subset]:
+    dataset: ImageDataset, share: float, *, classes: Sequence[str], seed: int, where: str
+) -> tuple[Subset, Subset]:
     """Split a data set in two, each class in the same proportion; the order of the images stays.
 
     Without classes, any images are drawn.
@@ -124,7 +132,7 @@ def split_off(
         count = min(max(round(len(members) * share), 1), len(members) - 1)
         drawn[generator.permutation(members)[:count]] = True
     rest, chosen = (torch.from_numpy(np.flatnonzero(part)) for part in (~drawn, drawn))
-    return datasets.Subset(dataset, rest), datasets.Subset(dataset, chosen)
+    return Subset(dataset, rest), Subset(dataset, chosen)
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
@@ -150,7 +158,7 @@ def source_of_parts(
     if not settings.labels:
         parts = {name: NumberedImages(part, f"{where} {name}") for name, part in parts.items()}
     images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
-    corrupt = datasets.CorruptImages.allowing(settings.max_corrupt, images)
+    corrupt = CorruptImages.allowing(settings.max_corrupt, images)
     transform = replace(image_transform_of(settings), own=own)
     made = {name: mapped(part, settings, transform, f"{where} {name}", corrupt) for name, part in parts.items()}
     train, test, validation = made["train"], made.get("test"), made.get("validation")
@@ -162,7 +170,7 @@ def source_of_parts(
     return ImageSource(where, classes, train, test, (content, *bytes_of), validation, train.shape)
 
 
-def image_transform_of(settings: DataSettings) -> datasets.ImageTransform:
+def image_transform_of(settings: DataSettings) -> ImageTransform:
     """Return the transform of image files by these settings."""
-    mean, std = (HALF, HALF) if settings.source == "digits" else (datasets.IMAGENET_MEAN, datasets.IMAGENET_STD)
-    return datasets.ImageTransform(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)
+    mean, std = (HALF, HALF) if settings.source == "digits" else (IMAGENET_MEAN, IMAGENET_STD)
+    return ImageTransform(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)

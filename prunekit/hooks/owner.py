@@ -10,7 +10,14 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from prunekit.hooks import gradient_hooks
+from prunekit.hooks.gradient_hooks import (
+    GradientChange,
+    InputGradients,
+    OutputGradients,
+    TracedChange,
+    ValueCheck,
+    tensor_hook,
+)
 from prunekit.hooks.hook import OwnedHook, require_not_compiled, warn_if_ignored
 from prunekit.modes.public_call import own_part
 
@@ -100,32 +107,30 @@ class HookOwner:
     def own_output_gradients(
         self,
         module: nn.Module,
-        change: gradient_hooks.GradientChange,
-        check: gradient_hooks.ValueCheck | None = None,
-        traced: gradient_hooks.TracedChange | None = None,
+        change: GradientChange,
+        check: ValueCheck | None = None,
+        traced: TracedChange | None = None,
     ) -> None:
         """Pass the gradients of a module's results through `change`, before its own backward sees them.
 
         Like a full-backward pre-hook, but for every module: see `prunekit.hooks.gradient_hooks`. A tensor that a module
         returns unchanged has one gradient, the sum over all its readers.
         """
-        self.own_forward(module, gradient_hooks.OutputGradients(self, lambda: change, check, traced).after)
+        self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after)
 
-    def own_input_gradients(
-        self, module: nn.Module, change: gradient_hooks.GradientChange, check: gradient_hooks.ValueCheck | None = None
-    ) -> None:
+    def own_input_gradients(self, module: nn.Module, change: GradientChange, check: ValueCheck | None = None) -> None:
         """Pass the gradients that a module sends back to its inputs through `change`.
 
         Like a full-backward hook on `grad_input`, but for every module: see `prunekit.hooks.gradient_hooks`. Gradients
         of the module's parameters are not affected.
         """
-        inputs = gradient_hooks.InputGradients(self, lambda: change, check)
+        inputs = InputGradients(self, lambda: change, check)
         self.own_forward_pre(module, inputs.before)
         self.own_forward(module, inputs.after, always=True)
 
-    def own_tensor_gradient(self, tensor: Tensor, change: gradient_hooks.GradientChange) -> None:
+    def own_tensor_gradient(self, tensor: Tensor, change: GradientChange) -> None:
         """Pass the gradient of one tensor through `change`; that of a parameter before it is added to `.grad`."""
-        self.own(tensor.register_hook(gradient_hooks.tensor_hook(self, change, 0)))  # type: ignore[no-untyped-call]
+        self.own(tensor.register_hook(tensor_hook(self, change, 0)))  # type: ignore[no-untyped-call]
 
     def own_parameter_gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Run a hook on a parameter each time a gradient was added to its `.grad`, which it may overwrite."""

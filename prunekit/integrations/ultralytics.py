@@ -26,12 +26,23 @@ from ultralytics.engine.model import Model  # noqa: E402
 from ultralytics.utils.nms import non_max_suppression  # noqa: E402
 
 from prunekit.backends.session import Timer  # noqa: E402
-from prunekit.integrations.yolo import pruned_yolo  # noqa: E402
 from prunekit.integrations.yolo.calibration_images import calibration_images  # noqa: E402
 from prunekit.integrations.yolo.prune_while_training import (  # noqa: E402
     PruneWhileTraining as PruneWhileTraining,  # public here
 )
 from prunekit.integrations.yolo.pruned_trainer import keep_structure  # noqa: E402
+from prunekit.integrations.yolo.pruned_yolo import (  # noqa: E402
+    PrunedYOLO,
+    channels_of,
+    configuration,
+    forget_image_size,
+    is_marked,
+    left_by,
+    marked,
+    predictions,
+    settings_of,
+    training_examples,
+)
 from prunekit.jobs.analyses.bench import bench  # noqa: E402
 from prunekit.planning.keywords import PruneKeywords, shows_keywords  # noqa: E402
 from prunekit.pruning.prune import prune  # noqa: E402
@@ -60,7 +71,7 @@ def prune_yolo(
     suppression: bool = False,
     seed: int = 0,
     **arguments: Unpack[PruneKeywords],
-) -> pruned_yolo.PrunedYOLO:
+) -> PrunedYOLO:
     """Prune a model of ultralytics, and repair it from images without labels.
 
     With `data`, channels are removed where the error is least, and the kept weights are fitted to what the dense model
@@ -123,30 +134,28 @@ def prune_yolo(
         )
     judge = arguments.get("evaluate")
     if judge is not None and not isinstance(judge, (str, Task)) and callable(judge):  # on a copy, as `val` fuses
-        arguments["evaluate"] = lambda network: judge(pruned_yolo.PrunedYOLO.around(given, deepcopy(network)))
+        arguments["evaluate"] = lambda network: judge(PrunedYOLO.around(given, deepcopy(network)))
     generator = torch.Generator().manual_seed(seed)
-    example = torch.rand(2, pruned_yolo.channels_of(dense), *size, generator=generator).to(device_of(dense))
+    example = torch.rand(2, channels_of(dense), *size, generator=generator).to(device_of(dense))
     source = deepcopy(dense).requires_grad_(True)  # files of ultralytics hold frozen models
-    pruned_yolo.forget_image_size(source)
+    forget_image_size(source)
     found = prune(
         source,
         example if samples is None else None,
         calibration=samples,
         images=images,
         seed=seed,
-        outputs=pruned_yolo.predictions,
-        more_examples=pruned_yolo.training_examples(source, example),
+        outputs=predictions,
+        more_examples=training_examples(source, example),
         **arguments,
     )
-    made = pruned_yolo.PrunedYOLO.around(
-        given, pruned_yolo.marked(dense, found.model, pruned_yolo.left_by(found.plan, dense)), found
-    )
+    made = PrunedYOLO.around(given, marked(dense, found.model, left_by(found.plan, dense)), found)
     made.notes = notes
     return made
 
 
 @public_call
-def load_yolo(path: str | Path | Model) -> pruned_yolo.PrunedYOLO:
+def load_yolo(path: str | Path | Model) -> PrunedYOLO:
     """Load a pruned model from a file that ultralytics wrote, to train it on in its structure.
 
     Args:
@@ -168,19 +177,19 @@ def load_yolo(path: str | Path | Model) -> pruned_yolo.PrunedYOLO:
         PrunedYOLO (detect) with MACs 50.0 %, parameters ...
     """
     yolo = _opened(path)
-    if isinstance(path, Model) and not pruned_yolo.is_marked(yolo.model):
-        config, parameters = pruned_yolo.configuration(yolo.model), sum(one.numel() for one in yolo.model.parameters())
+    if isinstance(path, Model) and not is_marked(yolo.model):
+        config, parameters = configuration(yolo.model), sum(one.numel() for one in yolo.model.parameters())
         built = type(yolo.model)(dict(config), verbose=False)
         whole = sum(one.numel() for one in built.parameters())
         if parameters != whole:
-            pruned_yolo.marked(yolo.model, yolo.model, {"parameters": (whole, parameters)})
-    if not pruned_yolo.is_marked(yolo.model):
+            marked(yolo.model, yolo.model, {"parameters": (whole, parameters)})
+    if not is_marked(yolo.model):
         named = f"this {type(path).__name__}" if isinstance(path, Model) else str(path)
         raise ArtifactError(
             f"{named}: expected a pruned model, as prune_yolo(...).save(path) writes it, got a dense one; train it by "
             "YOLO(path), or prune it by prune_yolo(path, ...)"
         )
-    return pruned_yolo.PrunedYOLO.around(yolo)
+    return PrunedYOLO.around(yolo)
 
 
 def _opened(yolo: Any) -> Model:
@@ -202,7 +211,7 @@ def _opened(yolo: Any) -> Model:
 
 def _size(model: nn.Module, given: int | tuple[int, int] | None) -> tuple[int, int]:
     """Return height and width, as multiples of the model's stride."""
-    asked: Any = pruned_yolo.settings_of(model).get("imgsz", 640) if given is None else given
+    asked: Any = settings_of(model).get("imgsz", 640) if given is None else given
     height, width = asked if isinstance(asked, (tuple, list)) else (asked, asked)
     stride = max(int(max(getattr(model, "stride", [1]))), 1)
     if not all(isinstance(side, int) and side > 0 and side % stride == 0 for side in (height, width)):

@@ -20,7 +20,16 @@ from prunekit.errors import ArtifactError, ModelError
 from prunekit.hooks.hook import OwnedHook, never_called, refuse_compiled
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.step_hooks import optimizer_of
-from prunekit.masks import pruned_entries
+from prunekit.masks.pruned_entries import (
+    Entries,
+    MaskedTensor,
+    Masks,
+    PrunedEntries,
+    is_transformed,
+    masked_tensors,
+    widest_masks,
+    zero_bits_,
+)
 from prunekit.planning.plan import Plan, require_plan
 
 PROBES = 2
@@ -43,13 +52,13 @@ class WriteDetector:
 
     __slots__ = ("_address", "_bits", "_entries", "_indices", "_masks", "_tensor", "_values", "_version")
 
-    def __init__(self, entries: pruned_entries.PrunedEntries) -> None:
+    def __init__(self, entries: PrunedEntries) -> None:
         self._entries = entries
         self._indices: list[tuple[int, ...]] = []
         self._tensor: weakref.ref[Tensor] | None = None  # not kept alive; None: none is remembered
         self._address = self._version = 0
         self._bits: Tensor
-        self._masks: pruned_entries.Masks
+        self._masks: Masks
         self._values: Any
 
     def zero_(self, tensor: Tensor) -> None:
@@ -57,7 +66,7 @@ class WriteDetector:
         if torch.compiler.is_compiling():  # each remembered version would be compiled again
             self._entries.zero_(tensor)
         elif self._is_same(tensor):  # as after nearly every step
-            pruned_entries.zero_bits_(self._bits, self._masks)
+            zero_bits_(self._bits, self._masks)
             self._version = tensor._version
         else:
             self._entries.zero_(tensor)
@@ -65,7 +74,7 @@ class WriteDetector:
 
     def _remember(self, tensor: Tensor) -> None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_inference()
-        if not plain or pruned_entries.is_transformed(tensor):
+        if not plain or is_transformed(tensor):
             self._tensor = None
             return
         self._indices = self._indices or self._entries.some(PROBES, tensor.shape)
@@ -134,13 +143,13 @@ class WeightMasks(HookOwner):
         changing: bool = False,
     ) -> None:
         super().__init__()
-        self.entries: pruned_entries.Entries = {}
+        self.entries: Entries = {}
         self._model, self._plan = model, plan
         self._optimizer = None if optimizer is None else optimizer_of(model, optimizer)
-        found = pruned_entries.masked_tensors(model, plan, self.entries, buffers=True)
+        found = masked_tensors(model, plan, self.entries, buffers=True)
         self._masked = {
             path: MaskedModule(module, found[path][1] if path in found else [])
-            for path, (module, _) in (pruned_entries.widest_masks(model, plan) if changing else found).items()
+            for path, (module, _) in (widest_masks(model, plan) if changing else found).items()
         }
         self._restore, self._changing = restore, changing
         self._held: PrunedValues | None = None
@@ -184,7 +193,7 @@ class WeightMasks(HookOwner):
             self._zero_returning(plan)
         self._plan = plan
         self.entries.clear()
-        found = pruned_entries.masked_tensors(self._model, plan, self.entries, buffers=True)
+        found = masked_tensors(self._model, plan, self.entries, buffers=True)
         for path, masked in self._masked.items():
             masked.replace(found[path][1] if path in found else [])
         self._norms.remove()
@@ -249,11 +258,11 @@ class WeightMasks(HookOwner):
 class MaskedModule:
     """A module whose own tensors have pruned entries; writes the zeros there, and skips writes that are not needed."""
 
-    def __init__(self, module: nn.Module, tensors: list[pruned_entries.MaskedTensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: list[MaskedTensor]) -> None:
         self.module = module
         self.replace(tensors)
 
-    def replace(self, tensors: list[pruned_entries.MaskedTensor]) -> None:
+    def replace(self, tensors: list[MaskedTensor]) -> None:
         """Mask these tensors from now on, as another plan does."""
         self._watched = [(tensor, WriteDetector(tensor.entries)) for tensor in tensors]
 
@@ -286,10 +295,10 @@ class PrunedValues:
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._tensors: dict[str, tuple[nn.Module, pruned_entries.MaskedTensor]] = {}
+        self._tensors: dict[str, tuple[nn.Module, MaskedTensor]] = {}
         self.values: dict[str, Tensor] = {}
         """By tensor name: (pruned entries,), in the order of their indices."""
-        for module, tensors in pruned_entries.masked_tensors(model, plan, {}, buffers=True, variances=True).values():
+        for module, tensors in masked_tensors(model, plan, {}, buffers=True, variances=True).values():
             for tensor in tensors:
                 whole = tensor.of(module).detach()
                 self._tensors[tensor.name] = module, tensor

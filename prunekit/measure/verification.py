@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.channels import float64
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.cut.slicing import cut, is_variance
+from prunekit.channels.float64 import (
+    ROUNDING,
+    RUN_PRECISIONS,
+    TOLERANCE,
+    Float64WhileRunning,
+    RunPrecision,
+    float64_copy,
+    relative_difference,
+    rounding,
+)
 from prunekit.channels.tracing.cached_state import ONE_CALL, ModelCalls, model_calls
 from prunekit.channels.tracing.execution import first_outputs, plain_attention
 from prunekit.channels.tracing.kept_state import (
@@ -95,7 +104,7 @@ def verify(
     plan: Plan,
     examples: Any,
     *,
-    tolerance: float = float64.TOLERANCE,
+    tolerance: float = TOLERANCE,
     strict: bool = False,
     outputs: Outputs | None = None,
 ) -> Verification:
@@ -148,8 +157,8 @@ def verify(
     read = plan.channel_map.read if outputs is None else ReadOutputs.given(outputs)
     state = plan.channel_map.state
     masked_in, compact_in = _ModelCopies(masked, None if strict else plan, state), _ModelCopies(compact, state=state)
-    misplaced_in: dict[float64.RunPrecision, str] = {}
-    worst, seen, coarsest, ways = 0.0, 0, float64.TOLERANCE, float64.RUN_PRECISIONS
+    misplaced_in: dict[RunPrecision, str] = {}
+    worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, RUN_PRECISIONS
     light = strict and is_large(masked) and not _misplaced(masked, compact, plan, tolerance)
     for example in as_examples(masked, examples):
         calls = model_calls(masked, example, read)
@@ -191,7 +200,7 @@ def verify(
         seen += sample_count(inputs, 1)
     if not seen:
         raise UsageError("examples: expected at least one input to compare the models on, got none")
-    names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in float64.ROUNDING.items()}
+    names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in ROUNDING.items()}
     return Verification(worst, seen, names[coarsest])
 
 
@@ -200,7 +209,7 @@ def compare_outputs(
     changed: nn.Module,
     example: tuple[Any, ...],
     *,
-    tolerance: float = float64.TOLERANCE,
+    tolerance: float = TOLERANCE,
     narrow: nn.Module | None = None,
 ) -> float:
     """Return the largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
@@ -232,7 +241,7 @@ def _tensor_difference(want: torch.Tensor, got: torch.Tensor) -> tuple[float, st
     """Return the relative difference of two tensors of one dtype, infinite if they cannot be compared, in words too."""
     if want.shape == got.shape and bool(want.isnan().any() or got.isnan().any()):
         return inf, "NaN in the output"
-    difference, reason, _ = float64.relative_difference(want, got, 0.0)
+    difference, reason, _ = relative_difference(want, got, 0.0)
     return difference, f"in the output, {reason}"
 
 
@@ -240,28 +249,28 @@ def _tensor_difference(want: torch.Tensor, got: torch.Tensor) -> tuple[float, st
 class _Expected:
     """The output of the reference; `rounding` is the relative error by the coarsest dtype that it computes with."""
 
-    way: float64.RunPrecision
+    way: RunPrecision
     output: Any
     rounding: float
 
 
-class _ModelCopies(dict[float64.RunPrecision, nn.Module]):
+class _ModelCopies(dict[RunPrecision, nn.Module]):
     """Copies of a model by the way in which they run, made when they are asked for; masked, where a plan is given."""
 
     def __init__(self, model: nn.Module, plan: Plan | None = None, state: KeptState = NO_STATE) -> None:
         super().__init__()
         self.model, self.plan, self.state = model, plan, state
-        self._begun: dict[float64.RunPrecision, dict[str, tuple[torch.Tensor, int, torch.Tensor]]] = {}
+        self._begun: dict[RunPrecision, dict[str, tuple[torch.Tensor, int, torch.Tensor]]] = {}
 
-    def __missing__(self, way: float64.RunPrecision) -> nn.Module:
-        self[way] = float64.float64_copy(self.model, way.convert)
+    def __missing__(self, way: RunPrecision) -> nn.Module:
+        self[way] = float64_copy(self.model, way.convert)
         drop_remade_(self[way], self.state)
         if self.plan is not None:
             self.plan.zero(self[way])
         self._begun[way] = {name: (one, one._version, one.clone()) for name, one in self[way].named_buffers()}
         return self[way]
 
-    def written(self, way: float64.RunPrecision) -> Iterator[tuple[str, torch.Tensor]]:
+    def written(self, way: RunPrecision) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that a copy has written since it was made, as they were when it was made."""
         now = dict(self[way].named_buffers())
         for name, (tensor, version, first) in self._begun[way].items():
@@ -274,7 +283,7 @@ class _ModelCopies(dict[float64.RunPrecision, nn.Module]):
 def _expected(
     copies: _ModelCopies,
     example: tuple[Any, ...],
-    ways: Sequence[float64.RunPrecision] = float64.RUN_PRECISIONS,
+    ways: Sequence[RunPrecision] = RUN_PRECISIONS,
     around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
     calls: ModelCalls = ONE_CALL,
 ) -> _Expected:
@@ -305,11 +314,11 @@ class _Rounding(OperatorMode):
 
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = run_operator(func, args, kwargs)
-        self.found = max(self.found, float64.rounding(gather(out)))
+        self.found = max(self.found, rounding(gather(out)))
         return out
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], way: float64.RunPrecision, calls: ModelCalls = ONE_CALL) -> Any:
+def _run(model: nn.Module, inputs: tuple[Any, ...], way: RunPrecision, calls: ModelCalls = ONE_CALL) -> Any:
     with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
         found: list[Any] = without_gradients(lambda: [calls.read.of(output) for output in calls.outputs(model, inputs)])
     return found[0] if len(found) == 1 else found
@@ -319,15 +328,15 @@ def _without_copies(
     masked: nn.Module, compact: nn.Module, plan: Plan, example: tuple[Any, ...], calls: ModelCalls
 ) -> float:
     """Return the difference in float64 of models that are converted module by module; infinite on failure."""
-    way, source, whole = float64.RUN_PRECISIONS[0], plan.channel_map.source, plan.channel_map.narrow(plan.keep)
+    way, source, whole = RUN_PRECISIONS[0], plan.channel_map.source, plan.channel_map.narrow(plan.keep)
     inputs = way.inputs(example, noise=False)
     used = [pair for run in ([] if source is None else source.trace.runs) for pair in run.borrowed]
     # this takes the memory of one module in place of two models
     try:
-        running = float64.Float64WhileRunning(masked, way.convert, whole=whole, borrowed=used)
+        running = Float64WhileRunning(masked, way.convert, whole=whole, borrowed=used)
         with running, NarrowNorms(running.model, plan.channel_map, plan.keep):
             expected = _run(running.model, inputs, way, calls)
-        with float64.Float64WhileRunning(compact, way.convert, borrowed=used) as running:
+        with Float64WhileRunning(compact, way.convert, borrowed=used) as running:
             return largest_difference(expected, _run(running.model, inputs, way, calls))[0]
     except Exception as error:  # of the model's own code: copies will tell
         reraise_shortage(error)
@@ -339,7 +348,7 @@ def _after_a_pass(
     compact: nn.Module,
     plan: Plan,
     example: tuple[Any, ...],
-    way: float64.RunPrecision,
+    way: RunPrecision,
     calls: ModelCalls,
     strict: bool,
 ) -> float:
@@ -361,13 +370,13 @@ def _after_a_pass(
 
 def _after_running(model: nn.Module, example: tuple[Any, ...], calls: ModelCalls) -> nn.Module:
     """Return a copy of a model that has run on an example, in its own precision."""
-    twin, own = copied(model, "cpu"), float64.RUN_PRECISIONS[-1]
+    twin, own = copied(model, "cpu"), RUN_PRECISIONS[-1]
     _run(twin, own.inputs(example, noise=False), own, calls)
     return twin
 
 
 def _by_operator(
-    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: float64.RunPrecision, reason: str
+    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: RunPrecision, reason: str
 ) -> tuple[float, str]:
     """Return where two models first differ; nowhere if only equal scores are in another order, see `Decision`."""
     if plan.channel_map.source is None:
@@ -382,7 +391,7 @@ def _by_operator(
 
 
 @torch.no_grad()
-def _begin_alike(masked_in: _ModelCopies, compact: nn.Module, way: float64.RunPrecision, plan: Plan) -> None:
+def _begin_alike(masked_in: _ModelCopies, compact: nn.Module, way: RunPrecision, plan: Plan) -> None:
     """Let a compact model begin with what earlier passes left in the masked one, in attributes and written buffers."""
     give_state_(compact, masked_in.model, masked_in.state)
     cut_state_(compact, masked_in.state, plan.keep)

@@ -14,8 +14,17 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.model_copy import with_tensors
 from prunekit.models.preprocessing import AttachedPreprocessing, Preprocessing
 from prunekit.reading.text_files import as_record
-from prunekit.utils import inputs as model_inputs
 from prunekit.utils.context import device_of, training_mode
+from prunekit.utils.inputs import (
+    InputSpec,
+    arguments_by_name,
+    as_example,
+    call,
+    is_batched,
+    sample_count,
+    to_device,
+    zeros_of,
+)
 from prunekit.utils.tensors import gather
 from prunekit.utils.user_code import from_file
 
@@ -103,8 +112,8 @@ def interface_of(
     # a copy, with the same weights: the first call of a model may add to it, such as hooks that no pickle can hold
     twin = with_tensors(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
     with training_mode(twin, False), torch.no_grad():
-        output = model_inputs.call(twin, example)
-    batch, taken = model_inputs.sample_count(example) if model_inputs.is_batched(example) else None, set[str]()
+        output = call(twin, example)
+    batch, taken = sample_count(example) if is_batched(example) else None, set[str]()
     inputs = input_specs_of(model, example, taken)
     outputs = [_spec(name, tensor, batch) for name, tensor in named_tensors_of(output, "output")]
     return ModelInterface(inputs, _distinct(outputs, taken, "output"), task, tuple(classes), preprocessing)
@@ -112,7 +121,7 @@ def interface_of(
 
 def saved_interface(
     model: nn.Module,
-    specs: Sequence[model_inputs.InputSpec],
+    specs: Sequence[InputSpec],
     *,
     example: Any,
     preprocessing: Preprocessing | None,
@@ -134,12 +143,12 @@ def saved_interface(
         preprocessing, classes = preprocessing or before.preprocessing, classes or before.classes
         task = task or before.task
     names = tuple(map(str, classes))
-    inputs = model_inputs.zeros_of(specs) if example is None else model_inputs.as_example(model, example)
-    inputs = model_inputs.to_device(inputs, device_of(model))
+    inputs = zeros_of(specs) if example is None else as_example(model, example)
+    inputs = to_device(inputs, device_of(model))
     try:
         return interface_of(model, inputs, task=task, classes=names, preprocessing=preprocessing)
     except Exception:  # a model's own code may raise anything, of zeros above all
-        named = model_inputs.arguments_by_name(model, inputs) if len(inputs) == len(specs) else {}
+        named = arguments_by_name(model, inputs) if len(inputs) == len(specs) else {}
         called = [str(name) if isinstance(name, str) else f"input_{name}" for name in named]
         found = _specs_of(specs, called if len(called) == len(specs) else [])
         return ModelInterface(found, (), task, names, preprocessing)
@@ -154,15 +163,14 @@ def read_interface(manifest: Mapping[str, Any], where: str) -> ModelInterface:
     names, dtypes = example.get("names", [None] * len(shapes)), example.get("dtypes", ["float32"] * len(shapes))
     try:
         specs = [
-            model_inputs.InputSpec(tuple(shape), str(dtype), name)
-            for shape, dtype, name in zip(shapes, dtypes, names, strict=True)
+            InputSpec(tuple(shape), str(dtype), name) for shape, dtype, name in zip(shapes, dtypes, names, strict=True)
         ]
         return ModelInterface(_specs_of(specs, []), (), None, tuple(map(str, manifest.get("classes") or ())))
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{where}: example: expected shapes, dtypes and names; it is damaged: {error}") from error
 
 
-def _specs_of(specs: Sequence[model_inputs.InputSpec], names: Sequence[str]) -> tuple[TensorSpec, ...]:
+def _specs_of(specs: Sequence[InputSpec], names: Sequence[str]) -> tuple[TensorSpec, ...]:
     """Return specifications whose first axis is the batch."""
     several = len(specs) > 1
     called = names or [spec.name or (f"input_{index}" if several else "input") for index, spec in enumerate(specs)]
@@ -183,10 +191,10 @@ def with_batch(interface: ModelInterface, batch: int) -> ModelInterface:
 
 def input_specs_of(model: nn.Module, example: tuple[Any, ...], taken: set[str] | None = None) -> tuple[TensorSpec, ...]:
     """Return the inputs of a model by the names of its arguments, without running it."""
-    batch = model_inputs.sample_count(example) if model_inputs.is_batched(example) else None
+    batch = sample_count(example) if is_batched(example) else None
     inputs = [
         _spec(name, tensor, batch)
-        for argument, value in model_inputs.arguments_by_name(model, example).items()
+        for argument, value in arguments_by_name(model, example).items()
         for name, tensor in named_tensors_of(value, _text(argument, "input"))
     ]
     return _distinct(inputs, set() if taken is None else taken, "input")

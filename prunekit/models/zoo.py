@@ -22,8 +22,14 @@ from torch import nn
 
 from prunekit.channels.rewrite.source_rewriter import original_of
 from prunekit.errors import ModelError, PrunekitError, SettingsError, UsageError, nearest, reraise_shortage
-from prunekit.models import detectors, hugging_face
+from prunekit.models import hugging_face
 from prunekit.models.cifar import CifarResNet
+from prunekit.models.detectors import (
+    load_ultralytics,
+    torchvision_detector,
+    ultralytics_detector,
+    ultralytics_files,
+)
 from prunekit.models.names import (
     DEPTHS,
     SUFFIXES,
@@ -82,7 +88,7 @@ def zoo_names(zoo: str = "torchvision", head: Head | None = None) -> tuple[str, 
     Of transformers these are the model types that have a head.
     """
     if zoo == "ultralytics":
-        return tuple(sorted(detectors.ultralytics_files()))
+        return tuple(sorted(ultralytics_files()))
     if zoo == "timm":
         return tuple(sorted(_timm().list_models()))
     if zoo == "hf":
@@ -121,7 +127,7 @@ def build_model(settings: ModelSettings, *, num_classes: int | None, image_size:
     if settings.weights is None or is_weights_file(settings):
         model = _construct(settings, builder, arguments)
         if settings.weights is not None:
-            load = detectors.load_ultralytics if settings.zoo == "ultralytics" else load_weights
+            load = load_ultralytics if settings.zoo == "ultralytics" else load_weights
             load(model, Path(settings.weights))
         return model
     return _pretrained(settings, builder, arguments)
@@ -222,9 +228,9 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
     if zoo == "hf":
         return hugging_face.builder(settings)
     if zoo == "ultralytics":
-        return detectors.ultralytics_detector(name)
+        return ultralytics_detector(name)
     if is_detector(settings):
-        return detectors.torchvision_detector(name)
+        return torchvision_detector(name)
     return cast(Callable[..., nn.Module], torchvision.models.get_model_builder(name))
 
 

@@ -22,7 +22,18 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from prunekit.data.loader import Batches
-from prunekit.distributed import process_group
+from prunekit.distributed.process_group import (
+    everyone,
+    from_main,
+    gather_values,
+    is_main,
+    is_sharded,
+    rank,
+    require_equal,
+    share_tensors,
+    size,
+    total,
+)
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.model_copy import copied
 from prunekit.hooks.owner import HookOwner
@@ -43,17 +54,15 @@ if TYPE_CHECKING:
 
 def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     """Return a process's part of every training batch, and some whole validation batches."""
-    if process_group.size() == 1:
+    if size() == 1:
         return train, validation
     smallest = min(train.batch_size, train.images)
-    if smallest < 2 * process_group.size():
+    if smallest < 2 * size():
         raise UsageError(
-            f"data.batch: expected at least {2 * process_group.size()}, two images for each of "
-            f"{process_group.size()} processes, got {smallest}; the batch is that of all processes together"
+            f"data.batch: expected at least {2 * size()}, two images for each of {size()} processes, got {smallest}; "
+            "the batch is that of all processes together"
         )
-    return train.split(process_group.rank(), process_group.size()), validation.dealt(
-        process_group.rank(), process_group.size()
-    )
+    return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
 def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] | None = None) -> nn.Module:
@@ -64,7 +73,7 @@ def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] | No
     of all processes, so that gradients are those of a single process. `read` takes from an output what the loss is of;
     None: all of it.
     """
-    if process_group.is_sharded(model) or process_group.size() == 1:
+    if is_sharded(model) or size() == 1:
         return model
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
@@ -72,7 +81,7 @@ def replica_of(model: nn.Module, train: Batches, read: Callable[[Any], Any] | No
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with _summed_output(model, given, read) as whole:
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)
-    unused = not process_group.everyone(all(gradient is not None for gradient in gradients))
+    unused = not everyone(all(gradient is not None for gradient in gradients))
     replica = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=True)
     replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
     if not unused:
@@ -113,34 +122,34 @@ def kept_apart(replica: Callable[..., Any]) -> AbstractContextManager[None]:
 
 def share_buffers(model: nn.Module) -> None:
     """Give every process the main one's buffers: BatchNorm statistics are of its share of the images, as in DDP."""
-    process_group.share_tensors(model.named_buffers(), "the model's buffers")
+    share_tensors(model.named_buffers(), "the model's buffers")
 
 
 def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return the main process's nested state in every process; None if it has none."""
-    if process_group.size() == 1:
+    if size() == 1:
         return state
     plain, tensors = (None, {}) if state is None else encode_state(state)
     shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-    plain, shapes = process_group.from_main(lambda: (plain, shapes))
-    if not process_group.is_main():
+    plain, shapes = from_main(lambda: (plain, shapes))
+    if not is_main():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes}
-    process_group.share_tensors(tensors.items(), "the state of a run")
+    share_tensors(tensors.items(), "the state of a run")
     return None if plain is None else decode_state(plain, tensors)
 
 
 def share_corrupt(*batches: Batches) -> None:
     """Tell every process which images the others could not read."""
     for corrupt in [each.dataset.corrupt for each in batches if each.dataset.corrupt.limit]:
-        for found in process_group.gather_values(corrupt.found):
+        for found in gather_values(corrupt.found):
             corrupt.merge(found)
 
 
 def require_same_weights(model: nn.Module, when: str) -> None:
     """Raise RunError if the weights of the replicas differ."""
-    if process_group.size() > 1 and not process_group.is_sharded(model):
+    if size() > 1 and not is_sharded(model):
         sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
-        process_group.require_equal(repr(sums), f"the weights {when}")
+        require_equal(repr(sums), f"the weights {when}")
 
 
 WHOLE = (Average, PruningSchedule, SparsityRegularizer)
@@ -151,7 +160,7 @@ UNIT = 2**20
 
 def in_shards(settings: TrainSettings) -> bool:
     """Return whether a run's model is sharded, which takes several processes."""
-    return settings.sharding == "full" and process_group.size() > 1
+    return settings.sharding == "full" and size() > 1
 
 
 def require_shardable(settings: TrainSettings, callbacks: Sequence[Callback], *, pauses: bool) -> None:
@@ -172,7 +181,7 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
     Each large module is gathered while it runs, forward and backward, and the rest together with the whole model.
     Gradients are summed over the processes, as those of replicas are. All begin with the main process's weights.
     """
-    process_group.share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
+    share_tensors(chain(model.named_parameters(), model.named_buffers()), "the model")
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
     calls, example = Counter[str](), to_device(inputs_as_example(model, inputs), device)
@@ -204,16 +213,16 @@ def in_step(model: nn.Module, dealt: Batches, *, together: bool = False) -> Iter
 
     A process that has no batches left is given others that do not count until no process has any.
     """
-    if not process_group.is_sharded(model) and (process_group.size() == 1 or not together):
+    if not is_sharded(model) and (size() == 1 or not together):
         yield from ((batch, True) for batch in dealt)
         return
     mine, last = iter(dealt), None
     while True:
         batch = next(mine, None)
-        if not process_group.total(int(batch is not None))[0]:
+        if not total(int(batch is not None))[0]:
             return
         if batch is None and last is None:
-            last = next(iter(dealt.dealt(0, process_group.size())))
+            last = next(iter(dealt.dealt(0, size())))
         last = last if batch is None else batch
         yield last, batch is not None
 

@@ -10,8 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.backends.folders import bundled_source, included_parts
+from prunekit.backends.folders import included_parts
 from prunekit.backends.folders.builders import Builder
+from prunekit.backends.folders.bundled_source import (
+    Bundle,
+    importable_module,
+    is_name,
+    lines_of,
+    module_at,
+    text_of,
+    without,
+    wrapped,
+)
 from prunekit.backends.folders.differences import Differences
 from prunekit.channels.rewrite.source_rewriter import ORDERED, SizedMethod, original_of, sized_methods
 from prunekit.channels.tracing.substitutes import SizedAttention
@@ -60,7 +70,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 def text_of_file(contents: FileContents) -> str:
     """Return the text of the file."""
-    bundle = bundled_source.Bundle()
+    bundle = Bundle()
     for name in ("load", "build", "change", "preprocess", "main", "model", "HERE", "TIES", "FROZEN"):
         bundle.take_name(name)
     for name in ("Path", "nn", "read_tensors", "set_tensors"):
@@ -108,11 +118,8 @@ def _opening(contents: FileContents) -> str:
 
 def _constants(contents: FileContents) -> str:
     frozen = [name for name, parameter in contents.model.named_parameters() if not parameter.requires_grad]
-    text = "HERE = Path(__file__).parent\n" + bundled_source.lines_of(contents.checksums, "SHA256")
-    text += (
-        bundled_source.lines_of(ties_of(contents.model), "TIES")
-        + '"""Further names of tensors that several modules share."""\n'
-    )
+    text = "HERE = Path(__file__).parent\n" + lines_of(contents.checksums, "SHA256")
+    text += lines_of(ties_of(contents.model), "TIES") + '"""Further names of tensors that several modules share."""\n'
     if len(frozen) > 2:
         text += "FROZEN = (\n" + "".join(f"    {name!r},\n" for name in frozen) + ")\n"
     else:
@@ -120,7 +127,7 @@ def _constants(contents: FileContents) -> str:
     return text + '"""Parameters without gradients."""\n'
 
 
-def _build(contents: FileContents, bundle: bundled_source.Bundle) -> str:
+def _build(contents: FileContents, bundle: Bundle) -> str:
     builder = contents.builder
     if builder is None:
         return ""
@@ -135,7 +142,7 @@ def _build(contents: FileContents, bundle: bundled_source.Bundle) -> str:
             if isinstance(node, ast.Name) and node.id == name:
                 node.id = bound
     comment = "    # the code of the model's owner\n" if builder.own else ""
-    body = f"    return {bundled_source.wrapped(ast.unparse(code), 4)}\n"
+    body = f"    return {wrapped(ast.unparse(code), 4)}\n"
     if builder.own:
         body = f"    built = {ast.unparse(code)}\n    return built[0] if isinstance(built, tuple) else built\n"
     return f'def build() -> nn.Module:\n    """Build the dense model, whose values are replaced."""\n{comment}{body}'
@@ -178,7 +185,7 @@ def _load(contents: FileContents) -> str:
     return sparse + "\n".join(lines) + "\n"
 
 
-def _change(contents: FileContents, bundle: bundled_source.Bundle) -> str:
+def _change(contents: FileContents, bundle: Bundle) -> str:
     changes, dense = contents.changes, contents.dense
     if contents.builder is None:
         bundle.imports["copy"] = "import copy"
@@ -194,24 +201,22 @@ def _change(contents: FileContents, bundle: bundled_source.Bundle) -> str:
         bundle.include("prunekit.channels.cut.shorter_model", "shorten_")
         bundle.include("prunekit.channels.labels.branch", "Shortening")
         lines.append("# blocks that are gone, and the constants in their place")
-        lines.append(
-            f"shorten_(model, Shortening.from_json({bundled_source.wrapped(repr(changes.shorter.as_json()), 4, 42)}))"
-        )
+        lines.append(f"shorten_(model, Shortening.from_json({wrapped(repr(changes.shorter.as_json()), 4, 42)}))")
     for path, has_place in changes.gone.items():
         place = _place(dense, path)
         lines.append(f"{place} = None" if has_place else f"del {place}")
     if changes.folded:
         lines.append("# norms that the layers before them do the work of; what they ran after it stays")
     for path in _all_paths(contents.model, changes.folded):
-        inside = f"OrderedDict({bundled_source.module_at(dense, path)}.named_children())"
+        inside = f"OrderedDict({module_at(dense, path)}.named_children())"
         lines.append(f"{_place(dense, path)} = nn.Sequential({inside})")
     names = _classes(contents, bundle)
     for path, cls in changes.classes.items():
-        lines.append(f"{bundled_source.module_at(dense, path)}.__class__ = {names[cls]}")
+        lines.append(f"{module_at(dense, path)}.__class__ = {names[cls]}")
     order = {path: index for index, (path, _) in enumerate(contents.model.named_modules())}
     changed = {*changes.attributes, *changes.methods, *changes.tensors}
     for path in sorted(changed, key=lambda path: order.get(path, len(order))):
-        owner = bundled_source.module_at(dense, path)
+        owner = module_at(dense, path)
         for name, text in changes.attributes.get(path, {}).items():
             lines.append(_assignment(owner, name, text))
         for name, method in changes.methods.get(path, {}).items():
@@ -237,20 +242,20 @@ def _all_paths(model: nn.Module, paths: list[str]) -> list[str]:
 
 def _place(model: nn.Module, path: str) -> str:
     """Return what a module at a path is assigned to."""
-    place = bundled_source.module_at(model, path)
+    place = module_at(model, path)
     if ".get_submodule(" not in place:
         return place
     parent, _, name = path.rpartition(".")
-    return f"{bundled_source.module_at(model, parent)}._modules[{name!r}]"
+    return f"{module_at(model, parent)}._modules[{name!r}]"
 
 
 def _assignment(owner: str, name: str, value: str) -> str:
-    if bundled_source.is_name(name):
-        return f"{owner}.{name} = {bundled_source.wrapped(value, 4, len(owner) + len(name) + 4)}"
+    if is_name(name):
+        return f"{owner}.{name} = {wrapped(value, 4, len(owner) + len(name) + 4)}"
     return f"setattr({owner}, {name!r}, {value})"
 
 
-def _classes(contents: FileContents, bundle: bundled_source.Bundle) -> dict[type, str]:
+def _classes(contents: FileContents, bundle: Bundle) -> dict[type, str]:
     """Include the source of classes that the model has in place of its own, and return their names."""
     names: dict[type, str] = {}
     for cls in dict.fromkeys(contents.changes.classes.values()):
@@ -264,13 +269,13 @@ def _classes(contents: FileContents, bundle: bundled_source.Bundle) -> dict[type
 def _for_running(statement: ast.stmt, source: str) -> str:
     """Return the source of a substitute without what only pruning needs."""
     if not isinstance(statement, ast.ClassDef):
-        return bundled_source.text_of(statement, source)
-    text = bundled_source.without(statement, source, _FOR_PRUNING)
+        return text_of(statement, source)
+    text = without(statement, source, _FOR_PRUNING)
     base = SizedAttention.__name__
     return text.replace(f"({base}, ", "(", 1).replace(f"({base})", "(nn.Module)", 1)
 
 
-def _sized_class(cls: type, bundle: bundled_source.Bundle) -> str:
+def _sized_class(cls: type, bundle: Bundle) -> str:
     """Define a subclass whose methods have explicit sizes, and return its name."""
     original = original_of(cls)
     try:
@@ -291,7 +296,7 @@ def _sized_class(cls: type, bundle: bundled_source.Bundle) -> str:
     return name
 
 
-def _method(method: SizedMethod, bundle: bundled_source.Bundle) -> str:
+def _method(method: SizedMethod, bundle: Bundle) -> str:
     if method.enclosing():
         raise LookupError(f"{method.function.__qualname__} reads {listed(method.enclosing(), 3)} of a function around")
     base = bundle.class_in_library(method.base)
@@ -315,8 +320,8 @@ def _home_of(name: str, value: Any, base: type) -> str:
     """Return the module that a global is imported from: the one that defines it, or the one that reads it."""
     with suppress(AttributeError, ImportError, LookupError, TypeError):
         if value.__qualname__ == name:
-            return bundled_source.importable_module(value)
-    return bundled_source.importable_module(base)
+            return importable_module(value)
+    return importable_module(base)
 
 
 def _import_module(module: str, alias: str) -> str:
@@ -328,7 +333,7 @@ def _import_module(module: str, alias: str) -> str:
     return f"import {module} as {alias}"
 
 
-def _preprocess(interface: ModelInterface, bundle: bundled_source.Bundle) -> str:
+def _preprocess(interface: ModelInterface, bundle: Bundle) -> str:
     """Return the functions that turn images into the input, and print the best classes; empty without preprocessing."""
     if interface.preprocessing is None:
         return ""

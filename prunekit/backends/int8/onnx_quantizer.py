@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from prunekit.backends.files.onnx_program import NodeModules, graph_inputs, known_metadata, read_onnx
-from prunekit.backends.int8 import quantizer
+from prunekit.backends.int8.quantizer import (
+    SENSITIVITY_SAMPLES,
+    Array,
+    Batch,
+    InputKinds,
+    LayerError,
+    Quantizer,
+    calibration_batches,
+    returned_layers,
+    with_samples,
+)
 from prunekit.errors import RunError, raised_as, reason_of
 from prunekit.utils.availability import int8_instructions, int8_note
 
@@ -32,13 +42,13 @@ WAYS = ("MinMax", "Percentile")
 """Names of ONNX Runtime's ways of calibration, in the order in which they are tried."""
 
 
-class OnnxQuantizer(quantizer.Quantizer):
+class OnnxQuantizer(Quantizer):
     """Quantizes an ONNX file, in a folder for files, which are left there."""
 
     ways = WAYS
     kinds = WEIGHTED
 
-    def __init__(self, file: Path, folder: Path, batches: Iterable[quantizer.Batch], images: int) -> None:
+    def __init__(self, file: Path, folder: Path, batches: Iterable[Batch], images: int) -> None:
         self.file, self._folder, self._number = file, folder, 0
         model = read_onnx(file)
         self.notes = [int8_note()]
@@ -47,7 +57,7 @@ class OnnxQuantizer(quantizer.Quantizer):
         self._modules = NodeModules(file).of_nodes
         self._nodes = _nodes_by_layer(model, self._modules)
         self._kinds = (*WEIGHTED, *(() if _precise(model) else (*JOINING, *PASSING)))
-        self.batches = quantizer.calibration_batches(batches, _inputs(model), images, file.name)
+        self.batches = calibration_batches(batches, _inputs(model), images, file.name)
         self._staged = self._prepared()
         self.layers = tuple(self._nodes)
         # Without VNNI, pairs of products of 8 bits are added in 16, which overflow: weights are kept in 7.
@@ -118,23 +128,23 @@ class OnnxQuantizer(quantizer.Quantizer):
             )
         return path
 
-    def outputs(self, file: Path) -> list[quantizer.Array]:
+    def outputs(self, file: Path) -> list[Array]:
         """Return what a file computes from the first calibration data."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        batches = quantizer.with_samples(self.batches, quantizer.SENSITIVITY_SAMPLES)
+        batches = with_samples(self.batches, SENSITIVITY_SAMPLES)
         return [np.asarray(one) for batch in batches for one in session.run(None, batch)]
 
-    def described(self, file: Path, restored: Sequence[quantizer.LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
+    def described(self, file: Path, restored: Sequence[LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the layers of a file that compute in int8, and those in float with the reason."""
         import onnx
 
         nodes = onnx.load(file, load_external_data=False).graph.node
         dequantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
-        returned, done, floats = quantizer.returned_layers(restored), set[str](), dict[str, str]()
+        returned, done, floats = returned_layers(restored), set[str](), dict[str, str]()
         for node in nodes:
             layer = self._modules.get(node.name, node.name)
             if layer in returned:
@@ -165,7 +175,7 @@ class OnnxQuantizer(quantizer.Quantizer):
         os.replace(folder / path.name, path)
 
 
-def _inputs(model: Any) -> quantizer.InputKinds:
+def _inputs(model: Any) -> InputKinds:
     import onnx
 
     kinds = {entry.name: entry.type.tensor_type for entry in graph_inputs(model)}
@@ -203,11 +213,11 @@ def _nodes_by_layer(model: Any, modules: Mapping[str, str]) -> dict[str, list[st
 class CalibrationReader:
     """Calibration data in the form that ONNX Runtime reads, which takes them in parts."""
 
-    def __init__(self, batches: Sequence[quantizer.Batch]) -> None:
+    def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
         self.set_range(0, len(batches))
 
-    def get_next(self) -> quantizer.Batch | None:
+    def get_next(self) -> Batch | None:
         """Return the next batch; None at the end."""
         return next(self._rest, None)
 

@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 
 from prunekit.backends.files.onnx_program import NodeModules, name_of_node
-from prunekit.backends.int8 import quantizer
+from prunekit.backends.int8.quantizer import (
+    SENSITIVITY_SAMPLES,
+    Array,
+    Batch,
+    InputKinds,
+    LayerError,
+    Quantizer,
+    calibration_batches,
+    returned_layers,
+    with_samples,
+)
 from prunekit.errors import ArtifactError, RunError, raised_as
 from prunekit.utils.availability import CPUINFO, int8_instructions, int8_note
 
@@ -76,14 +86,14 @@ def _module_names(file: Path, model: Any) -> Mapping[str, str] | None:
     return found if isinstance(found, dict) else None
 
 
-class OpenvinoQuantizer(quantizer.Quantizer):
+class OpenvinoQuantizer(Quantizer):
     """Quantizes a model in OpenVINO's format, in a folder for files, which are left there.
 
     Correcting biases changes no time.
     """
 
     def __init__(
-        self, file: Path, folder: Path, batches: Iterable[quantizer.Batch], images: int, *, correct_biases: bool = True
+        self, file: Path, folder: Path, batches: Iterable[Batch], images: int, *, correct_biases: bool = True
     ) -> None:
         self.file, self._folder, self._number, self._correct = file, folder, 0, correct_biases
         self.notes = [int8_note()]
@@ -101,7 +111,7 @@ class OpenvinoQuantizer(quantizer.Quantizer):
         self.layers = tuple(layer for layer in self._nodes if layer in weighted)
         self._transformer = any(node.get_type_name() in TRANSFORMER for node in model.get_ops())
         self.ways = TRANSFORMER_WAYS if self._transformer else WAYS
-        self.batches = quantizer.calibration_batches(batches, _inputs(model), images, file.name)
+        self.batches = calibration_batches(batches, _inputs(model), images, file.name)
 
     def _read(self, file: Path) -> Any:
         with raised_as(ArtifactError, f"{file}: expected a model that OpenVINO reads, but "):
@@ -150,16 +160,16 @@ class OpenvinoQuantizer(quantizer.Quantizer):
             openvino.save_model(quantized, path, compress_to_fp16=False)
         return path
 
-    def outputs(self, file: Path) -> list[quantizer.Array]:
+    def outputs(self, file: Path) -> list[Array]:
         """Return what a file computes from the first calibration data."""
         hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
         compiled = openvino_core().compile_model(self._read(file), "CPU", hints)
-        batches = quantizer.with_samples(self.batches, quantizer.SENSITIVITY_SAMPLES)
+        batches = with_samples(self.batches, SENSITIVITY_SAMPLES)
         return [np.array(found) for batch in batches for found in compiled(dict(batch)).to_tuple()]
 
-    def described(self, file: Path, restored: Sequence[quantizer.LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
+    def described(self, file: Path, restored: Sequence[LayerError]) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the layers of a file that compute in int8, and those in float with the reason."""
-        done, floats = dict[str, None](), quantizer.returned_layers(restored)
+        done, floats = dict[str, None](), returned_layers(restored)
         for node in self._read(file).get_ordered_ops():
             layer, kind = self._layer(node), node.get_type_name()
             if _has_weights(node) and _in_bytes(node):
@@ -193,7 +203,7 @@ def _weights(node: Any) -> list[Any]:
     return found
 
 
-def _inputs(model: Any) -> quantizer.InputKinds:
+def _inputs(model: Any) -> InputKinds:
     return {
         entry.get_any_name(): (
             entry.get_element_type().to_dtype(),

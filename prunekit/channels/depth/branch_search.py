@@ -28,7 +28,16 @@ from functools import cached_property
 
 import numpy as np
 
-from prunekit.channels.depth import run_search
+from prunekit.channels.depth.run_search import (
+    Candidate,
+    RunSearch,
+    StaysError,
+    code_of,
+    is_bias,
+    is_function,
+    moved_axis,
+    out_shape,
+)
 from prunekit.channels.labels.branch import Branch, Branches, BranchLock, ModuleBody, Replacement, is_inside, read_by
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rules.rule import Trait
@@ -49,7 +58,7 @@ def find_branches(channel_map: ChannelMap) -> Branches:
     )
     if run.gradients or not run.module_calls or not meets:  # without a sum or a concatenation there is no branch
         return Branches()
-    search = run_search.RunSearch(channel_map, run)
+    search = RunSearch(channel_map, run)
     found, bodies, locks = list[Branch](), dict[str, ModuleBody](), dict[int, BranchLock]()
     taken = dict[int, frozenset[int]]()
     for candidate in sorted(search.candidates(), key=lambda one: one.join):
@@ -57,7 +66,7 @@ def find_branches(channel_map: ChannelMap) -> Branches:
             continue  # branches inside of branches go by themselves
         try:
             branch, body = BranchBuilder(search, candidate).built()
-        except run_search.StaysError as reason:
+        except StaysError as reason:
             locks[candidate.join] = BranchLock(search.name(candidate), str(reason))
             continue
         taken[candidate.join] = candidate.inside
@@ -91,7 +100,7 @@ def _unique(branches: Iterable[Branch]) -> Iterator[Branch]:
 class BranchBuilder:
     """Makes a branch of a candidate, or finds out why it stays."""
 
-    def __init__(self, search: run_search.RunSearch, candidate: run_search.Candidate) -> None:
+    def __init__(self, search: RunSearch, candidate: Candidate) -> None:
         self.search, self.chart, self.operators = search, search.chart, search.operators
         self.inside, self.end, self.join = candidate.inside, candidate.end, candidate.join
         self.groups = search.groups_of(self.inside)
@@ -125,9 +134,9 @@ class BranchBuilder:
         """Return the branch, and the whole code of the module around it where that has to be replaced."""
         operators = self.operators
         if not self.groups:
-            raise run_search.StaysError("it has no channels of its own that may be removed")
+            raise StaysError("it has no channels of its own that may be removed")
         if self.end not in self.constant:
-            raise run_search.StaysError("what it computes does not depend on its own channels alone")
+            raise StaysError("what it computes does not depend on its own channels alone")
         chain = self._chain()
         bias, tail = self._constant_of(chain)
         first = self.search.passes[0]
@@ -138,7 +147,7 @@ class BranchBuilder:
         owner = operators[last].module if bias is None else bias.rpartition(".")[0]
         holder = next((path for path in gone if is_inside(owner, [path])), None)
         if holder is None:
-            raise run_search.StaysError("its last layer is also used elsewhere")
+            raise StaysError("its last layer is also used elsewhere")
         left = [one for one in body if not is_inside(operators[one].module, gone)]
         replacements = tuple(self._replaced(path, path == holder, bias, chain) for path in gone)
         branch = Branch(
@@ -157,8 +166,8 @@ class BranchBuilder:
             return branch, None
         try:
             return self._with_body(branch, body, gone)
-        except run_search.StaysError:
-            if in_place or not all(run_search.is_function(operators[one]) for one in left):
+        except StaysError:
+            if in_place or not all(is_function(operators[one]) for one in left):
                 raise
         # the functions between its modules run on nothing
         hollow = tuple(one if one.constant else replace(one, empty=-1) for one in replacements)
@@ -177,7 +186,7 @@ class BranchBuilder:
             computed = [read for read in reads if read in self._dependent]
             if any(read in self.vanished for read in reads):
                 if computed:
-                    raise run_search.StaysError("its constant is a sum of several")
+                    raise StaysError("its constant is a sum of several")
                 return chain
             chain = [*chain, computed[0]] if len(computed) == 1 else self._over_a_module(chain)
 
@@ -188,7 +197,7 @@ class BranchBuilder:
                 made = call.inputs[0] if call.inputs else None
                 if made is not None and made in self._dependent:
                     return [*chain[: chain.index(call.outputs[0]) + 1], made]
-        raise run_search.StaysError("its constant is computed in several ways")
+        raise StaysError("its constant is computed in several ways")
 
     @cached_property
     def _dependent(self) -> set[int]:
@@ -202,21 +211,21 @@ class BranchBuilder:
     def _constant_of(self, chain: list[int]) -> tuple[str | None, list[int]]:
         """Return the name of the bias that is the constant, and the operators behind it, from the last back."""
         tail = list[int]()
-        others = {name for one in self._dependent for name in self.operators[one].tensors if run_search.is_bias(name)}
+        others = {name for one in self._dependent for name in self.operators[one].tensors if is_bias(name)}
         for number in chain:
             operator = self.operators[number]
-            bias = next((name for name in operator.tensors if run_search.is_bias(name)), None)
+            bias = next((name for name in operator.tensors if is_bias(name)), None)
             if bias is not None and operator.name in Trait.AFFINE:
                 if self._reads_in_a_pass(bias) != {number}:
-                    raise run_search.StaysError("its bias is also used elsewhere")
+                    raise StaysError("its bias is also used elsewhere")
                 return bias, tail
             scaled = operator.name in Trait.SCALES and len(operator.tensors) == 1
-            follows = operator.name in Trait.KEEPS_CONSTANTS or scaled or run_search.is_function(operator)
+            follows = operator.name in Trait.KEEPS_CONSTANTS or scaled or is_function(operator)
             if bias is None and follows:  # it may run on a constant that is as small as its channels
                 tail.append(number)
                 continue
             if others:
-                raise run_search.StaysError(f"its constant is changed by {operator.name}")
+                raise StaysError(f"its constant is changed by {operator.name}")
             break
         return None, [one for one in tail if self.operators[one].name in Trait.KEEPS_CONSTANTS]
 
@@ -250,9 +259,9 @@ class BranchBuilder:
             return Replacement(path, place=call.place)
         made = call.outputs[0] if call.outputs else -1
         if made not in chain:
-            raise run_search.StaysError("its last layer returns something else besides")
-        own, given = run_search.out_shape(self.operators[made]), call.inputs[0] if call.inputs else None
-        as_input = given is not None and given >= 0 and run_search.out_shape(self.operators[given]) == own
+            raise StaysError("its last layer returns something else besides")
+        own, given = out_shape(self.operators[made]), call.inputs[0] if call.inputs else None
+        as_input = given is not None and given >= 0 and out_shape(self.operators[given]) == own
         axis = None if bias is None else self._axis(bias, made, chain)
         shape = tuple(-1 if index == axis else 1 for index in range(len(own)))
         name = None if bias is None else bias.removeprefix(f"{path}.")
@@ -262,10 +271,10 @@ class BranchBuilder:
         """Return the axis along which the bias lies in the result of an operator of the chain, behind its own."""
         own = next(one for one in chain if bias in self.operators[one].tensors)
         operator = self.operators[own]
-        shape = run_search.out_shape(operator)
+        shape = out_shape(operator)
         axis = len(shape) - 1 if operator.name in Trait.LAST_AXIS else 1
         for number in reversed(chain[chain.index(made) : chain.index(own)]):
-            axis = run_search.moved_axis(self.operators[number], axis)
+            axis = moved_axis(self.operators[number], axis)
         return axis
 
     def _read_last(self, chain: list[int]) -> Labels:
@@ -292,8 +301,8 @@ class BranchBuilder:
         call = self.search.call_of.get(path)
         passes = len(self.search.passes)
         if not path or call is None or self.search.calls[path] != passes or not call.first <= self.join < call.end:
-            raise run_search.StaysError("the code around it cannot be written as steps")
-        code = run_search.code_of(self.search, call)
+            raise StaysError("the code around it cannot be written as steps")
+        code = code_of(self.search, call)
         holder = next(one.module for one in branch.replacements if one.constant)
         steps, number, dead = list(code.steps), code.made, list[int]()
         for index, covered in enumerate(code.covers):
@@ -308,20 +317,20 @@ class BranchBuilder:
             if index in dead:
                 continue
             if step[0] == "other":
-                raise run_search.StaysError(f"the code around it runs {step[1]}, which is no step")
+                raise StaysError(f"the code around it runs {step[1]}, which is no step")
             if step[0] == "call" and f"{path}.{step[1]}" == holder:
                 continue
             if any(value in lost for value in read_by(step)):
-                raise run_search.StaysError("the code around it reads what goes")
+                raise StaysError("the code around it reads what goes")
         if number.get(code.result) is None or number[code.result] in lost:
-            raise run_search.StaysError("the module around it returns something else")
+            raise StaysError("the module around it returns something else")
         whole = ModuleBody(path, tuple(steps), number[code.result])
         shared = (f"{path}.{steps[index][1]}" for index in dead if steps[index][0] in ("call", "other"))
         small = dict.fromkeys([*branch.small, path, *(one for one in shared if not is_inside(one, gone))])
         return replace(branch, name=path, body=path, steps=tuple(dead), small=tuple(small)), whole
 
 
-def concatenated_parts(search: run_search.RunSearch) -> Iterator[tuple[frozenset[int], Branch]]:
+def concatenated_parts(search: RunSearch) -> Iterator[tuple[frozenset[int], Branch]]:
     """Yield the parts of concatenations that may go, each with the operators that compute it.
 
     A part is what one module computes for concatenations alone, among which are other tensors that stay. It goes with
@@ -343,14 +352,14 @@ def concatenated_parts(search: run_search.RunSearch) -> Iterator[tuple[frozenset
             yield inside, found
 
 
-def _is_part(search: run_search.RunSearch, number: int) -> bool:
+def _is_part(search: RunSearch, number: int) -> bool:
     """Return whether only concatenations read a result, and each has other parts besides."""
     readers = [search.operators[one] for one in search.consumers[number]]
     joined = all(reader.name in Trait.JOINS and len(reader.reads) > 1 for reader in readers)
     return bool(readers) and joined and number not in search.run.returned
 
 
-def _part(search: run_search.RunSearch, path: str, made: int, inside: frozenset[int]) -> Branch | None:
+def _part(search: RunSearch, path: str, made: int, inside: frozenset[int]) -> Branch | None:
     """Return the part that a module computes; None if its output channels may not all go, or are not its own."""
     chart, operator = search.chart, search.operators[made]
     axis = search.operators[search.consumers[made][0]].axis(1)  # along which its first reader concatenates it

@@ -34,8 +34,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from prunekit.channels.labels import constraints
 from prunekit.channels.labels.code_places import CodePlace, Expression, ModuleCall
+from prunekit.channels.labels.constraints import (
+    NOT_ZERO,
+    Constraint,
+    Contracted,
+    Crossed,
+    FixedPositions,
+    Flattened,
+    LockRecord,
+    Nested,
+    Positions,
+    Repeated,
+)
 from prunekit.channels.labels.label_union import LOCKED, Labels, LabelUnion
 
 BUFFER_INSTEAD = "; of a buffer in its place, channels can be removed as well"
@@ -146,20 +157,16 @@ class LabelFlow:
         self.first_made: int | None = None  # labels from here on are of tensors that the forward pass made
         self._any_size: set[int] = set()  # the first labels of axes on whose size Python alone decides
         self._copies: list[int] = []  # ranges of labels of copies: first, end, first, end, ...
-        self._repeated: list[constraints.Repeated] = []  # what each of these ranges was made of
-        self.locks: list[constraints.LockRecord] = []
-        self.constraints: list[constraints.Constraint] = []  # are solved once the trace is complete
-        self.statistics: dict[
-            str, list[constraints.LockRecord]
-        ] = {}  # by path, reductions in modules that may be norms
+        self._repeated: list[Repeated] = []  # what each of these ranges was made of
+        self.locks: list[LockRecord] = []
+        self.constraints: list[Constraint] = []  # are solved once the trace is complete
+        self.statistics: dict[str, list[LockRecord]] = {}  # by path, reductions in modules that may be norms
         self.macs: list[MacTerm] = []
         self.multiples: list[WidthMultiple] = []
         self.count_macs = True
         self.batch = 1  # samples in the example
         self.substituted: set[str] = set()  # paths of modules whose equivalents run in their place
-        self.interchangeable: dict[
-            str, constraints.Positions
-        ] = {}  # by path, positions that operators inside do not lock
+        self.interchangeable: dict[str, Positions] = {}  # by path, positions that operators inside do not lock
         self.running: Callable[[], Iterable[str]] = tuple  # returns the paths of all modules that run now
         # returns whether an axis of a tensor comes from the inputs of the model, or may
         self.of_input: Callable[[torch.Tensor, int], bool] = lambda tensor, axis: True
@@ -262,7 +269,7 @@ class LabelFlow:
         _, first, index = np.unique(source * self.union.size + number, return_index=True, return_inverse=True)
         copies = self.union.new(first.size)
         self._copies += [int(copies[0]), int(copies[-1]) + 1]
-        self._repeated.append(constraints.Repeated(source[first], number[first], copies))
+        self._repeated.append(Repeated(source[first], number[first], copies))
         self.constraints.append(self._repeated[-1])
         return Field(copies[index].reshape(field.labels.shape), zero=False)
 
@@ -283,9 +290,9 @@ class LabelFlow:
         """Return whether a field still has the labels that `made_labels` gave it, coupled with no parameter's."""
         return self.is_repeated(field) and self.only_made(field.labels)
 
-    def record(self, labels: Labels, reason: str) -> constraints.LockRecord:
+    def record(self, labels: Labels, reason: str) -> LockRecord:
         """Return a lock at the running operator."""
-        return constraints.LockRecord(reason, self.module, self.operator, labels.reshape(-1), call=self.call)
+        return LockRecord(reason, self.module, self.operator, labels.reshape(-1), call=self.call)
 
     def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
         """Lock labels once an operator or the model's output reads a tensor: few callers read attention's weights."""
@@ -293,11 +300,11 @@ class LabelFlow:
             return
         setattr(tensor, f"{self.kept_as}_unread", self.record(labels, reason))
 
-    def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[constraints.Crossed]) -> None:
+    def cross_if_read(self, tensor: torch.Tensor, crossed: Sequence[Crossed]) -> None:
         """Leave constraints once an operator reads a tensor, unless its rule drops the axes that became one."""
         setattr(tensor, f"{self.kept_as}_crossed", (self.owner, crossed))
 
-    def crossed(self, tensor: torch.Tensor) -> Sequence[constraints.Crossed]:
+    def crossed(self, tensor: torch.Tensor) -> Sequence[Crossed]:
         """Return the constraints on a tensor's axes that were made of several labeled ones."""
         owner, crossed = getattr(tensor, f"{self.kept_as}_crossed", (None, ()))
         return crossed if owner is self.owner else ()
@@ -323,7 +330,7 @@ class LabelFlow:
         """Leave the constraint that labels stay unless the compact model states positions at the running expression."""
         assert self.expression is not None
         record = self.record(labels, reason)
-        self.constraints.append(constraints.FixedPositions(record, self.expression, place, order))
+        self.constraints.append(FixedPositions(record, self.expression, place, order))
 
     def fix(self, labels: Labels | None) -> None:
         """Lock labels that no user expects to prune, such as a kernel's height, without a report."""
@@ -345,7 +352,7 @@ class LabelFlow:
             return (found[0].labels.reshape(-1), found[0].zero) if found else (None, False)
         factors = tuple(field.labels.reshape(-1) for field in found)  # of an axis that was made of several, as heads
         whole = self.union.new(factors[0].size)
-        self.constraints.append(constraints.Flattened(factors, whole))
+        self.constraints.append(Flattened(factors, whole))
         return whole, all(field.zero for field in found)
 
     def tied_along(self, axes: Collection[int], fields: Iterable[Field], reason: str) -> list[Field]:
@@ -437,9 +444,7 @@ class LabelFlow:
         elif 1 in (len(theirs), len(ours)):
             whole, factors = (field, theirs) if len(ours) == 1 else (theirs[0], ours)
             if field is ours[0]:
-                self.constraints.append(
-                    constraints.Flattened(tuple([factor.labels for factor in factors]), whole.labels)
-                )
+                self.constraints.append(Flattened(tuple([factor.labels for factor in factors]), whole.labels))
         elif not any(self.union.equal(field.labels, match.labels) for match in theirs):
             for match in [theirs[ours.index(field)]] if len(theirs) == len(ours) else theirs:
                 self.union.merge(field.labels, match.labels)
@@ -449,7 +454,7 @@ class LabelFlow:
         shared = wide.labels[tuple(slice(None) if axis in wide.span else 0 for axis in range(wide.labels.ndim))]
         labels = np.moveaxis(shared, [wide.span.index(axis) for axis in others], range(len(others)))
         record = self.record(part.labels, MEETS_FIXED)
-        self.constraints.append(constraints.Nested(labels.reshape(-1, record.labels.size), record, matched))
+        self.constraints.append(Nested(labels.reshape(-1, record.labels.size), record, matched))
 
     def contract(
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
@@ -481,7 +486,7 @@ class LabelFlow:
         for field in fields:
             contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
             if contracted == field.span and contracted and not field.zero:
-                self.lock([field], constraints.NOT_ZERO)
+                self.lock([field], NOT_ZERO)
             if contracted == field.span:
                 continue
             batched = all(joint[axis] in axes for axis in field.span for _, axes in factors)
@@ -497,7 +502,7 @@ class LabelFlow:
         values, index = np.unique(first, return_inverse=True)
         part = self.union.new(values.size)[index].reshape(first.shape)
         labels = np.moveaxis(field.labels, axes, range(len(axes))).reshape(-1, part.size)
-        self.constraints.append(constraints.Contracted(labels, part.reshape(-1), field.zero, self.module))
+        self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
         return part
 
     def _lift(self, operand: torch.Tensor | Operand, axes: str, joint: str) -> Operand:

@@ -22,7 +22,19 @@ from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.rewrite.source_rewriter import can_state, integers
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.rules.shape import axis_groups
-from prunekit.channels.tracing import call_sites
+from prunekit.channels.tracing.call_sites import (
+    attribute_read,
+    definition,
+    expression_at,
+    is_chunk,
+    is_unscaled_attention,
+    made_sizes,
+    number,
+    parts_argument,
+    place_of,
+    shape_arguments,
+    slice_of_axis,
+)
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.channels.tracing.tracer import Trace
@@ -49,7 +61,7 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     heads and batch are one axis.
     """
     site = operator.site
-    node = None if site is None else call_sites.expression_at(site)
+    node = None if site is None else expression_at(site)
     if site is None or node is None:
         return
     name, made = operator.name.removeprefix("aten."), operator.name in Trait.MAKES
@@ -63,12 +75,12 @@ def size_expressions(operator: TracedOperator, varying: Container[int]) -> Itera
     for axis, expression, position, labels in found if whole else ():
         if axis in varying and position is None:
             yield from _factors(site.method, expression, labels, beside)
-        place = call_sites.place_of(site.method, expression)
+        place = place_of(site.method, expression)
         if axis not in varying and place is not None and labels.size:
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), (labels,))
             else:
-                reads = call_sites.attribute_read(site.method, expression)
+                reads = attribute_read(site.method, expression)
                 yield SizeExpression(place, position, labels, (labels, *beside), reads, alone=made)
 
 
@@ -83,8 +95,8 @@ def _factors(
     if samples < 2 or not np.array_equal(labels, np.tile(labels[:width], (samples, 1))):
         return
     for factor in (expression.left, expression.right):
-        reads, place = call_sites.attribute_read(method, factor), call_sites.place_of(method, factor)
-        if place is not None and (reads is not None or call_sites.number(factor) == width):
+        reads, place = attribute_read(method, factor), place_of(method, factor)
+        if place is not None and (reads is not None or number(factor) == width):
             yield SizeExpression(place, None, labels[:width], (labels[:width], *beside), reads)
 
 
@@ -98,8 +110,8 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():
         spans = [axis for field in operator.inputs for axis in field.span if axis in left]
         linked |= set(right) if spans else set()
-    found = None if operator.site is None else call_sites.definition(operator.site.method)
-    for axis, expression, position in call_sites.shape_arguments(node, len(new), found and found[0]):
+    found = None if operator.site is None else definition(operator.site.method)
+    for axis, expression, position in shape_arguments(node, len(new), found and found[0]):
         rows = _rows(operator.outputs[0], axis)
         # An axis of size 1 can be anywhere in a view: unless its size is computed, it is no part of a labeled one.
         fixed = isinstance(expression, ast.Constant) or (new[axis] == 1 and not isinstance(expression, ast.BinOp))
@@ -113,32 +125,28 @@ def _of_shape(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
 def _unlabeled(operator: TracedOperator, node: ast.expr, found: Iterable[Sized]) -> Iterator[SizeExpression]:
     """Yield the sizes of axes without labels in the shape that an operator makes."""
     known, shape, site = {axis for axis, *_ in found}, operator.call[2][0], operator.site
-    made = None if site is None else call_sites.definition(site.method)
-    for axis, expression, position in call_sites.shape_arguments(node, len(shape), made and made[0]):
-        if (
-            site is not None
-            and axis not in known
-            and (place := call_sites.place_of(site.method, expression)) is not None
-        ):
+    made = None if site is None else definition(site.method)
+    for axis, expression, position in shape_arguments(node, len(shape), made and made[0]):
+        if site is not None and axis not in known and (place := place_of(site.method, expression)) is not None:
             yield SizeExpression(place, position, np.zeros((shape[axis], 1), dtype=np.int64), (), labeled=False)
 
 
 def _of_made(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
-    for axis, expression, position in call_sites.made_sizes(node, len(operator.call[2][0])):
+    for axis, expression, position in made_sizes(node, len(operator.call[2][0])):
         rows = _rows(operator.outputs[0], axis)
         if rows is not None:
             yield axis, expression, position, rows
 
 
 def _of_split(operator: TracedOperator, node: ast.expr, *, equal: bool = False) -> Iterator[Sized]:
-    expression = node if call_sites.is_chunk(node) else call_sites.parts_argument(node)
+    expression = node if is_chunk(node) else parts_argument(node)
     axis = operator.axis(2)
     rows = [_rows(fields, axis) for fields in operator.outputs]
     if expression is None or not rows or any(part is None for part in rows):
         return
-    if call_sites.is_chunk(node) and len({len(part) for part in rows}) == 1 and not equal:  # type: ignore[arg-type]
+    if is_chunk(node) and len({len(part) for part in rows}) == 1 and not equal:  # type: ignore[arg-type]
         return  # as many stay in each
-    if operator.name == "aten.split" and not call_sites.is_chunk(node):
+    if operator.name == "aten.split" and not is_chunk(node):
         yield axis, expression, None, rows[0]  # type: ignore[misc]
     elif isinstance(expression, (ast.List, ast.Tuple)):
         yield from ((axis, element, None, part) for element, part in zip(expression.elts, rows, strict=False))  # type: ignore[misc]
@@ -152,10 +160,10 @@ def part_sizes(operator: TracedOperator) -> list[SizeAttribute]:
     Not of the first axis, which may grow with the batch.
     """
     site = operator.site
-    node = None if site is None else call_sites.expression_at(site)
-    if site is None or node is None or not call_sites.is_chunk(node):
+    node = None if site is None else expression_at(site)
+    if site is None or node is None or not is_chunk(node):
         return []
-    place = call_sites.place_of(site.method, node)
+    place = place_of(site.method, node)
     found = _of_split(operator, node, equal=True) if place is not None else ()
     return [SizeAttribute(operator.owner, str(place), position, labels) for axis, _, position, labels in found if axis]
 
@@ -164,14 +172,14 @@ def _of_scale(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     """Yield the width of a head, of which attention makes its scale unless one is given: it keeps the dense one."""
     axis = len(operator.call[2][0]) - 1
     rows = _rows(operator.inputs, axis)
-    if rows is not None and call_sites.is_unscaled_attention(node):
+    if rows is not None and is_unscaled_attention(node):
         yield axis, node, None, rows
 
 
 def _of_slice(operator: TracedOperator, node: ast.expr) -> Iterator[Sized]:
     shape, *given = operator.call[0]
     axis = operator.axis(1)
-    bounds = call_sites.slice_of_axis(node, axis, len(shape))
+    bounds = slice_of_axis(node, axis, len(shape))
     rows = _rows(operator.inputs, axis)
     if bounds is None or rows is None or bounds.step is not None:
         return
@@ -268,7 +276,7 @@ def _rearranged(chain: Sequence[TracedOperator]) -> Iterator[AvoidableConstraint
             continue
         before, after = first.inputs[0], last.outputs[0][0]
         site = _expression(first, last)
-        place = None if site is None else call_sites.place_of(*site)
+        place = None if site is None else place_of(*site)
         labels, moved = before.labels.reshape(-1), after.labels.reshape(-1)
         if place is None or before.span == (0,) or len(before.span) != 1 or after.span != before.span:
             continue
@@ -283,11 +291,11 @@ def _rearranged(chain: Sequence[TracedOperator]) -> Iterator[AvoidableConstraint
 def _expression(first: TracedOperator, last: TracedOperator) -> tuple[CodeType, ast.expr] | None:
     """Return the call of a function in which both ran, or the chain of calls between them, with its method."""
     if first.caller is not None and first.caller == last.caller and first.owner == last.owner:
-        node = call_sites.expression_at(first.caller)
+        node = expression_at(first.caller)
         return (first.caller.method, node) if isinstance(node, ast.Call) and node.args else None
     if first.site is None or last.site is None or first.site.method is not last.site.method:
         return None
-    inner, outer = call_sites.expression_at(first.site), call_sites.expression_at(last.site)
+    inner, outer = expression_at(first.site), expression_at(last.site)
     chained = inner is not None and outer is not None and inner in ast.walk(outer)
     return (first.site.method, outer) if chained and isinstance(outer, ast.Call) else None
 

@@ -12,9 +12,18 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.labels import constraints
 from prunekit.channels.labels.branch import NO_BRANCHES, Branches, BranchLock, is_inside
 from prunekit.channels.labels.constraint_solver import NOT_JOINT, deciders
+from prunekit.channels.labels.constraints import (
+    NO_EQUAL_WIDTHS,
+    EqualParts,
+    EqualWidths,
+    Family,
+    LockRecord,
+    Removal,
+    around,
+    family_of,
+)
 from prunekit.channels.labels.label_flow import Field, MacTerm, WidthMultiple
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_norms import ChannelNorm, NarrowBlock
@@ -29,7 +38,7 @@ from prunekit.utils.outputs import ALL_READ, ReadOutputs
 Keep = NDArray[np.bool_]
 Slot = tuple[str, int]
 T = TypeVar("T")
-_KINDS = {constraints.Removal.POSITIONS: "positions in heads of", constraints.Removal.QUERIES: "query heads of"}
+_KINDS = {Removal.POSITIONS: "positions in heads of", Removal.QUERIES: "query heads of"}
 
 
 @dataclass(frozen=True)
@@ -208,7 +217,7 @@ class ChannelMap(Displayed):
 
     def present_with(self, module: str) -> Labels | None:
         """Return labels of which one is kept as long as a module is there; None if it stays."""
-        return next((self.presence[path] for path in constraints.around(module) if path in self.presence), None)
+        return next((self.presence[path] for path in around(module) if path in self.presence), None)
 
     def is_present(self, module: str, keep: Keep) -> bool:
         """Return whether a plan keeps a module."""
@@ -292,22 +301,22 @@ class ChannelMap(Displayed):
             result[group.labels] = index
         return result
 
-    def kind_of(self, group: ChannelGroup) -> constraints.Removal:
+    def kind_of(self, group: ChannelGroup) -> Removal:
         """Return which kind of channels a group holds: positions in heads, query heads, or any others."""
         for kind in reversed(range(2, self.joint.shape[1])):
             inside = self.joint[:, 1:kind].any(axis=1)
             if np.isin(group.labels, self.joint[inside, kind]).any():
-                return constraints.Removal(kind - 1)
-        return constraints.Removal.HEADS
+                return Removal(kind - 1)
+        return Removal.HEADS
 
-    def family_of(self, group: ChannelGroup) -> constraints.Family:
+    def family_of(self, group: ChannelGroup) -> Family:
         """Return the family of a group, which has one in each of several layers."""
-        return constraints.family_of(group.slots, _KINDS.get(self.kind_of(group), ""))
+        return family_of(group.slots, _KINDS.get(self.kind_of(group), ""))
 
     @cached_property
-    def families(self) -> dict[constraints.Family, list[ChannelGroup]]:
+    def families(self) -> dict[Family, list[ChannelGroup]]:
         """Groups by family."""
-        found: dict[constraints.Family, list[ChannelGroup]] = {}
+        found: dict[Family, list[ChannelGroup]] = {}
         for group in self.groups:
             found.setdefault(self.family_of(group), []).append(group)
         return found
@@ -435,16 +444,14 @@ class MapSource:
     """The trace that a map was built from, with what trials added."""
 
     trace: Trace
-    extra: tuple[
-        constraints.LockRecord | constraints.EqualParts, ...
-    ]  # further locks and constraints, in the trace's numbering
+    extra: tuple[LockRecord | EqualParts, ...]  # further locks and constraints, in the trace's numbering
     sizes: tuple[SizeAttribute, ...]  # attributes that trials found to be sizes, in the trace's numbering
     final: Labels  # the label in the map of each label of the trace
     all_constraints: bool = False  # whether no constraint may be left out
     stated: bool = False  # whether some are left out, because sizes and orders are stated in a module's Python instead
     branches_stay: tuple[BranchLock, ...] = ()  # branches that a trial found to stay
     # which groups keep the same share, and which stay whole, where a library's configuration says so
-    equal_widths: constraints.EqualWidths = constraints.NO_EQUAL_WIDTHS
+    equal_widths: EqualWidths = NO_EQUAL_WIDTHS
 
 
 def group_labels(

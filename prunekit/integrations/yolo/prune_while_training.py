@@ -20,8 +20,18 @@ from ultralytics.utils.torch_utils import unwrap_model
 from prunekit.compaction.compact_model import compact
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks.hook import HOOK_TABLES, OwnedHook, count_hooks
-from prunekit.integrations.yolo import pruned_yolo
 from prunekit.integrations.yolo.pruned_trainer import STATE
+from prunekit.integrations.yolo.pruned_yolo import (
+    PrunedYOLO,
+    channels_of,
+    configuration,
+    forget_image_size,
+    left_by,
+    marked,
+    predictions,
+    settings_of,
+    training_examples,
+)
 from prunekit.measure.verification import Verification, verify
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.pruning.pruner import Pruner
@@ -124,7 +134,7 @@ class PruneWhileTraining:
             yolo.add_callback(event, callback)
         return self
 
-    def finish(self) -> pruned_yolo.PrunedYOLO:
+    def finish(self) -> PrunedYOLO:
         """Return the pruned model of the best checkpoint, verified against the masked one.
 
         Raises:
@@ -143,14 +153,12 @@ class PruneWhileTraining:
         plan = self.plan or load_plan(folder / PLAN)
         file = Path(trainer.best) if Path(trainer.best).exists() else Path(trainer.last)
         masked, checkpoint = load_checkpoint(file)
-        pruned_yolo.forget_image_size(masked)
+        forget_image_size(masked)
         small = compact(masked, plan)
         self.verification = _verified(masked, small, plan)
         for event, callback in self._callbacks().items():
             self._yolo.callbacks[event] = [one for one in self._yolo.callbacks[event] if one != callback]
-        made = pruned_yolo.PrunedYOLO.around(
-            self._yolo, pruned_yolo.marked(masked, small, pruned_yolo.left_by(plan, masked))
-        )
+        made = PrunedYOLO.around(self._yolo, marked(masked, small, left_by(plan, masked)))
         made.plan = self.plan = plan
         made.ckpt["train_args"] = checkpoint.get("train_args", {})
         return made
@@ -176,17 +184,17 @@ class PruneWhileTraining:
                 "pruned one with the teacher: prune_yolo(...).train(distill_model=...)"
             )
         if _structure(model) != self._structure:
-            name = Path(str(pruned_yolo.configuration(model).get("yaml_file", type(model).__name__))).stem
+            name = Path(str(configuration(model).get("yaml_file", type(model).__name__))).stem
             raise ModelError(
                 "PruneWhileTraining: the trainer trains another model than the one that this is attached to; it trains "
                 f"{name}. Attach to the object whose train() is called; a model that was pruned by hand is rebuilt in "
                 "its dense size by train(), so give it to load_yolo(yolo) first"
             )
         size = trainer.args.imgsz
-        example = torch.zeros(2, pruned_yolo.channels_of(model), size, size, device=trainer.device)
+        example = torch.zeros(2, channels_of(model), size, size, device=trainer.device)
         once = self._schedule == "oneshot"
         first, last = schedule_of(trainer, self._begin, 0.0 if once else self._epochs)
-        pruned_yolo.forget_image_size(model)
+        forget_image_size(model)
         self.pruner = Pruner(
             trainer.model,
             trainer.optimizer,
@@ -196,13 +204,13 @@ class PruneWhileTraining:
             schedule=self._schedule,
             average=trainer.ema.ema,
             scaler=trainer.scaler if trainer.scaler.is_enabled() else None,
-            outputs=pruned_yolo.predictions,
-            more_examples=pruned_yolo.training_examples(model, example),
+            outputs=predictions,
+            more_examples=training_examples(model, example),
             plain_classes=True,
             **self._arguments,
         )
-        pruned_yolo.forget_image_size(model)
-        pruned_yolo.forget_image_size(trainer.ema.ema)
+        forget_image_size(model)
+        forget_image_size(trainer.ema.ema)
         if trainer.resume:
             self._resume(trainer, self.pruner)
         if not self.pruner.done:
@@ -301,9 +309,9 @@ def _forget_best(trainer: Any) -> None:
 
 def _verified(masked: nn.Module, small: nn.Module, plan: Plan) -> Verification:
     shape = next(iter(masked.parameters())).shape
-    size = int(pruned_yolo.settings_of(masked)["imgsz"])
+    size = int(settings_of(masked)["imgsz"])
     example: Tensor = torch.rand(1, shape[1], size, size, generator=torch.Generator().manual_seed(0))
-    return verify(masked, small, plan, [example], strict=True, outputs=pruned_yolo.predictions)
+    return verify(masked, small, plan, [example], strict=True, outputs=predictions)
 
 
 def _structure(model: nn.Module) -> str:

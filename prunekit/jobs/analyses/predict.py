@@ -24,10 +24,19 @@ from prunekit.modes.public_call import public_call
 from prunekit.reading.array_files import read_arrays, read_tensors
 from prunekit.reading.text_files import shown
 from prunekit.tasks.task import Task, get_task
-from prunekit.utils import inputs as model_inputs
 from prunekit.utils.context import device_of, training_mode
 from prunekit.utils.display import Displayed, Table, digits, plural, share
 from prunekit.utils.files import StrPath, atomic_file
+from prunekit.utils.inputs import (
+    Keywords,
+    as_example,
+    call,
+    parameter_names,
+    running,
+    sample_count,
+    select_samples,
+    to_device,
+)
 from prunekit.utils.tensors import gather
 
 Runs = Iterator[tuple[tuple[Any, ...], Any]]
@@ -242,11 +251,7 @@ def predict_target(
             pairs = zip(found, sizes, strict=True)
             found = [{**one, "boxes": feed.in_image(one["boxes"], size)} for one, size in pairs]
         return Prediction(target.name, names, classes, None, outputs, top, tuple(found))
-    singles = (
-        model_inputs.select_samples(part, slice(at, at + 1))
-        for part in parts
-        for at in range(model_inputs.sample_count(part, 1))
-    )
+    singles = (select_samples(part, slice(at, at + 1)) for part in parts for at in range(sample_count(part, 1)))
     return Prediction(target.name, names, classes, None, _outputs(_run(target, singles, place)), top)
 
 
@@ -261,7 +266,7 @@ def _without_nan(parts: Iterator[tuple[Any, ...]], names: Sequence[str]) -> Iter
                 name = names[sample] if sample < len(names) else str(sample)
                 raise DataError(f"sample {name}: expected numbers, got NaN among its values")
         yield part
-        first += model_inputs.sample_count(part, 1)
+        first += sample_count(part, 1)
 
 
 def _detected(target: Subject, task: Task, runs: Runs) -> Iterator[dict[str, Tensor]]:
@@ -280,7 +285,7 @@ def _class_scores(target: Subject, task: Task | None, names: tuple[str, ...], ru
             found = (task.logits if task is not None and task.logits is not None else logits)(output)
         except ModelError as error:
             raise ModelError(f"{target.name}: {error}") from error
-        if found.dim() != 2 or len(found) != model_inputs.sample_count(part):
+        if found.dim() != 2 or len(found) != sample_count(part):
             raise ModelError(
                 f"{target.name}: expected scores of classes, (samples, classes), got shape {tuple(found.shape)}"
             )
@@ -320,9 +325,9 @@ def _run(target: Subject, parts: Iterator[tuple[Any, ...]], device: torch.device
     """Yield batches on a device, each with what the model returns for it."""
     model = target.model.to(device)
     for part in parts:
-        there = model_inputs.to_device(part, device)
-        with training_mode(model, False), torch.inference_mode(), model_inputs.running(model, part, called=target.name):
-            output = model_inputs.call(model, there)
+        there = to_device(part, device)
+        with training_mode(model, False), torch.inference_mode(), running(model, part, called=target.name):
+            output = call(model, there)
         yield there, output
 
 
@@ -331,7 +336,7 @@ def _samples(
 ) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
     """Return the names of the samples, and batches of them as examples."""
     if isinstance(given, (Tensor, tuple, Mapping)):
-        return _ready(target, model_inputs.as_example(target.model, given), batch, "")
+        return _ready(target, as_example(target.model, given), batch, "")
     if isinstance(given, (str, PathLike)) or not isinstance(given, Sequence):
         given = [given]
     files = [Path(one) for one in given if isinstance(one, (str, PathLike))]
@@ -369,10 +374,10 @@ def _read_images(
 def _ready(
     target: Subject, example: tuple[Any, ...], batch: int, where: str
 ) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
-    count = model_inputs.sample_count(example)
+    count = sample_count(example)
     if not count:
         raise DataError(f"{where or target.name}: expected inputs with samples on the first axis, got none")
-    parts = (model_inputs.select_samples(example, slice(at, at + batch)) for at in range(0, count, batch))
+    parts = (select_samples(example, slice(at, at + batch)) for at in range(0, count, batch))
     return tuple(f"{where}[{at}]" if where else str(at) for at in range(count)), parts
 
 
@@ -383,7 +388,7 @@ def _read_inputs(target: Subject, path: Path) -> tuple[Any, ...]:
     if flat is not None:
         raise DataError(f"{shown(path)}: {shown(flat)}: expected samples on the first axis, got one number")
     known = {spec.name: spec for spec in target.interface.inputs} if target.interface else {}
-    names = list(known) or model_inputs.parameter_names(target.model)
+    names = list(known) or parameter_names(target.model)
     if len(arrays) == 1 and (len(known) == 1 or next(iter(arrays)) not in names):
         (only,) = arrays.values()
         spec = next(iter(known.values()), None) if len(known) == 1 else None
@@ -395,7 +400,7 @@ def _read_inputs(target: Subject, path: Path) -> tuple[Any, ...]:
     if missing:
         raise DataError(f"{path}: expected {', '.join(map(str, known.values()))}; {', '.join(missing)} is missing")
     named = {name: _typed(tensor, known.get(name), f"{path}: {name}") for name, tensor in arrays.items()}
-    return model_inputs.as_example(target.model, (model_inputs.Keywords(named),))
+    return as_example(target.model, (Keywords(named),))
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:

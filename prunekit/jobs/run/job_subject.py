@@ -21,7 +21,17 @@ from prunekit.distributed.process_group import in_turn, require_equal, share_ten
 from prunekit.errors import UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.hooks.wrappers import require_unfrozen
-from prunekit.jobs.run import command_subject
+from prunekit.jobs.run.command_subject import (
+    RECIPE_ONLY,
+    Own,
+    Subject,
+    bound_splits,
+    example_of,
+    inputs_of_task,
+    job_splits,
+    own_source,
+    own_structure,
+)
 from prunekit.jobs.run.early_checks import require_files, require_own
 from prunekit.masks.thresholds import chosen_paths
 from prunekit.measure.accuracy import Scores, evaluate
@@ -47,7 +57,7 @@ from prunekit.utils.user_code import ForbiddenReference, is_reference, run_facto
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class JobSubject(command_subject.Subject):
+class JobSubject(Subject):
     """The subject of a job: the dense model as its constructor, weights file or factory gives it, with the data."""
 
     splits: Splits  # the data of the job, with its task
@@ -66,7 +76,7 @@ class JobSubject(command_subject.Subject):
     @cached_property
     def example_inputs(self) -> tuple[Any, ...]:  # found once
         """The inputs of one training sample as a batch."""
-        return command_subject.example_of(self.model, self.splits) if self.inputs is None else self.inputs
+        return example_of(self.model, self.splits) if self.inputs is None else self.inputs
 
     def calibration_batches(self) -> Batches:
         """Return batches over a fixed random choice of training samples."""
@@ -106,25 +116,25 @@ class JobSubject(command_subject.Subject):
 
 
 def job_subject(
-    job: JobSettings, own: command_subject.Own, shape: tuple[int, ...] | None = None, device: torch.device | None = None
-) -> command_subject.Subject:
+    job: JobSettings, own: Own, shape: tuple[int, ...] | None = None, device: torch.device | None = None
+) -> Subject:
     """Return a job's dense model before any training, with its data; `shape` replaces the shape of a sample.
 
     Where targets are the dense model's answers, it gives them on the device, or on the CPU.
     """
     require_sources(job, own)
-    splits = command_subject.job_splits(job.known_data, own, job.task)
+    splits = job_splits(job.known_data, own, job.task)
     model = job_model(job, own, splits)
     names = () if job.data.labels else zoo.published(job.model, model)[1]
-    splits = command_subject.bound_splits(splits, model, device, names)
+    splits = bound_splits(splits, model, device, names)
     settings, build = build_of(job, splits), None if own.model is None else own_build(own.model)
-    return command_subject.Subject(
+    return Subject(
         model,
         job.name,
         shape or splits.sample_shape,
         splits,
         trained=zoo.has_weights(job.model),
-        inputs=None if shape else command_subject.inputs_of_task(model, splits),
+        inputs=None if shape else inputs_of_task(model, splits),
         interface=ModelInterface((), (), splits.task.name, splits.classes, splits.preprocessing),
         build=build if settings is None else zoo.as_build(settings),
     )
@@ -135,7 +145,7 @@ def own_build(factory: str) -> dict[str, Any]:
     return {"name": factory, "zoo": "own", "arguments": {}}
 
 
-def prepare(job: JobSettings, own: command_subject.Own = command_subject.RECIPE_ONLY) -> JobSubject:
+def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSubject:
     """Read the data and build the dense model, and raise for whatever is wrong with either.
 
     Several processes do this in turn, so that each file is downloaded once; all end with the same data and model.
@@ -147,7 +157,7 @@ def prepare(job: JobSettings, own: command_subject.Own = command_subject.RECIPE_
     return prepared
 
 
-def _prepared(job: JobSettings, own: command_subject.Own) -> JobSubject:
+def _prepared(job: JobSettings, own: Own) -> JobSubject:
     device = resolve_device(job.device)
     require_sources(job, own)
     renew_code(job)
@@ -174,17 +184,15 @@ def _prepared(job: JobSettings, own: command_subject.Own) -> JobSubject:
         steps = settings.epochs * steps_per_epoch(settings, len(splits.train), job.data.batch)
         require_searchable(settings, splits, steps, rewinds=rewinds)
     build = build_of(job, splits)
-    structure = (
-        command_subject.own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
-    )
+    structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
     return JobSubject(
         **vars(found) | {"trained": True},  # once its weights are there, which whoever prepares it sees to
         job=job,
         device=device,
         structure=structure,
         own_optimizer=job_optimizer(own),
-        optimizer_source=command_subject.own_source(own.optimizer),
-        task_source=command_subject.own_source(job.task) if is_reference(job.task) else None,
+        optimizer_source=own_source(own.optimizer),
+        task_source=own_source(job.task) if is_reference(job.task) else None,
     )
 
 
@@ -222,7 +230,7 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
         )
 
 
-def job_model(job: JobSettings, own: command_subject.Own, splits: Splits | None = None) -> nn.Module:
+def job_model(job: JobSettings, own: Own, splits: Splits | None = None) -> nn.Module:
     """Return the dense model for the data, with the weights of the settings, or random ones from the job's seed.
 
     Without data it has as many classes as its constructor gives it.
@@ -237,7 +245,7 @@ def job_model(job: JobSettings, own: command_subject.Own, splits: Splits | None 
     return model
 
 
-def job_optimizer(own: command_subject.Own) -> MakeOptimizer | None:
+def job_optimizer(own: Own) -> MakeOptimizer | None:
     """Return the optimizer class, or function that is called as one, of the user's factory; None without a factory."""
     if own.optimizer is None:
         return None
@@ -275,7 +283,7 @@ def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
     return {name: settings for name, settings in sections.items() if settings is not None}
 
 
-def require_sources(job: JobSettings, own: command_subject.Own) -> None:
+def require_sources(job: JobSettings, own: Own) -> None:
     """Raise if data or weights are missing, before anything is read or built."""
     require_own(job, own.model, own.data)
     _require_source_of_task(job, own)
@@ -288,7 +296,7 @@ def require_sources(job: JobSettings, own: command_subject.Own) -> None:
     require_files(job, zoo.missing_weights(job.model))
 
 
-def _require_source_of_task(job: JobSettings, own: command_subject.Own) -> None:
+def _require_source_of_task(job: JobSettings, own: Own) -> None:
     """Raise a `UsageError` if the data is of another task than the job."""
     source, textual = job.data.source, get_task(job.task).texts is not None
     if own.data is not None or (textual and source in ("text", "huggingface")):
@@ -310,7 +318,7 @@ def _require_source_of_task(job: JobSettings, own: command_subject.Own) -> None:
     )
 
 
-def require_optimizer(job: JobSettings, own: command_subject.Own) -> None:
+def require_optimizer(job: JobSettings, own: Own) -> None:
     """Raise if a section asks for the user's own optimizer, and none is given."""
     for name, settings in training_sections(job).items():
         if settings.optimizer == "own" and own.optimizer is None:

@@ -31,7 +31,16 @@ from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import described_task
 from prunekit.training.adapters import adapted, require_adaptable
-from prunekit.training.callbacks import callback
+from prunekit.training.callbacks.callback import (
+    Callback,
+    ContextCallback,
+    CurrentPlan,
+    EpochRow,
+    History,
+    PausedRun,
+    TrainingRun,
+    columns,
+)
 from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.fake_quantization import FakeQuantization, require_quantizable
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
@@ -56,14 +65,12 @@ OnEpoch = Callable[[dict[str, Any]], object]
 """Called after an epoch with a row of `history.csv` as plain values, and `epochs`, the number of this training's."""
 
 
-def told(
-    on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None
-) -> Callable[[callback.EpochRow], None] | None:
+def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
     """Return a function that calls `on_epoch` after each epoch of a training; None without one, or in others."""
     if on_epoch is None or settings is None or not is_main():
         return None
 
-    def tell(row: callback.EpochRow) -> None:
+    def tell(row: EpochRow) -> None:
         try:
             on_epoch({"run": name, "epochs": settings.epochs, **row.figures()})
         except Exception as error:
@@ -92,7 +99,7 @@ class Trainings:
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
         self._rates: list[dict[str, Any]] = []
-        self.paused: callback.PausedRun | None = None
+        self.paused: PausedRun | None = None
         self._note("baseline", baseline)
         if baseline.reused:
             watched_before(run, prepared.job, "baseline", baseline.rows)
@@ -115,7 +122,7 @@ class Trainings:
         settings = replace(self._job.finetune, regularize=None, distill=None)  # of a teacher it could learn nothing
         return self.train("control", model, *self.rewinding(), settings=settings)
 
-    def rewinding(self) -> list[callback.Callback]:
+    def rewinding(self) -> list[Callback]:
         """Return the callbacks of a schedule that the pruned model and its control share."""
         schedule = self._job.prune.schedule
         return [] if schedule is None else [LearningRateRewinding(schedule)]
@@ -124,14 +131,14 @@ class Trainings:
         self,
         name: str,
         model: nn.Module,
-        *callbacks: callback.Callback,
+        *callbacks: Callback,
         settings: TrainSettings,
-        masks: callback.CurrentPlan = lambda: None,
+        masks: CurrentPlan = lambda: None,
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
         cut: Plan | None = None,
         until: Callable[[], bool] | None = None,
-        begin: callback.PausedRun | None = None,
+        begin: PausedRun | None = None,
     ) -> nn.Module:
         """Train a model in place; it is on the CPU afterwards."""
         settings = with_teacher(settings, self._prepared.splits.task, model)
@@ -185,7 +192,7 @@ class Trainings:
                     self._log(f"teacher's time: {line}")
         return model.cpu()
 
-    def _note(self, name: str, made: Baseline | callback.History) -> None:
+    def _note(self, name: str, made: Baseline | History) -> None:
         if made.compilation is not None:
             self._compiled[name] = asdict(made.compilation)
             self._log(f"{training_name(name)}: {made.compilation}")
@@ -198,7 +205,7 @@ class Trainings:
             write_csv(self._run.path / "clamps.csv", self._clamps)
         self._history += [{"run": name, **row.figures()} for row in made.rows]
         score = self._prepared.splits.task.main.name
-        write_csv(self._run.path / "history.csv", self._history, ("run", *callback.columns(score)))
+        write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))
 
 
 def require_trainable(prepared: JobSubject) -> None:
@@ -233,7 +240,7 @@ class Finetuning:
         zeros, epochs = sparsity(model, first), self._job.finetune.epochs
         if schedule is not None:
             self._log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
-            activations = callback.ContextCallback(lambda _: masks(model, thresholds))
+            activations = ContextCallback(lambda _: masks(model, thresholds))
             callbacks = [schedule.part, *self._trainings.rewinding(), activations]
             until: Callable[[], bool] = (lambda: schedule.part.masks.is_final) if early else lambda: False
             model = self._train(model, *callbacks, masks=schedule.in_force, chart=plan.channel_map, until=until)
@@ -248,7 +255,7 @@ class Finetuning:
         trained = model
 
         @contextmanager
-        def under_masks(training: callback.TrainingRun) -> Iterator[None]:
+        def under_masks(training: TrainingRun) -> Iterator[None]:
             nonlocal trained
             trained = training.model  # the model, or a sharded copy of it
             with masked(trained, plan, training.optimizer, restore=False), masks(trained, thresholds):
@@ -257,11 +264,11 @@ class Finetuning:
         def figures() -> dict[str, str]:  # called in the main process alone
             return {} if is_sharded(trained) else {"sparsity": share(sparsity(trained, plan).weights)}
 
-        shown = callback.ContextCallback(under_masks, figures)
+        shown = ContextCallback(under_masks, figures)
         return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
 
     def _train_compact(
-        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: callback.PausedRun | None
+        self, model: nn.Module, plan: Plan, thresholds: ActivationThresholds | None, left: PausedRun | None
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Train the compact model in place of the masked one, and copy its weights back."""
         small = compact(model, plan)
@@ -271,7 +278,7 @@ class Finetuning:
             at = left.state["position"]["step"] / self._schedule.part.timeline.steps
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
-        activations = callback.ContextCallback(lambda training: masks(training.model, thresholds))
+        activations = ContextCallback(lambda training: masks(training.model, thresholds))
         begin = None if left is None else transfer_run(left, plan)
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
         spread_(model, small, plan)

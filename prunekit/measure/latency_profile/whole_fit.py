@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.tracing.traced_run import TracedOperator
-from prunekit.measure.latency_profile import staircase_fit
+from prunekit.measure.latency_profile.staircase_fit import (
+    TimedNetwork,
+    WidthColumns,
+    WidthProduct,
+    non_negative_fit,
+    written_elements,
+)
 from prunekit.planning.budgets.cost_model import Numbers
 from prunekit.planning.budgets.latency_table import LatencyTable, LatencyTerm, LayerLatency
 from prunekit.utils.display import share
@@ -45,7 +51,7 @@ class _Cost:
 
     module: str
     groups: tuple[Any, ...]  # a key for each of `DEVIATIONS`; the first is the cost's name
-    product: staircase_fit.WidthProduct | None  # None: 1 where the module is there
+    product: WidthProduct | None  # None: 1 where the module is there
 
 
 def _costs(channel_map: ChannelMap) -> Iterator[_Cost]:
@@ -57,7 +63,7 @@ def _costs(channel_map: ChannelMap) -> Iterator[_Cost]:
         if operator.counted:
             together.setdefault((operator.module, operator.name), []).append(operator)
     for (module, name), operators in together.items():
-        written = [each for operator in operators for each in staircase_fit.written_elements(operator)]
+        written = [each for operator in operators for each in written_elements(operator)]
         written = [(elements / trace.flow.batch, factors) for elements, factors in written if factors]
         terms = [term for term in trace.flow.macs if (term.module, term.operator) == (module, name) and term.factors]
         kind, size = "", 0.0
@@ -76,7 +82,7 @@ def _costs(channel_map: ChannelMap) -> Iterator[_Cost]:
                 found.setdefault((READS, 1), []).append((term.constant, term.factors[-1:]))
         for (cost, _), products in found.items():
             groups = (cost, (cost, kind), (cost, kind, size), (cost, module, name))
-            yield _Cost(module, groups, staircase_fit.WidthProduct(*zip(*products, strict=True)))
+            yield _Cost(module, groups, WidthProduct(*zip(*products, strict=True)))
 
 
 class _Design:
@@ -85,7 +91,7 @@ class _Design:
     def __init__(self, channel_map: ChannelMap, keeps: Sequence[Keep]) -> None:
         kept = [keep[channel_map.traced.final] for keep in (*keeps, np.ones(channel_map.n_labels, dtype=bool))]
         self.costs = list(_costs(channel_map))
-        self._columns, self._by_step = staircase_fit.WidthColumns(kept, channel_map), dict[int, Numbers]()
+        self._columns, self._by_step = WidthColumns(kept, channel_map), dict[int, Numbers]()
         self._there = {module: self._columns.present(module) for module in {cost.module for cost in self.costs}}
         levels = zip(*(cost.groups for cost in self.costs), strict=True)
         self.levels = [np.unique([str(key) for key in level], return_inverse=True)[1] for level in levels]
@@ -114,7 +120,7 @@ class _Design:
         shares = np.c_[sums / sums[-1], np.ones(len(sums))]  # of each cost, 1 for the dense network
         number = shares.shape[1]
         drawn = np.r_[shares[rows] / took[:, None], PULL * np.eye(number)]
-        found = staircase_fit.non_negative_fit(drawn, np.r_[np.ones(len(rows)), np.full(number, PULL / number)])
+        found = non_negative_fit(drawn, np.r_[np.ones(len(rows)), np.full(number, PULL / number)])
         found = np.maximum(found, FLOOR / number)
         return (found[:-1] / sums[-1])[self.levels[0]], float(found[-1])
 
@@ -168,7 +174,7 @@ def _fit(design: _Design, rows: Rows, took: Numbers) -> _Fit:
 
 
 def fit_whole_table(
-    channel_map: ChannelMap, samples: Sequence[staircase_fit.TimedNetwork], setting: Mapping[str, Any]
+    channel_map: ChannelMap, samples: Sequence[TimedNetwork], setting: Mapping[str, Any]
 ) -> LatencyTable:
     """Return a table of the time of every module by its widths, from the times of whole networks alone.
 
@@ -193,7 +199,7 @@ def fit_whole_table(
     return LatencyTable(dict(setting), layers, dense_ms * found.outside, 1.0, dense_ms)
 
 
-def _timed(channel_map: ChannelMap, samples: Sequence[staircase_fit.TimedNetwork]) -> tuple[_Design, Numbers, float]:
+def _timed(channel_map: ChannelMap, samples: Sequence[TimedNetwork]) -> tuple[_Design, Numbers, float]:
     """Return the design of networks, their times as shares of the dense one's, and its milliseconds."""
     dense_ms = float(np.median([sample.times.dense_ms for sample in samples]))
     return (
@@ -262,7 +268,7 @@ class WholeCheck:
         return f"more networks would hardly help: {half}, all with {share(self.error)}"
 
 
-def check_whole_fit(channel_map: ChannelMap, samples: Sequence[staircase_fit.TimedNetwork]) -> WholeCheck:
+def check_whole_fit(channel_map: ChannelMap, samples: Sequence[TimedNetwork]) -> WholeCheck:
     """Return how well fits predict the networks that they leave out: each of them, and halves (Stone 1974)."""
     design, took, dense_ms = _timed(channel_map, samples)
     every = np.arange(len(samples))

@@ -12,7 +12,18 @@ import pandas as pd
 from markupsafe import Markup
 
 from prunekit.errors import ArtifactError
-from prunekit.report.figures import canvas as drawing
+from prunekit.report.figures.canvas import (
+    COLORS,
+    GRAY,
+    INK,
+    PALE,
+    SPARE_COLORS,
+    are_drawn,
+    canvas,
+    stacked,
+    svg,
+    wide_and_narrow,
+)
 from prunekit.utils.display import RESOURCES, plural
 
 if TYPE_CHECKING:
@@ -24,7 +35,7 @@ MAX_COUPLED = 40
 LABELS = {"top1": "top-1"}
 POINTS = 400
 """Points of the curve of a schedule."""
-LINES = (drawing.COLORS["pruned"], drawing.COLORS["control"], *drawing.SPARE_COLORS)
+LINES = (COLORS["pruned"], COLORS["control"], *SPARE_COLORS)
 
 
 def evenly(names: Sequence[str], most: int) -> list[str]:
@@ -40,12 +51,12 @@ def shortened(text: str, length: int = 34) -> str:
 
 def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
     """Return the figure of a table; None if the run wrote no rows, or pages have no figures here."""
-    return None if frame is None or frame.empty or not drawing.are_drawn() else draw(frame)
+    return None if frame is None or frame.empty or not are_drawn() else draw(frame)
 
 
 def _color(name: str, names: list[str]) -> str:
-    spare = [other for other in names if other not in drawing.COLORS]
-    return drawing.COLORS.get(name) or drawing.SPARE_COLORS[spare.index(name) % len(drawing.SPARE_COLORS)]
+    spare = [other for other in names if other not in COLORS]
+    return COLORS.get(name) or SPARE_COLORS[spare.index(name) % len(SPARE_COLORS)]
 
 
 def widths(layers: pd.DataFrame) -> Markup:
@@ -53,26 +64,26 @@ def widths(layers: pd.DataFrame) -> Markup:
 
     Layers without channels after, those of blocks that are gone, are hatched.
     """
-    return drawing.wide_and_narrow(partial(_widths, layers))
+    return wide_and_narrow(partial(_widths, layers))
 
 
 def _widths(layers: pd.DataFrame, width: float) -> Markup:
     from matplotlib.ticker import MaxNLocator
 
     gone = layers["out_after"].to_numpy() == 0
-    with drawing.canvas(1, 1, 3.0, "widths", width=width) as (figure, (axes,)):
+    with canvas(1, 1, 3.0, "widths", width=width) as (figure, (axes,)):
         index, before = np.arange(len(layers)), layers["out_before"].to_numpy()
-        axes.bar(index[~gone], before[~gone], width=0.85, color=drawing.PALE, label="dense")
-        axes.bar(index, layers["out_after"], width=0.85, color=drawing.COLORS["pruned"], label="pruned")
+        axes.bar(index[~gone], before[~gone], width=0.85, color=PALE, label="dense")
+        axes.bar(index, layers["out_after"], width=0.85, color=COLORS["pruned"], label="pruned")
         if gone.any():
-            style: dict[str, Any] = {"facecolor": "none", "edgecolor": drawing.GRAY, "hatch": "////", "linewidth": 0.6}
+            style: dict[str, Any] = {"facecolor": "none", "edgecolor": GRAY, "hatch": "////", "linewidth": 0.6}
             axes.bar(index[gone], before[gone], width=0.85, label="gone with its block", **style)
         axes.set(xlabel="layer, in the order of the model", ylabel="output channels", xlim=(-0.7, len(layers) - 0.3))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
         axes.legend(loc="upper left", ncols=3)
         without = f"; {plural(int(gone.sum()), 'layer')} gone with their blocks" if gone.any() else ""
-        return drawing.svg(figure, f"Output channels of every layer before and after pruning{without}")
+        return svg(figure, f"Output channels of every layer before and after pruning{without}")
 
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
@@ -83,12 +94,12 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
     height = 1.65 * rows + 0.5
     edges = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
     grid = {**edges, "wspace": 0.16, "hspace": 0.45}
-    with drawing.canvas(4, rows, height, "histograms", grid, len(chosen)) as (figure, panels):
+    with canvas(4, rows, height, "histograms", grid, len(chosen)) as (figure, panels):
         for axes, name in zip(panels, chosen, strict=False):
             _histogram(axes, name, scores[scores["group"] == name])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper right", ncols=2)
-        drawn = drawing.stacked(figure, "Histograms of importance scores per channel group", len(chosen), size="small")
+        drawn = stacked(figure, "Histograms of importance scores per channel group", len(chosen), size="small")
         return drawn, len(chosen), len(names)
 
 
@@ -100,7 +111,7 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     every, edges = np.histogram(values, edges)
     removed, _ = np.histogram(values[~kept.to_numpy()], edges)
     axes.stairs(removed, edges, fill=True, color="#e5a13d", label="removed")
-    axes.stairs(every, edges, baseline=removed, fill=True, color=drawing.COLORS["pruned"], label="kept")
+    axes.stairs(every, edges, baseline=removed, fill=True, color=COLORS["pruned"], label="kept")
     axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})", 30), fontsize=9.5)
     axes.tick_params(labelsize=9)
     # Ticks are most of what twenty panels take: the ends of the scores, and the most channels in a bin.
@@ -115,15 +126,15 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
     names = list(slots["group"].drop_duplicates())
     spread = slots.groupby("group")["module"].nunique()
     chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
-    drawn = drawing.wide_and_narrow(lambda width: _coupling(slots, chosen, width))
+    drawn = wide_and_narrow(lambda width: _coupling(slots, chosen, width))
     return drawn, len(chosen), len(names)
 
 
 def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Markup:
     from matplotlib.ticker import MaxNLocator
 
-    with drawing.canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling", width=width) as (figure, (axes,)):
-        for made, color, label in ((True, drawing.COLORS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
+    with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling", width=width) as (figure, (axes,)):
+        for made, color, label in ((True, COLORS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
             part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
             rows = part["group"].map(chosen.index)
             offset = -0.16 if made else 0.16  # a module may do both
@@ -135,7 +146,7 @@ def _coupling(slots: pd.DataFrame, chosen: Sequence[str], width: float) -> Marku
         axes.set(xlabel="module, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc="outside upper right", ncols=2, markerscale=2)
-        return drawing.svg(figure, "Channel groups and the modules that make or read their channels")
+        return svg(figure, "Channel groups and the modules that make or read their channels")
 
 
 def curves(
@@ -162,7 +173,7 @@ def curves(
         if name in names and found.get("start") is not None
     ]
     history = pd.concat([pd.DataFrame(starts), history]) if starts else history
-    with drawing.canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
+    with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
         for name in names:
             rows = history[history["run"] == name]
             style: dict[str, Any] = {"color": _color(name, names), "marker": "o", "markersize": 3}
@@ -181,7 +192,7 @@ def curves(
             # A lone epoch would get an axis of thousandths around it.
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         reached.legend(loc="lower right")
-        return drawing.stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
+        return stacked(figure, f"Training curves: loss and validation {label} by epoch", 2)
 
 
 def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
@@ -190,9 +201,9 @@ def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
     Trials whose loss was not finite are crosses at the top. None without trials, or where pages have no figures.
     """
     tried = {name: found for name, found in trainings.items() if found.get("rates")}
-    if not tried or not drawing.are_drawn():
+    if not tried or not are_drawn():
         return None
-    with drawing.canvas(2, math.ceil(len(tried) / 2), 2.6 * math.ceil(len(tried) / 2), "rates", used=len(tried)) as (
+    with canvas(2, math.ceil(len(tried) / 2), 2.6 * math.ceil(len(tried) / 2), "rates", used=len(tried)) as (
         figure,
         panels,
     ):
@@ -202,16 +213,16 @@ def rates(trainings: Mapping[str, Mapping[str, Any]]) -> Markup | None:
             failed = [row["rate"] for row in rows if row["held_out_loss"] is None]
             color = _color(name, list(tried))
             axes.plot(*zip(*finite, strict=True), "o-", color=color, markersize=4) if finite else None
-            axes.plot(failed, [0.94] * len(failed), "x", color=drawing.INK, transform=axes.get_xaxis_transform())
+            axes.plot(failed, [0.94] * len(failed), "x", color=INK, transform=axes.get_xaxis_transform())
             for rate, loss in finite:
                 if rate == found["lr"]:
                     axes.plot(rate, loss, "o", color=color, markersize=10, fillstyle="none", label=f"taken: {rate:g}")
             if start["held_out_loss"] is not None:
-                axes.axhline(start["held_out_loss"], color=drawing.GRAY, linestyle="--", linewidth=1.1, label="start")
+                axes.axhline(start["held_out_loss"], color=GRAY, linestyle="--", linewidth=1.1, label="start")
             axes.set(title=f"Learning rates tried: {name}", xlabel="largest rate", ylabel="held-out loss", xscale="log")
             _plain_log(axes.xaxis)
             axes.legend(loc="upper left")
-        return drawing.stacked(figure, "Held-out loss of each learning rate that was tried", len(tried))
+        return stacked(figure, "Held-out loss of each learning rate that was tried", len(tried))
 
 
 def frontier(found: Mapping[str, Any]) -> Markup:
@@ -229,8 +240,8 @@ def frontier(found: Mapping[str, Any]) -> Markup:
     if any(point["speedup"] for point in points):
         of = " in float" if any(one.get("int8_score") for one in points) else ""
         panels.append(("speedup", f"speedup{of}, times the dense model", 1.0))
-    lines = ("", drawing.COLORS["pruned"], "pruned, repaired"), ("int8_", drawing.SPARE_COLORS[0], "as files in int8")
-    with drawing.canvas(2, 1, 3.4, "frontier", used=len(panels)) as (figure, each):
+    lines = ("", COLORS["pruned"], "pruned, repaired"), ("int8_", SPARE_COLORS[0], "as files in int8")
+    with canvas(2, 1, 3.4, "frontier", used=len(panels)) as (figure, each):
         for axes, (key, label, scale) in zip(each, panels, strict=False):
             rows = [point for point in points if point[key]]
             for prefix, color, name in lines:
@@ -240,29 +251,25 @@ def frontier(found: Mapping[str, Any]) -> Markup:
                 lost = [[row[f"{prefix}{end}"] for end in ("low", "drop", "high")] for row in shown]
                 if shown and all(low is not None for low, _, _ in lost):
                     ends = [[unit * (drop - low), unit * (high - drop)] for low, drop, high in lost]
-                    axes.errorbar(
-                        at, reached, list(zip(*ends, strict=True))[::sign], color=drawing.PALE, fmt="none", zorder=2
-                    )
+                    axes.errorbar(at, reached, list(zip(*ends, strict=True))[::sign], color=PALE, fmt="none", zorder=2)
                 if shown:
                     axes.plot(at, reached, "o-", color=color, markersize=4.5, zorder=3, label=name)
             if key == "speedup":
                 across = [[row[key] - row["speedup_low"], row["speedup_high"] - row[key]] for row in rows]
                 at, reached = [row[key] for row in rows], [row["score"] for row in rows]
-                axes.errorbar(
-                    at, reached, xerr=list(zip(*across, strict=True)), color=drawing.PALE, fmt="none", zorder=2
-                )
-            axes.plot(scale, dense, "D", color=drawing.COLORS["dense"], markersize=6, zorder=3, label="dense")
+                axes.errorbar(at, reached, xerr=list(zip(*across, strict=True)), color=PALE, fmt="none", zorder=2)
+            axes.plot(scale, dense, "D", color=COLORS["dense"], markersize=6, zorder=3, label="dense")
             if found.get("knee") is not None and points[found["knee"]] in rows:
                 knee = points[found["knee"]]
-                ring: dict[str, Any] = {"markersize": 11, "fillstyle": "none", "color": drawing.INK}
+                ring: dict[str, Any] = {"markersize": 11, "fillstyle": "none", "color": INK}
                 axes.plot(scale * knee[key], knee["score"], "o", label="knee", **ring)
             if key in asked:
                 axes.axvline(
-                    scale * asked[key], color=drawing.COLORS["control"], linestyle="--", linewidth=1, label="asked for"
+                    scale * asked[key], color=COLORS["control"], linestyle="--", linewidth=1, label="asked for"
                 )
             if "max_drop" in asked:
                 limit = dense + sign * unit * asked["max_drop"]
-                axes.axhline(limit, color=drawing.COLORS["control"], linestyle=":", linewidth=1.2, label="max_drop")
+                axes.axhline(limit, color=COLORS["control"], linestyle=":", linewidth=1.2, label="max_drop")
             axes.set(xlabel=label, ylabel=f"{about['label']} {about['unit']}".rstrip())
             if key == "macs":
                 axes.invert_xaxis()
@@ -270,7 +277,7 @@ def frontier(found: Mapping[str, Any]) -> Markup:
                 axes.legend(loc="lower left")
             else:
                 axes.set_title("Score against speed")
-        return drawing.stacked(figure, "Score of the frontier's models against MACs and speedup", len(panels))
+        return stacked(figure, "Score of the frontier's models against MACs and speedup", len(panels))
 
 
 def latencies(samples: pd.DataFrame) -> Markup:
@@ -282,10 +289,10 @@ def latencies(samples: pd.DataFrame) -> Markup:
     settings = list(samples.groupby(keys, sort=False, dropna=False))
     rows = math.ceil(len(settings) / 2)
     models = len(samples["model"].drop_duplicates())
-    with drawing.canvas(2, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
+    with canvas(2, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
         for axes, (key, frame) in zip(panels, settings, strict=False):
             _latency_panel(axes, key, frame)
-        return drawing.stacked(figure, "Latency of every timed run, by device and batch", len(settings))
+        return stacked(figure, "Latency of every timed run, by device and batch", len(settings))
 
 
 def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None:
@@ -298,7 +305,7 @@ def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None
         color = _color(name, names)
         axes.plot(ms, row + jitter.uniform(-0.22, 0.22, len(ms)), ".", color=color, alpha=0.45, markersize=4)
         axes.plot([low, high], [row, row], color=color, linewidth=2.5, solid_capstyle="round")
-        axes.plot(median, row, "|", color=drawing.INK, markersize=17, markeredgewidth=1.8)
+        axes.plot(median, row, "|", color=INK, markersize=17, markeredgewidth=1.8)
     with_threads = f", {threads:g} thread{'s'[: threads != 1]}" if not pd.isna(threads) else ""
     axes.set(title=f"{device}, {runtime}, batch {batch}{with_threads}, {dtype}", xlabel="ms")
     axes.set_yticks(range(len(names)), labels=names)
@@ -315,7 +322,7 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     line = None if summary is None else _timeline(summary)
-    with drawing.canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):
+    with canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):
         for index, (resource, rows) in enumerate(changes.groupby("resource", sort=False)):
             color = LINES[index % len(LINES)]
             last = rows["epoch"].iloc[-1] if line is None else line.epochs
@@ -331,8 +338,8 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
         once = (changes if of_channels.empty else of_channels).drop_duplicates("step")
         width = 0.7 * (float(np.diff(once["epoch"]).min()) if len(once) > 1 else 0.5)  # of the smallest distance
         channels.bar(once["epoch"], once["pruned"], width, color="#e5a13d", label="pruned")
-        channels.bar(once["epoch"], -once["regrown"], width, color=drawing.COLORS["pruned"], label="came back")
-        channels.axhline(0, color=drawing.GRAY, linewidth=0.7)
+        channels.bar(once["epoch"], -once["regrown"], width, color=COLORS["pruned"], label="came back")
+        channels.axhline(0, color=GRAY, linewidth=0.7)
         if line is not None:
             _frame((shares, channels), line)
         shares.set(title="Left of the dense model", xlabel="epoch", ylabel="percent", ylim=(0, 104))
@@ -344,7 +351,7 @@ def schedule(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup
         if once["regrown"].any():
             channels.legend(loc="upper right")
         label = f"Pruning schedule: share of the dense model left, and {what} pruned, by epoch"
-        return drawing.stacked(figure, label, 2)
+        return stacked(figure, label, 2)
 
 
 def _timeline(summary: Mapping[str, Any]) -> Timeline:
@@ -360,7 +367,7 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
     final = line.pruning_steps[-1].step / line.steps
     for axes in panels:
         axes.set_xlim(-0.02 * line.epochs, 1.02 * line.epochs)
-        axes.axvline(final, color=drawing.GRAY, linewidth=0.9, linestyle=":")
+        axes.axvline(final, color=GRAY, linewidth=0.9, linestyle=":")
     panels[0].annotate(
         "masks final", (final, 3), xytext=(4, 0), textcoords="offset points", fontsize=8, color="#6b7280"
     )
