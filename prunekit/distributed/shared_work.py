@@ -9,14 +9,13 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from hashlib import sha256
 from itertools import islice
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from prunekit.distributed.process_group import everyone, gather_values, rank, require_equal, size, total, total_of
+from prunekit.distributed.process_group import everyone, gather_values, rank, size, total, total_of
 
 PARTS = 4
 """Batches, at least, that samples run in where there are as many: what a batch draws depends on its number, and so the
@@ -52,9 +51,9 @@ def sharing_work(share: bool = True) -> Iterator[None]:
         _SHARING.reset(before)
 
 
-def worker() -> tuple[int, int]:
-    """Return the number of this process among those that share the work, from 0, and how many they are."""
-    return (rank(), size()) if _SHARING.get() else (0, 1)
+def workers() -> int:
+    """Return how many processes share the work."""
+    return size() if _SHARING.get() else 1
 
 
 def dealt(items: Iterable[T]) -> Iterator[T]:
@@ -62,20 +61,9 @@ def dealt(items: Iterable[T]) -> Iterator[T]:
     return islice(items, rank(), None, size()) if _SHARING.get() else iter(items)
 
 
-def require_same(tensors: Iterable[Tensor], what: str) -> None:
-    """Raise a `RunError` unless all processes that share the work have the same tensors."""
-    if not _SHARING.get():
-        return
-    found = sha256()
-    for tensor in tensors:
-        found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    require_equal(found.hexdigest(), what)
-
-
 def batch_parts() -> int:
     """Return how many batches samples run in at least, see `PARTS`."""
-    return max(PARTS, worker()[1])
+    return max(PARTS, workers())
 
 
 def shared_count(number: int) -> int:
@@ -98,6 +86,11 @@ def shared_mean(mean: Tensor, rows: int) -> Tensor:
 def shared_values(value: T) -> list[T]:
     """Return the value of each process."""
     return gather_values(value) if _SHARING.get() else [value]
+
+
+def shared_rows(rows: Tensor) -> Tensor:
+    """Return the rows of all processes, one process after the other."""
+    return torch.cat([part.to(rows) for part in gather_values(rows.cpu())]) if _SHARING.get() else rows
 
 
 def agreed(flag: bool) -> bool:

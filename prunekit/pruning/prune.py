@@ -15,7 +15,8 @@ from prunekit.channels.tracing.tracer import HALF
 from prunekit.channels.trial.comparison import shortened
 from prunekit.compaction.compact_model import compact, remarks
 from prunekit.deploy.deployment_transform import without_subnormals
-from prunekit.distributed.shared_work import require_same, worker
+from prunekit.distributed.process_group import require_equal
+from prunekit.distributed.shared_work import workers
 from prunekit.errors import DataError, ModelError, UsageError, raised_as, require_kind
 from prunekit.hooks.model_copy import named_tensors, with_tensors, with_weights
 from prunekit.hooks.wrappers import require_trainable, unwrapped
@@ -32,7 +33,7 @@ from prunekit.utils.context import is_large, release_memory, training_mode
 from prunekit.utils.inputs import as_example, call, inputs_as_example, sample_count, select_samples
 from prunekit.utils.outputs import Outputs
 from prunekit.utils.progress import reporting, stage
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, map_tensors, tensors_digest
 
 if TYPE_CHECKING:
     from prunekit.measure.score_drop import Evaluate, HeldOutScores
@@ -426,14 +427,15 @@ class Request:
             channel_map = channel_map or collected.channel_map
         example = self._example()
         more = tuple(as_example(self.model, one) for one in self.more_examples)
-        if self.settings.budget.measured and worker()[1] > 1:
+        if self.settings.budget.measured and workers() > 1:
             raise UsageError(
                 "budget: expected none of time in sharing_work, as each process would measure its own; give another "
                 "one, or start `prunekit prune` by torchrun, of which the first process measures alone"
             )
-        require_same((tensor for _, tensor in named_tensors(self.model)), "the model's weights")
+        if workers() > 1:
+            require_equal(tensors_digest(named_tensors(self.model)), "the model's weights")
+            require_equal(tensors_digest(("", one) for one in gather(self.samples)), "the calibration samples")
         if self.samples is not None:
-            require_same(gather(self.samples), "the calibration samples")
             _require_running(self.model, self.first_samples(2))
         if channel_map is None:
             stage("trace")

@@ -17,7 +17,7 @@ from prunekit.channels.tracing.substitutes import substituted_copy
 from prunekit.channels.tracing.traced_run import TracedOperator
 from prunekit.criteria.criterion import CRITERIA
 from prunekit.criteria.elimination import most_state_bytes, unread_stacks
-from prunekit.distributed.shared_work import batch_parts, worker
+from prunekit.distributed.shared_work import batch_parts, workers
 from prunekit.errors import DataError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.memory_format import in_fastest_format
@@ -359,7 +359,7 @@ def require_memory(model: nn.Module, channel_map: ChannelMap, repair: RepairSett
     """Return a sentence on the memory that pruning a large model on the CPU takes; None for other models."""
     if not is_large(model) or device_of(model).type != "cpu":
         return None
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if worker()[1] > 1 else 1  # processes on this machine
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if workers() > 1 else 1  # processes on this machine
     need, free = MemoryNeed.of(model, channel_map, repair), int(psutil.virtual_memory().available) // beside
     short = "" if need.most <= free else ", which may be too little"
     if DOUBT * need.most <= free:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.shared_work import agreed, shared_count, shared_mean, shared_sum, shared_values
+from prunekit.distributed.shared_work import agreed, shared_count, shared_mean, shared_rows, shared_sum
 from prunekit.planning.plan import Plan
 from prunekit.repair.held_out_images import Batch
 from prunekit.repair.joint_fit import LayerWeights, PairFitter
@@ -334,8 +334,9 @@ def _at_end(outputs: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 def _variance(wanted: Tensor) -> float:
     """Return the variance of (N, o) outputs, or their mean square if they are constant."""
-    first = next(row for row in shared_values(wanted[:1].cpu()) if len(row)).to(wanted)
-    around = wanted - first  # exactly 0 if they are constant; `var` takes six times as long as these lines
+    around = (
+        wanted - shared_rows(wanted[:1])[0]
+    )  # exactly 0 if they are constant; `var` takes six times as long as these lines
     around.sub_(shared_mean(around.mean(0), len(around)))
     squares = shared_sum(torch.linalg.vector_norm(around, dim=1).double().square().sum())
     spread = float(squares) / max(1, (shared_count(len(wanted)) - 1) * wanted.shape[1])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prunekit.distributed.shared_work import shared_count, shared_mean, shared_values, worker
+from prunekit.distributed.shared_work import shared_count, shared_mean, shared_rows, workers
 from prunekit.repair.repair_report import SAME, LayerRepair
 from prunekit.statistics.patches import FewRows, apply_weight, gram, mean_products, product, with_constant
 from prunekit.statistics.reductions import VarianceSum
@@ -54,8 +54,7 @@ class FitProblem:
 
     def weighted(self, factors: Tensor) -> FitProblem:
         """Return the fit in which rows count by the squares of factors, (N,), which are cut at `MOST` usual ones."""
-        usual = torch.cat([one.to(factors) for one in shared_values(factors.cpu())]).median()
-        factors = factors.clamp(max=MOST * float(usual))
+        factors = factors.clamp(max=MOST * float(shared_rows(factors).median()))
         factors = factors / shared_mean(factors.square().mean(), len(factors)).sqrt()
         by_row = factors[:, None]
         inputs = self.inputs * by_row.to(self.inputs.dtype)
@@ -168,7 +167,7 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
     read, rows, columns = inputs[fitted], shared_count(problem.fitted), problem.inputs.shape[1]
-    few = FewRows.of(read[:, :columns], read[:, columns:]) if rows < columns and worker()[1] == 1 else None
+    few = FewRows.of(read[:, :columns], read[:, columns:]) if rows < columns and workers() == 1 else None
     moments, unit = shared_mean(mean_products(read, read), len(read)) if few is None else few.products(), 1.0
     if few is not None and (mean := float(moments.diagonal().mean())):  # the ridge is a share of that of columns
         unit = float(read[:, :columns].square().mean(dtype=torch.float64)) / mean

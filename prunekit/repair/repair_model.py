@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.cut.narrow_norms import NarrowNorms
 from prunekit.channels.tracing.substitutes import substituted_copy
-from prunekit.distributed.shared_work import agreed, batch_parts, dealt, worker
+from prunekit.distributed.shared_work import agreed, batch_parts, dealt, workers
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.hooks.model_copy import named_tensors, with_tensors
 from prunekit.planning.plan import Plan, require_plan
@@ -206,14 +206,14 @@ class LayerWalk:
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if setup.looping else batch_size([run.lifetimes for run in runs], count, settings)
         drawn = any(sources) or any(each.most > number for each, number in zip(sizes, rows, strict=True))
-        least = batch_parts() if drawn else worker()[1]
+        least = batch_parts() if drawn else workers()
         size = min(size, -(-count // least))
         batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs), least)
         running = setup.running
         others = batches if running is inputs else batches_of(running, settings.held_out, size, None, least)[0]
-        if fitted < worker()[1]:
+        if fitted < workers():
             raise DataError(
-                f"repair: expected a sample to fit on for each of {worker()[1]} processes, got {fitted}; give more "
+                f"repair: expected a sample to fit on for each of {workers()} processes, got {fitted}; give more "
                 "samples, or start fewer processes"
             )
         self.batches = batches[:fitted], batches[fitted:]

@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.shared_work import dealt, shared_count, shared_sum, shared_values, worker
+from prunekit.distributed.shared_work import dealt, shared_count, shared_sum, shared_values, workers
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_graph import ChainMark, LayerChain, LayerFinder, calls_by_use, find_layers, merge_calls
@@ -152,8 +152,8 @@ class _Collector(LayerFinder):
         self._sums: dict[WeightUse, _GramSum] = {}
         self._reading: _Reading | None = None
         self.batch_rows = 0
-        number, self._step = worker()  # processes take turns at batches
-        self.batch = number - self._step
+        self._step = workers()  # processes take turns at batches
+        self.batch = next(dealt(range(self._step))) - self._step
         self.batch_samples = samples
         self.counted: Counted | None = None
         self._samples = samples
@@ -483,7 +483,7 @@ def collect_patches(
 
     unused = _unused_end(every, tensors)
     collector = _Collector(model, wanted, norms, columns, pooled, sample_count(few), rows_of, unused)
-    total = -(-length_hint(batches) // worker()[1]) or None
+    total = -(-length_hint(batches) // workers()) or None
     watch(model, dealt(chain([first], rest)), collector, title="patch statistics", total=total)
     found = collector.finished()
     for moments in found:

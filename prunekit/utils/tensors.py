@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -268,6 +269,15 @@ def map_samples(inputs: Any, tensors: Callable[[Tensor], Any], lists: Callable[[
 BLOCK = 2**28
 """Bytes of a file, unless a tensor is larger."""
 ALIGNED = 64
+
+
+def tensors_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a SHA-256 hash of the names, shapes, types and bytes of tensors."""
+    found = sha256()
+    for name, tensor in tensors:
+        found.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 class FileMemory:

@@ -29,6 +29,7 @@ from prunekit.measure.latency.machine import cpu_name
 from prunekit.reading.text_files import read_json
 from prunekit.utils.files import atomic_file, remove_leftovers, write_json, write_text
 from prunekit.utils.progress import Log
+from prunekit.utils.tensors import tensors_digest
 
 T = TypeVar("T")
 Found = TypeVar("Found")
@@ -290,12 +291,8 @@ def digest(value: Any) -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a SHA-256 hash of the names, shapes and bytes of all parameters and buffers."""
-    result = hashlib.sha256()
-    for name, tensor in named_tensors(model):
-        result.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return result.hexdigest()
+    """Return a SHA-256 hash of all parameters and buffers, see `tensors_digest`."""
+    return tensors_digest(named_tensors(model))
 
 
 @dataclass(frozen=True, eq=False)

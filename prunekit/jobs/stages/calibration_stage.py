@@ -156,9 +156,9 @@ def merged_gradients(prepared: JobSubject, model: nn.Module, images: Batches) ->
 
 
 def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
-    """Return patch statistics of the calibration images, with the orders of removal; None if the criterion needs none.
+    """Return patch statistics of the calibration images, with the orders of removal of several processes.
 
-    Processes share the images and the orders, and the main one gets the result.
+    They share the images and the orders, and the main one gets the result. None if the criterion needs none.
     """
     job = prepared.job
     if "patches" not in CRITERIA.get(job.prune.criterion).needs:
@@ -176,7 +176,8 @@ def job_patches(prepared: JobSubject, model: nn.Module, chart: ChannelMap, *, lo
             ),
             held_out=job.prune.errors_compete,
         )
-        eliminations(model, chart, found)
+        if size() > 1 and not job.prune.channels_stay:  # else where the plan is made
+            eliminations(model, chart, found)
     model.cpu()
     if not is_main():  # which plans alone
         return None

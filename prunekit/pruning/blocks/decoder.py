@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from prunekit.settings.calibration import FEWEST_IMAGES
 from prunekit.utils.availability import import_of_extra
 from prunekit.utils.context import seeded, set_mode
 from prunekit.utils.display import listed
-from prunekit.utils.tensors import gather, map_tensors
+from prunekit.utils.tensors import gather, map_tensors, tensors_digest
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -55,7 +54,7 @@ class WeightFolder:
 
     @property
     def identity(self) -> Any:
-        """What tells that these are the weights of an earlier call."""
+        """Size and time of each file, by which a later call knows that these are the same weights."""
         files = [self.folder / name for name in sorted({CONFIG, *(file for file, _ in self.places.values())})]
         return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
@@ -133,11 +132,9 @@ class ModelWeights:
                 raise ModelError(
                     f"{name}: expected the shape {wanted[0]} of the configuration, not quantized, got {got}"
                 )
-        digest = sha256()
-        for tensor in tensors.values():
-            digest.update(local_part(tensor).detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        digest = tensors_digest((name, local_part(tensor)) for name, tensor in tensors.items())
         names = {name: ("", name) for name in tensors}
-        return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest.hexdigest()))
+        return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors by their names, in the main process."""
