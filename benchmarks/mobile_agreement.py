@@ -46,7 +46,7 @@ class Subject:
     read: Callable[[Any], Tensor] = first
 
     def output(self, model: nn.Module) -> Tensor:
-        """What is read of the outputs for the held-out inputs."""
+        """Values that are read of the outputs for the held-out inputs."""
         with torch.inference_mode():
             return torch.cat([self.read(model(some)) for some in torch.split(self.inputs[1], BATCH)])
 

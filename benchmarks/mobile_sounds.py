@@ -55,7 +55,7 @@ def chords(count: int, size: int, rate: int, seed: int) -> np.ndarray:
 
 
 def spoken(text: str, voice: str, speed: int, pitch: int) -> np.ndarray:
-    """What a voice says, at 16 kHz.
+    """Speech of a voice, at 16 kHz.
 
     Raises:
         FileNotFoundError: `espeak-ng` is not installed.

@@ -67,7 +67,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Device:
-    """What one process has: operations, bytes in a second, and bytes of memory."""
+    """Rates of one process, operations and bytes in a second, and its bytes of memory."""
 
     name: str
     single: float  # FLOPs of products in float32, or of TF32 where its rounding is no matter

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from own_jobs import MINE, OWN, RECIPE, write_job
 from torch import nn
 
 import prunekit as pk
@@ -21,37 +22,11 @@ from prunekit.measure.score_drop import Drop
 from prunekit.recipe.loading import load, own_overrides
 from prunekit.tasks.task import Score
 
-RECIPE = """
-name: mine
-data: {image_size: 8, batch: 64}
-calibration: {images: 48}
-prune: {budget: {macs: 0.5, max_drop: 0.02}, criterion: elimination, scope: per_mac}
-repair: {}
-finetune: {epochs: 0}
-latency: {batches: [1], repeats: 5, explain: false}
-device: cpu
-threads: 1
-"""
-CODE = """
-import torch
-from torch import nn
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 10))
-"""
-
-
-MINE = ("mine.yaml", "--model", "own.py:net")
-OWN = pk.Own("own.py:net")
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(CODE, encoding="utf-8")
-    (tmp_path / "mine.yaml").write_text(RECIPE, encoding="utf-8")
+    write_job(tmp_path, RECIPE.replace("macs: 0.5", "macs: 0.5, max_drop: 0.02"))
     return tmp_path
 
 

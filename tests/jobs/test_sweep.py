@@ -14,45 +14,23 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from own_jobs import CODE, MINE, OWN, RECIPE, write_job
 
-import prunekit as pk
 from prunekit.cli import cli
 from prunekit.errors import UsageError
 from prunekit.jobs.sweep_engines import ENGINES, Command, Limits, bytes_of, run_processes, write_slurm
 from prunekit.recipe.loading import combinations, grid_of, load, own_overrides
 from prunekit.recipe_jobs import sweep
 
-RECIPE = """
-name: mine
-data: {image_size: 8, batch: 64}
-calibration: {images: 48}
-prune: {budget: {macs: 0.5}, criterion: elimination, scope: per_mac}
-repair: {}
-watch: null
-control: false
-finetune: {epochs: 0}
-latency: {batches: [1], repeats: 5, explain: false}
-device: cpu
-threads: 1
-"""
-CODE = """
-import os, signal, sys, torch
-from contextlib import suppress
-from pathlib import Path
-from torch import nn
-
-
-def net():
-    torch.manual_seed(0)
+KILLED = """
     if sys.argv[1:2] == ["prune"]:  # a trial, and not the sweep itself
         with suppress(FileNotFoundError):
             who = Path("kill").read_text()
             Path("kill").unlink()
             os.kill(os.getppid() if who == "parent" else os.getpid(), signal.SIGKILL)
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 10))
-"""
-MINE = ("sweep", "mine.yaml", "--model", "own.py:net", "--prune")
-OWN = pk.Own("own.py:net")
+    return"""
+IMPORTED = "import os, signal, sys\nfrom contextlib import suppress\nfrom pathlib import Path\n"
+SWEEP = ("sweep", *MINE, "--prune")
 QUICK = ("list", "formats", "--json")
 """A command that prints one JSON object, and imports nothing large."""
 
@@ -60,13 +38,12 @@ QUICK = ("list", "formats", "--json")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(CODE, encoding="utf-8")
-    (tmp_path / "mine.yaml").write_text(RECIPE, encoding="utf-8")
+    write_job(tmp_path, f"{RECIPE}watch: null\ncontrol: false\n", IMPORTED + CODE.replace("\n    return", KILLED))
     return tmp_path
 
 
 def refused(*arguments: str) -> str:
-    done = CliRunner().invoke(cli, [*MINE, *arguments])
+    done = CliRunner().invoke(cli, [*SWEEP, *arguments])
     assert done.exit_code == 2, done.output
     assert not Path("runs").exists()
     return done.output
@@ -224,7 +201,7 @@ def test_a_sweep_compares_its_trials_names_those_that_fail_and_goes_on(folder: P
     assert [row["macs_left"] <= most for row, most in zip(again.result, (0.5, 0.3), strict=True)] == [True, True]
     assert json.loads((found.folder / "sweep.json").read_text())["trials"] == again.result
     assert (found.folder / "sweep.csv").read_text().count("\n") == 3
-    done = CliRunner().invoke(cli, [*MINE, "--grid", "prune.budget.macs=0.5,0.3", "--engine", "collect", "--json"])
+    done = CliRunner().invoke(cli, [*SWEEP, "--grid", "prune.budget.macs=0.5,0.3", "--engine", "collect", "--json"])
     assert done.exit_code == 1  # another sweep, of which nothing has run
     assert [row["error"] for row in json.loads(done.stdout)["trials"]] == ["it has not run"] * 2
 
