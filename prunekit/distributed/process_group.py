@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -223,6 +224,11 @@ def _failure(shared: Store, seconds: float) -> tuple[int, PeerError] | None:
         time.sleep(0.01)
     number, code, text = json.loads(shared.get("failure"))
     return number, PeerError(text, code)
+
+
+def on_one_machine() -> bool:
+    """Return whether all processes run on one machine, and so can map the same files."""
+    return len({*gather_values(platform.node())}) == 1
 
 
 def everyone(flag: bool) -> bool:

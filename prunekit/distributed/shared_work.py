@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from prunekit.distributed.process_group import everyone, gather_values, rank, size, total, total_of
+from prunekit.distributed.process_group import everyone, gather_values, rank, size, total, total_of, wait_for_all
 
 PARTS = 4
 """Batches, at least, that samples run in where there are as many: what a batch draws depends on its number, and so the
@@ -56,9 +56,20 @@ def workers() -> int:
     return size() if _SHARING.get() else 1
 
 
+def wait_for_workers() -> None:
+    """Wait until every process that shares the work is here."""
+    if _SHARING.get():
+        wait_for_all()
+
+
 def dealt(items: Iterable[T]) -> Iterator[T]:
     """Return the items that are this process's."""
     return islice(items, rank(), None, size()) if _SHARING.get() else iter(items)
+
+
+def own_entries() -> slice:
+    """Return which of a tensor's entries are this process's, in sums over a long dimension."""
+    return slice(rank(), None, size()) if _SHARING.get() else slice(None)
 
 
 def batch_parts() -> int:

@@ -76,7 +76,7 @@ def batches_of(
     """Return batches to fit on, then those of held-out images, `least` of each at least, and how many are to fit on."""
     total = sample_count(inputs)
     split = total - max(1, round(total * held_out))
-    parts = [(0, split, 1.0), (split, total, held_out)]
+    parts = [(0, split, 1.0), (split, total, max(held_out, 1 - split / total))]  # all rows, where all are wanted
     bounds = [
         (start, min(start + each, last), share / (last - first))
         for first, last, share in parts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prunekit.distributed.shared_work import shared_count, shared_mean, shared_rows, workers
+from prunekit.distributed.shared_work import own_entries, shared_count, shared_mean, shared_rows, shared_sum
 from prunekit.repair.repair_report import SAME, LayerRepair
 from prunekit.statistics.patches import FewRows, apply_weight, gram, mean_products, product, with_constant
 from prunekit.statistics.reductions import VarianceSum
@@ -167,16 +167,22 @@ def least_squares(problem: FitProblem, ridge: float, rectified_steps: int = 0) -
     inputs = problem.columns()
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
     read, rows, columns = inputs[fitted], shared_count(problem.fitted), problem.inputs.shape[1]
-    few = FewRows.of(read[:, :columns], read[:, columns:]) if rows < columns and workers() == 1 else None
-    moments, unit = shared_mean(mean_products(read, read), len(read)) if few is None else few.products(), 1.0
-    if few is not None and (mean := float(moments.diagonal().mean())):  # the ridge is a share of that of columns
-        unit = float(read[:, :columns].square().mean(dtype=torch.float64)) / mean
+    few, unit = None, 1.0
+    if rows < columns:
+        all_read = shared_rows(read)
+        few = FewRows.of(all_read[:, :columns], all_read[:, columns:])
+        moments = shared_sum(few.products(columns=own_entries()))
+        if mean := float(moments.diagonal().mean()):  # the ridge is a share of that of columns
+            unit = float(all_read[:, :columns].square().mean(dtype=torch.float64)) / mean
+        del all_read
+    else:
+        moments = shared_mean(mean_products(read, read), len(read))
     scale, every = problem.scale.to(problem.now), slice(None)
     some = slice(None, None, max(1, len(scale) // CHOOSING))
 
     def correlations(wanted: Tensor) -> Tensor:
         missing = (wanted - problem.now[fitted]).div_(scale).to(inputs.dtype)
-        return shared_mean(mean_products(read, missing), len(read)) if few is None else missing
+        return shared_mean(mean_products(read, missing), len(read)) if few is None else shared_rows(missing)
 
     def solution(right: Tensor, factor: Tensor) -> Tensor:
         return torch.cholesky_solve(right, factor) if few is None else few.weights(right, factor)

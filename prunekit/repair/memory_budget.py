@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from prunekit.distributed.shared_work import workers
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import CHUNK, MOST_GROUPS
 from prunekit.settings.calibration import RepairSettings
@@ -130,9 +129,9 @@ def pair_size(layer: LayerCall, plan: Plan, item: int, most: int, settings: Repa
 
 
 def _products(columns: int, layer: LayerCall, images: int, settings: RepairSettings) -> int:
-    """Return how many columns have products in a fit; or rows, if one process has fewer of them."""
+    """Return how many columns have products in a fit; or rows, where these are fewer."""
     rows = min(max(FEWEST_ROWS, layer.rows * images // SAMPLES), settings.rows)
-    return min(columns, rows) if workers() == 1 else columns
+    return min(columns, rows)
 
 
 def too_wide(layer: LayerCall, plan: Plan, images: int, settings: RepairSettings) -> bool:

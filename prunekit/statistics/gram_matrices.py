@@ -26,7 +26,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.shared_work import dealt, shared_count, shared_sum, shared_values, workers
+from prunekit.distributed.shared_work import (
+    agreed,
+    dealt,
+    shared_count,
+    shared_rows,
+    shared_sum,
+    shared_values,
+    workers,
+)
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.layer_graph import ChainMark, LayerChain, LayerFinder, calls_by_use, find_layers, merge_calls
@@ -333,7 +341,12 @@ class _Collector(LayerFinder):
                 grams = [matrix.copy_(by) for matrix, by in zip(known.grams, whole, strict=True)]
             else:
                 grams = list(map(self.memory.keep, whole))
-            total = _GramSum(grams, list(map(shared_count, known.counts)), readers)
+            counts = list(map(shared_count, known.counts))
+            read = None
+            if agreed(known.read is not None or not known.counts[0]) and counts[0] <= FEW * (size - 1):
+                rows = torch.cat(known.read) if known.read else zeros.new_empty(0, size)
+                read = [self.memory.keep(shared_rows(rows))]
+            total = _GramSum(grams, counts, readers, read)
             self._sums |= dict.fromkeys(readers, total)
             self.memory.release()
         for use in sorted(widths):

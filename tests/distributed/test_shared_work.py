@@ -74,6 +74,12 @@ def texts() -> tuple[nn.Module, Tensor, dict[str, Any]]:
     return Texts(), torch.randint(0, 32, (40, 10)), {"params": 0.7}
 
 
+def few_rows() -> tuple[nn.Module, Tensor, dict[str, Any]]:
+    """Layers that read more columns than there are rows."""
+    layers = nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 4)
+    return nn.Sequential(*layers), torch.randn(40, 6), {"params": 0.6}
+
+
 Case = Callable[[], tuple[nn.Module, Tensor, dict[str, Any]]]
 
 
@@ -91,7 +97,7 @@ def pruned(case: Case) -> tuple[dict[str, Any], dict[str, Tensor], list[str], in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [images, texts])
+@pytest.mark.parametrize("case", [images, texts, few_rows])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_plan_and_weights_are_those_of_one_process(case: Case, processes: int, tmp_path: Path) -> None:
     widths, weights, layers, seen = pruned(case)
@@ -100,7 +106,7 @@ def test_plan_and_weights_are_those_of_one_process(case: Case, processes: int, t
         assert other[0] == widths
         assert other[2] == layers
         assert other[1].keys() == weights.keys()
-        assert other[3] < seen * {2: 0.7, 4: 0.5}[processes]
+        assert other[3] <= seen * {2: 0.7, 4: 0.5}[processes]
         for name, value in weights.items():
             torch.testing.assert_close(other[1][name], value, rtol=1e-6, atol=1e-9)
 

@@ -100,13 +100,6 @@ class BlockLayout:
             if self.parameters(widths) <= budget:
                 lost = (totals[group.name][group.labels.size - widths[group.name]] for group in self.groups)
                 found.append((float(sum(lost)), dict(widths)))
-        if not found:
-            dense = self.decoder.parameters
-            least = self.parameters({group.name: self._allowed(group)[0] for group in self.groups})
-            raise PlanError(
-                f"params: expected at least {np.ceil(1000 * least / dense) / 1000}: {count(least)} of {count(dense)} "
-                "parameters are embeddings, and what no configuration makes narrower"
-            )
         return [widths for _, widths in sorted(found, key=lambda one: one[0])]
 
     def _widest(self, widths: Widths, group: ChannelGroup, budget: float) -> Widths:
@@ -115,7 +108,18 @@ class BlockLayout:
         return next((one for one in every if self.parameters(one) <= budget), every[-1])
 
     def most_gone(self, budget: float) -> dict[str, int]:
-        """Return how many channels of each group may go at most: of the widest none need where others go instead."""
+        """Return how many channels of each group may go at most: of the widest none need where others go instead.
+
+        Raises:
+            PlanError: the narrowest blocks have too many parameters.
+        """
+        narrowest = self.parameters({group.name: self._allowed(group)[0] for group in self.groups})
+        if narrowest > budget:
+            dense = self.decoder.parameters
+            raise PlanError(
+                f"params: expected at least {np.ceil(1000 * narrowest / dense) / 1000}: {count(narrowest)} of "
+                f"{count(dense)} parameters are embeddings, and what no configuration makes narrower"
+            )
         *others, widest = sorted(self.groups, key=lambda group: group.labels.size)
         least = {group.name: self._allowed(group)[0] for group in others} | dict(self._widest({}, widest, budget))
         return {group.name: group.labels.size - least[group.name] for group in self.groups}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.distributed.process_group import from_main, full_tensor, gather_values, local_part
+from prunekit.distributed.shared_work import dealt, wait_for_workers, workers
 from prunekit.errors import DataError, ModelError, first_line, raised_as
 from prunekit.hooks.model_copy import named_tensors, with_tensors, without_values
 from prunekit.models.hugging_face import folder_config, quiet_library
@@ -108,7 +109,7 @@ class WeightFolder:
 class ModelWeights:
     """The tensors of a model in memory: those that processes hold in shards are gathered when they are asked for.
 
-    The main process asks, and all others are in `serve` until it is done.
+    All processes ask, if they share the work; else the main one, and the others are in `serve` until it is done.
     """
 
     tensors: Mapping[str, Tensor]
@@ -137,8 +138,8 @@ class ModelWeights:
         return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors by their names, in the main process."""
-        asked = from_main(lambda: [*names])
+        """Return whole tensors by their names, in each process that works."""
+        asked = [*names] if workers() > 1 else from_main(lambda: [*names])
         return {name: full_tensor(self.tensors[name]).detach().cpu() for name in asked}
 
     def serve(self) -> Any:
@@ -245,8 +246,9 @@ class Decoder:
                     f"{self.path}: expected blocks that are given nothing of each token but hidden states{WHOLE}"
                 )
         self.given = [{length: given[index] for length, given in calls.items()} for index in range(len(blocks))]
-        for some in _windows(tokens):
+        for some in dealt(_windows(tokens)):
             hidden[some] = _calls(model, blocks, tokens[some])[0]
+        wait_for_workers()
 
     def require_tokens(self, given: Any) -> Tensor:
         """Return windows of text as token numbers, int64 (B, T)."""
@@ -270,13 +272,14 @@ class Decoder:
 
 @torch.no_grad()
 def run(block: Any, hidden: Tensor, into: Tensor) -> None:
-    """Write what a block makes of hidden states (B, T, D), some windows at a time."""
-    for some in _windows(hidden):
+    """Write what a block makes of hidden states (B, T, D), some windows at a time; processes write their own."""
+    for some in dealt(_windows(hidden)):
         into[some] = block.stream(hidden[some])
+    wait_for_workers()
 
 
 def _windows(tokens: Tensor) -> list[slice]:
-    size = max(1, AT_ONCE // tokens.shape[1])
+    size = max(1, min(AT_ONCE // tokens.shape[1], len(tokens) // workers()))
     return [slice(start, start + size) for start in range(0, len(tokens), size)]
 
 

@@ -20,7 +20,15 @@ from prunekit.channels.tracing.channel_map import ChannelMap, Keep
 from prunekit.channels.trial.trial import run_trial
 from prunekit.compaction.compact_model import compact
 from prunekit.criteria.elimination import eliminations
-from prunekit.distributed.process_group import from_main, is_main, join_group, one_for_all
+from prunekit.distributed.process_group import (
+    from_main,
+    is_main,
+    join_group,
+    on_one_machine,
+    one_for_all,
+    require_equal,
+)
+from prunekit.distributed.shared_work import batch_parts, sharing_work, wait_for_workers, workers
 from prunekit.errors import PlanError, ResumeError, UsageError, VerificationError, require_kind
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.verification import verify
@@ -115,10 +123,10 @@ def prune_folder(
     Embeddings, head and hidden size stay. Where the decoder fits into memory twice, `prune` loses less: it weighs
     errors by their effect on the logits, and makes the hidden states fewer.
 
-    Among several processes the main one does the work and writes, and the others wait for the result; after an error
-    their group cannot be used again. A model of which each has shards (`fully_shard`) is gathered a block at a time,
-    and what is in no block, such as embeddings: no process ever holds more than its shards and that. A call that goes
-    on needs as many processes as before.
+    The processes of one machine share the work on each block, and the main one writes; on several machines it works
+    alone, and the others wait for the result. After an error their group cannot be used again. A model of which each
+    has shards (`fully_shard`) is gathered a block at a time, and what is in no block, such as embeddings: no process
+    ever holds more than its shards and that. A call that goes on needs as many processes as before.
 
     Hidden states of the samples lie in mapped files in the folder `unfinished` of the result. A call with the same
     arguments goes on behind the last block that an interrupted one has finished, and gives the same files.
@@ -154,20 +162,23 @@ def prune_folder(
         raise UsageError(f"params: expected the share of the parameters that may be left, in (0, 1), got {params!r}")
     settings = RepairSettings(memory_bytes=LIMIT) if repair is None else repair
     require_kind("repair", settings, RepairSettings, "prunekit.RepairSettings()")
-    with join_group(), one_for_all(), reporting(progress, "prune_folder"):
+    with join_group(), one_for_all(), reporting(progress, "prune_folder"), sharing_work(on_one_machine()):
         decoder = Decoder.of(folder if isinstance(folder, nn.Module) else folder_at(folder))
-        if not is_main():
+        if workers() == 1 and not is_main():
             served: PrunedFolder = decoder.weights.serve()
             return served
         job = _Job(decoder, decoder.require_tokens(tokens), folder_at(out), settings)
         job.begin(params)
         found = job.write(*job.plan(params * decoder.parameters))
-        return from_main(lambda: found)
+        return found if workers() > 1 else from_main(lambda: found)
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A run of `prune_folder`. What it has done is in files: an order or a record of each block that is finished."""
+    """A run of `prune_folder`. What it has done is in files: an order or a record of each block that is finished.
+
+    Processes that share the work read and write the same hidden states, and the main one writes all other files.
+    """
 
     decoder: Decoder
     tokens: Tensor  # (B, T)
@@ -176,21 +187,30 @@ class _Job:
 
     def begin(self, params: float) -> None:
         """Begin or go on; nothing is written before it is known that there is room for all of it."""
-        require_writable(self.out, folder=True)
-        source, asked = self.decoder.weights, self.out / WORK / ASKED
         wanted = {
-            "files": source.identity,
+            "files": self.decoder.weights.identity,
             "tokens": [*self.tokens.shape, sha256(self.tokens.numpy().tobytes()).hexdigest()],
             "params": params,
             "repair": asdict(self.settings),
             "versions": [version(name) for name in ("prunekit", "torch", "transformers")],
         }
+        if workers() > 1:
+            for name, given in {"out": self.out.absolute(), **wanted}.items():
+                require_equal(str(given), f"prune_folder: {name}")
+        if is_main():
+            self._begin(wanted)
+        wait_for_workers()
+
+    def _begin(self, wanted: Mapping[str, Any]) -> None:
+        require_writable(self.out, folder=True)
+        source, asked = self.decoder.weights, self.out / WORK / ASKED
         for folder in (self.out, asked.parent) if asked.parent.is_dir() else ():
             remove_leftovers(folder)
         there = [path for path in self.out.rglob("*") if path.is_file()]
         if there and not asked.is_file():
             raise UsageError(f"{self.out}: expected a new or empty folder, got one with {there[0].name!r}")
-        if there and read_json(asked) != wanted:
+        finished = [path for path in there if path.suffix != ".bin" and path != asked]
+        if finished and read_json(asked) != wanted:
             raise ResumeError(f"{self.out}: holds an unfinished result of other arguments; remove it, or name another")
         need = source.nbytes + 5 * 4 * self.tokens.numel() * self.decoder.width
         need -= sum(path.stat().st_size for path in there)
@@ -209,11 +229,12 @@ class _Job:
         self.decoder.embed(self.tokens, self._hidden("dense", 0))
         short = self._hidden("dense", 0)[:2, :SHORT].clone()
         layout = BlockLayout.of(self.decoder, short)
-        most, batch = layout.most_gone(budget), max(1, AT_ONCE // self.tokens.shape[1])
-        orders, errors = list[dict[str, Any]](), list[dict[str, Any]]()
+        most = layout.most_gone(budget)
+        batch = max(1, min(AT_ONCE // self.tokens.shape[1], -(-len(self.tokens) // batch_parts())))
+        orders, errors, finished = list[dict[str, Any]](), list[dict[str, Any]](), self._finished()
         for index in range(self.decoder.count):
             file = self.out / WORK / f"order-{index:05}.npz"
-            if not file.is_file():
+            if file not in finished:
                 stage(f"block {index + 1} of {self.decoder.count}: order of removal")
                 block, hidden, found = self.decoder.block(index), self._hidden("dense", index), dict[str, Any]()
                 chart, groups = layout.channel_map, layout.groups
@@ -227,8 +248,10 @@ class _Job:
                 run(block, hidden, self._hidden("dense", index + 1))
                 del block, ranked
                 _forget()
-                with atomic_file(file) as temporary, temporary.open("wb") as opened:
-                    np.savez(opened, **found)
+                if is_main():
+                    with atomic_file(file) as temporary, temporary.open("wb") as opened:
+                        np.savez(opened, **found)
+                wait_for_workers()
             arrays = read_arrays(file)
             orders.append({group.name: arrays[f"{i}.order"] for i, group in enumerate(layout.groups)})
             errors.append({group.name: arrays[f"{i}.errors"] for i, group in enumerate(layout.groups)})
@@ -242,11 +265,11 @@ class _Job:
     def write(self, layout: BlockLayout, widths: Widths, changes: Changes, keeps: list[Keep]) -> PrunedFolder:
         """Pass over the blocks again: prune, fit, prove and write each, and at last what makes the folder a model."""
         built, decoder, number = layout.built(changes), self.decoder, len(keeps)
-        places, records = dict[str, str](), list[Figures]()
+        places, records, finished = dict[str, str](), list[Figures](), self._finished()
         for index in range(number + 1):
             record, names = self.out / WORK / f"block-{index:05}.json", decoder.names(index if index < number else None)
             shard = self.out / f"model-{index + 1:05}-of-{number + 1:05}.safetensors"
-            if not record.is_file():
+            if record not in finished:
                 stage(
                     f"block {index + 1} of {number}: prune, fit and prove" if index < number else "what is in no block"
                 )
@@ -256,24 +279,40 @@ class _Job:
                     else (decoder.weights.read(names), {})
                 )
                 stored = {decoder.weights.places[names[own]][1]: one.contiguous() for own, one in tensors.items()}
-                with atomic_file(shard) as temporary:
-                    save_file(stored, temporary, {"format": "pt"})
+                if is_main():
+                    with atomic_file(shard) as temporary:
+                        save_file(stored, temporary, {"format": "pt"})
+                    write_json(record, figures)
+                wait_for_workers()
                 del tensors, stored
                 _forget()
-                write_json(record, figures)
             places |= {decoder.weights.places[name][1]: shard.name for name in names.values()}
             records.append(read_json(record))
+        wait_for_workers()  # all have read the records
+        if is_main():
+            self._finish(places, layout, changes)
+        wait_for_workers()
+        sizes = decoder.parameters, layout.parameters(widths)
+        return PrunedFolder(self.out, layout.search.noted(changes), sizes, tuple(records[:number]))
+
+    def _finished(self) -> set[Path]:
+        """Return the files of what an earlier call has done, the same ones in each process."""
+        found = {*(self.out / WORK).iterdir()}
+        wait_for_workers()  # none is written before all have looked
+        return found
+
+    def _finish(self, places: Mapping[str, str], layout: BlockLayout, changes: Changes) -> None:
+        """Write what makes the shards a model, by the file of each tensor, and remove what a later call would read."""
         total = sum((self.out / shard).stat().st_size for shard in {*places.values()})
         write_json(self.out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-        for path in () if decoder.weights.folder is None else decoder.weights.folder.iterdir():
+        source = self.decoder.weights.folder
+        for path in () if source is None else source.iterdir():
             if path.is_file() and path.suffix in COPIED and path.name != CONFIG and ".index" not in path.suffixes:
                 shutil.copyfile(path, self.out / path.name)
         with quiet_library():
             layout.search.made(changes).save_pretrained(self.out)
         (self.out / WORK / ASKED).unlink()  # first: what is half removed must not be gone on with
         shutil.rmtree(self.out / WORK)
-        sizes = decoder.parameters, layout.parameters(widths)
-        return PrunedFolder(self.out, layout.search.noted(changes), sizes, tuple(records[:number]))
 
     def _block(self, layout: BlockLayout, keep: Keep, index: int, built: Any) -> tuple[dict[str, Tensor], Figures]:
         """Return the tensors of a block that is pruned, fitted and proven, with its figures; hidden states pass it."""

@@ -217,6 +217,7 @@ def test_a_budget_that_embeddings_alone_exceed_names_the_least(tmp_path: Path) -
     written(tmp_path / "dense")
     with pytest.raises(PlanError, match=r"params: expected at least 0\.\d+"):
         pk.prune_folder(tmp_path / "dense", TOKENS, params=0.01, out=tmp_path / "out")
+    pk.prune_folder(tmp_path / "dense", TOKENS, params=0.9, out=tmp_path / "out")  # nothing was finished
 
 
 def test_too_little_disk_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
