@@ -91,8 +91,7 @@ MODELS = (
 def costs(model: Decoder, device: Device, processes: int, *, by_block: bool) -> dict[str, float]:
     """Return the seconds of each stage, and the bytes of one process.
 
-    `by_block`: one block is in memory at a time, its weights are read from the disk, and hidden states lie there; with
-    several processes as if they shared its samples as they do those of a whole model.
+    `by_block`: one block is in memory at a time, its weights are read from the disk, and hidden states lie there.
     """
     n, d, f, p, kept = model.tokens, model.width, model.mlp, processes, SHARE
     rows = min(n, 32768)  # positions whose products are summed
@@ -199,7 +198,7 @@ def checked() -> list[dict[str, Any]]:
 
 def _predicted(row: dict[str, Any], machine: Device) -> dict[str, float]:
     layers, width = map(int, row["network"].split("x"))
-    model = Decoder("", layers, width, width, width * 7 // 2, 8192, True, 32, 128)
+    model = Decoder("", layers, width, width, width * 7 // 2, 8192, True, row.get("windows", 32), 128)
     return costs(model, machine, row["processes"], by_block=False)
 
 

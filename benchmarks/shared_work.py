@@ -166,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.repeats):
             for processes in map(int, options.processes.split(",")):
-                rows.append({"network": name, **run(options, Path(folder), processes)})
+                rows.append({"network": name, "windows": options.windows, **run(options, Path(folder), processes)})
                 print(json.dumps(rows[-1]), flush=True)
     single = [row["all"] for row in rows if row["processes"] == 1]
     for processes in map(int, options.processes.split(",")):

@@ -147,7 +147,9 @@ class ShareCheck:
             batches, fitted = batches_of(self.inputs, self.held_out, AT_A_TIME, counted_positions(dense, self.inputs))
             judge = OutputComparison.of(dense, select_samples(self.inputs, slice(3)), plan.channel_map.read)
             axes = {layer.weight: layer.axes[0] for layer in find_layers(dense, select_samples(self.inputs, slice(2)))}
-            judge = judge.within({name: torch.from_numpy(plan.kept(name, axes[name])) for name in judge.weights})
+            judge = judge.within(
+                {name: torch.from_numpy(plan.kept(name, axes[name])) for name in judge.weights if name in axes}
+            )
             plan.zero(masked)
             fit_plainly(masked, dense, plan, patches)
             with NarrowNorms(masked, plan.channel_map, plan.keep):

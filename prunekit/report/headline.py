@@ -376,17 +376,6 @@ def unbeaten(metrics: Mapping[str, Any]) -> Iterator[str]:
             yield f"{numbers.training_name(run)}: no epoch beat the start ({reached}), which is delivered"
 
 
-def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the time of the teacher in each training run, and the samples in a second with and without it."""
-    for run, cost in (metrics.get("teacher") or {}).items():
-        of, speed = cost["step_share"], cost.get("images_per_s")
-        said = f"{numbers.duration(cost['seconds'])}, {numbers.share(of)} of the training steps"
-        if speed and of < 1:
-            what = samples(metrics)
-            said += f"; {numbers.digits(speed)} {what} a second, without it about {numbers.digits(speed / (1 - of))}"
-        yield f"{numbers.training_name(run)}: {said}"
-
-
 def compiled(metrics: Mapping[str, Any]) -> Iterator[str]:
     """Yield the time to compile the steps of each training run, or why they ran in eager, a line each."""
     for run, found in (metrics.get("compiled") or {}).items():

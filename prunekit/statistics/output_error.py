@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.distributed.shared_work import shared_values
+from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.layer_graph import LayerFinder
 from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
@@ -22,6 +24,10 @@ FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
 AT_ONCE = 2**19
 """Values in float64 at a time: they stay in the cache."""
+DETECTORS = ("torchvision.models.detection", "ultralytics.")
+"""Beginnings of the names of modules with detectors."""
+DETECTED = ("scores", "boxes")
+"""What is compared of a detector's head."""
 FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
@@ -33,6 +39,9 @@ class OutputComparison:
     Outputs whose first axis holds samples are compared as they are. In place of each other output, those layers are
     compared from whose outputs it is computed with no other layer in between. So it is where computed values select
     something, as a detector selects the boxes that score best: what is selected has no counterpart in the other model.
+
+    Of known detectors in one stage are compared the probabilities of classes, and the boxes times the probability of an
+    object, of all places: nobody reads a box where nothing is, and most places are such.
     """
 
     outputs: tuple[int, ...]  # indices among the tensors of the model's output that are read
@@ -42,6 +51,7 @@ class OutputComparison:
     channels: Mapping[str, Tensor] = field(default_factory=dict)
     # whether computed values select entries of these outputs, such as the queries that score best
     selected: bool = False
+    head: Any = field(default=None, repr=False, compare=False)  # of a detector, by which it is compared alone
     each: int = field(default=0, compare=False)  # values of the compared outputs of a sample
     # calls of these layers that the dense model makes, by the shapes of the inputs
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
@@ -49,6 +59,11 @@ class OutputComparison:
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
         """Return the comparison of a model."""
+        if any(kind.__module__.startswith(DETECTORS) for kind in type(unwrapped(model)).__mro__):
+            from prunekit.tasks.detection import detecting_head
+
+            if (head := detecting_head(model)) is not None:
+                return cls((), DETECTED, read, head=head)
         finder = LayerFinder(model, ())
         few, more = (_returned(model, select_samples(inputs, slice(count)), finder, read) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]
@@ -85,13 +100,24 @@ class OutputComparison:
         If only layers are compared, what the model does behind them, such as selecting boxes, is run only the first
         time that there are inputs of these shapes.
         """
+        if self.head is not None:
+            return self._detected(model, inputs, whole=False)[1]
         most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
         return self.run(model, inputs, counted, most)[1]
+
+    def _detected(
+        self, model: nn.Module, inputs: tuple[Any, ...], *, whole: bool
+    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
+        with same_attributes(model):
+            output, found = self.head.detections(model, partial(call, model, inputs), whole=whole)
+        return output, list(zip(DETECTED, found, strict=True))
 
     def run(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Counted | None = None, most: int = 0
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return the model's output, None if the pass ends after `most` calls of layers, and the compared tensors."""
+        if self.head is not None:
+            return self._detected(model, inputs, whole=True)
         layers, output = _LayerOutputs(model, self, counted, most), None
         with same_attributes(model), layers.intercepting():
             output = call(model, inputs)

@@ -89,6 +89,15 @@ def heads(student: nn.Module, teacher: nn.Module) -> DetectorHeads:
     return Yolo(one, other)
 
 
+def detecting_head(model: nn.Module) -> DetectorHeads | None:
+    """Return the head of a detector in one stage that says boxes and scores, and no more; None for other models."""
+    inner: Any = unwrapped(model)
+    kind = detector_kind(inner)
+    if kind == "ultralytics":
+        return Yolo(inner, inner) if type(inner.model[-1]).__name__ in ("Detect", "v10Detect") else None
+    return OneStage(inner, inner) if kind and not isinstance(inner, torchvision_detectors.FasterRCNN) else None
+
+
 def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Targets]:
     """Return a batch of samples: images (B, 3, H, W) and the target of each."""
     images = [image for image, _ in samples]

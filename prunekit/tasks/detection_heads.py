@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torchvision.models.detection.ssd import SSD
 from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing
 from prunekit.hooks.owner import HookOwner
+from prunekit.hooks.wrappers import unwrapped
 
 SURE = 0.1
 """Least probability that a place holds an object, from which the teacher's box there is compared."""
@@ -35,6 +37,17 @@ class Said:
     boxes: Tensor
     background: bool = False  # whether the scores share one softmax, with the background first; else a sigmoid each
     centerness: Tensor | None = None  # logits (N, 1)
+
+    def detected(self) -> tuple[Tensor, Tensor]:
+        """Return probabilities of classes (N, classes), and boxes (N, 4), each times the probability of an object."""
+        each = self.scores.softmax(1)[:, 1:] if self.background else self.scores.sigmoid()
+        sure = each.sum(1) if self.background else each.amax(1)
+        if self.centerness is not None:
+            each = each * self.centerness.sigmoid()
+        boxes = self.boxes
+        if boxes.ndim == 3:  # the mean of distances
+            boxes = boxes.softmax(2) @ torch.arange(boxes.shape[2]).to(boxes)
+        return each, boxes * sure[:, None]
 
     def wide(self) -> Said:
         """Return the same in float32 at least."""
@@ -155,6 +168,31 @@ class DetectorHeads(HookOwner):
         pairs = zip(self.said(answers), taught, strict=True)
         return torch.stack([head_error(one, other) for one, other in pairs]).mean()
 
+    def detections(self, model: nn.Module, run: Callable[[], Any], *, whole: bool) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """Run a model, to its end if `whole`, and return its output, else None, and what its head has detected.
+
+        That is `Said.detected` of the last branch, by which alone a model of several detects.
+        """
+        noted = list[Any]()
+
+        def note(_module: nn.Module, _arguments: Any, answer: Any) -> None:
+            noted.append(answer)
+            if not whole:
+                raise _DetectedError
+
+        handle, output = unwrapped(model).get_submodule(self.says[0]).register_forward_hook(note), None
+        try:
+            with suppress(_DetectedError):
+                output = run()
+        finally:
+            handle.remove()
+        *_, said = self.said(tuple(noted))
+        return output, said.detected()
+
+
+class _DetectedError(Exception):
+    """What a head says is known, and nothing behind it need run."""
+
 
 class OneStage(DetectorHeads):
     """The head of torchvision's SSD, RetinaNet and FCOS."""
@@ -227,7 +265,7 @@ class Yolo(DetectorHeads):
 
     def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
         """Yield what each branch says of all anchors of all images."""
-        maps = answers[0]
+        maps = answers[0] if isinstance(answers[0], dict) else answers[0][1]  # in eval mode behind the decoded boxes
         for branch in [maps[name] for name in ("one2many", "one2one") if name in maps] or [maps]:
             scores, boxes = (branch[name].transpose(1, 2).flatten(0, 1) for name in ("scores", "boxes"))
             yield Said(scores, boxes if boxes.shape[1] == 4 else boxes.unflatten(1, (4, -1)))

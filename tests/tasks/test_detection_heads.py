@@ -105,6 +105,20 @@ def output_of(model: nn.Module, images: Any, targets: Any) -> Any:
     return model(*DETECTION.loss_inputs(model, (images,), targets))
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_boxes_count_as_much_as_an_object_is_likely(background: bool) -> None:
+    scores = torch.tensor([[9.0, -9.0, -9.0], [-9.0, -9.0, 9.0]])
+    said = Said(scores, torch.ones(2, 4), background)
+    each, boxes = said.detected()
+    likely = torch.tensor([0.0, 1.0] if background else [1.0, 1.0])
+    torch.testing.assert_close(boxes, likely[:, None].expand(2, 4), atol=1e-3, rtol=0)
+    torch.testing.assert_close(each.amax(1), likely, atol=1e-3, rtol=0)
+    distances = nn.functional.one_hot(torch.tensor([3, 1, 0, 2]), 5) * 50.0  # bins of each side
+    found = replace(said, boxes=distances.expand(2, 4, 5), centerness=torch.full((2, 1), -9.0)).detected()
+    torch.testing.assert_close(found[1][1], torch.tensor([3.0, 1.0, 0.0, 2.0]), atol=1e-2, rtol=0)
+    assert float(found[0].max()) < 1e-3
+
+
 @contextmanager
 def reading(models: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """What the first layers of models read."""

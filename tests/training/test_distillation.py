@@ -107,16 +107,11 @@ def test_the_teacher_is_unchanged_and_nothing_is_left_behind() -> None:
     before = copy.deepcopy(teacher.state_dict())
     part = Distillation(teacher, BOTH)
     settings = TrainSettings(epochs=2, lr=0.05, distill=BOTH, accumulate=2)
-    history = fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part])
+    fit(student, splits(), settings, device=CPU, seed=1, batch=16, callbacks=[part])
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert (teacher.training, teacher[1].training) == (True, False)
     assert count_hooks(student) == count_hooks(teacher) == 0
-    assert 0 < part.cost.seconds < sum(row.seconds for row in history.rows)
-    assert 0 < part.cost.step_share < 1
-    again = Distillation(teacher, BOTH)
-    again.load_state_dict(part.state_dict())
-    assert again.cost == part.cost
 
 
 def test_a_student_comes_closer_to_its_teacher() -> None:

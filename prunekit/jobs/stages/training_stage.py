@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from statistics import mean
 from typing import Any
 
 from torch import nn
@@ -26,7 +25,7 @@ from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan
-from prunekit.report.headline import fake_quantized, searched, taught, unbeaten
+from prunekit.report.headline import fake_quantized, searched, unbeaten
 from prunekit.settings.job import JobSettings
 from prunekit.settings.train import TrainSettings
 from prunekit.tasks.task import described_task
@@ -41,7 +40,6 @@ from prunekit.training.callbacks.callback import (
     TrainingRun,
     columns,
 )
-from prunekit.training.callbacks.distillation import Distillation
 from prunekit.training.callbacks.fake_quantization import FakeQuantization, require_quantizable
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
@@ -95,7 +93,6 @@ class Trainings:
         self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
         self._history: list[dict[str, Any]] = []
         self._clamps: list[dict[str, Any]] = []
-        self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
         self._chosen: dict[str, dict[str, Any]] = {}
         self._rates: list[dict[str, Any]] = []
@@ -108,7 +105,6 @@ class Trainings:
         """Return what `metrics.json` holds of the trainings."""
         return {
             "clamps": clamp_summary(self._clamps),
-            "teacher": self._teaching or None,
             "compiled": self._compiled or None,
             "trainings": self._chosen,
         }
@@ -183,13 +179,6 @@ class Trainings:
         self._rates += [{"run": name, **asdict(row)} for row in history.rates]
         if self._rates:
             write_csv(self._run.path / "rates.csv", self._rates)
-        for part in asked:
-            if isinstance(part, Distillation):
-                speed = mean(row.images_per_s for row in history.rows) if history.rows else None
-                self._teaching[name] = asdict(part.cost) | {"images_per_s": speed}
-                what = {"samples": self._prepared.splits.task.samples}
-                for line in taught({"teacher": {name: self._teaching[name]}, "task": what}):
-                    self._log(f"teacher's time: {line}")
         return model.cpu()
 
     def _note(self, name: str, made: Baseline | History) -> None:

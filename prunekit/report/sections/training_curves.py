@@ -15,7 +15,6 @@ CURVES = {
     "searched": "Training of",
     "fake_quantized": "Training of",
     "unbeaten": "Training of",
-    "taught": "Teacher's time:",
     "early": "Compact early:",
 }
 
@@ -37,7 +36,6 @@ def training(run: Run) -> dict[str, Any] | None:
         "skipped": _skipped(run.history),
         "compiled": list(headline.compiled(run.metrics)),
         "early": list(headline.early(run.metrics)),
-        "taught": list(headline.taught(run.metrics)),
     }
 
 

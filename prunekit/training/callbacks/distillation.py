@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,20 +31,11 @@ from prunekit.tasks.task import HeadComparison, Task, get_task
 from prunekit.tasks.texts import counted_rows
 from prunekit.training.callbacks.callback import Callback, CurrentPlan, TrainingRun
 from prunekit.utils.context import training_mode
-from prunekit.utils.display import share
 from prunekit.utils.inputs import DECODER, MASK, Counted, call, inputs_as_example, rows_of, sample_count
 from prunekit.utils.tensors import map_tensors
 
 ModuleCall = tuple[str, int]
 """Path of a module, and the number of the call in a forward pass, from 0."""
-
-
-@dataclass(frozen=True)
-class TeacherCost:
-    """The time that the teacher took."""
-
-    seconds: float  # of all its forward passes
-    step_share: float  # share of the time of the training steps, without reading of images, 0..1
 
 
 def suited(settings: DistillSettings, task: Task) -> DistillSettings:
@@ -101,26 +90,15 @@ class Distillation(Callback):
         self._logits = self._task.logits or logits
         self._heads: HeadComparison | None = None
         self._outputs: tuple[FeatureRecorder, FeatureRecorder] | None = None
-        self._stopwatch = Stopwatch(torch.device("cpu"))
-        self._start: float | None = None
-        self._steps_s = 0.0
-
-    @property
-    def cost(self) -> TeacherCost:
-        """The time that the teacher took so far."""
-        seconds = self._stopwatch.seconds
-        return TeacherCost(seconds, seconds / self._steps_s if self._steps_s else 0.0)
 
     @contextmanager
     def active(self, run: TrainingRun) -> Iterator[None]:
         """Move the teacher to the device, and record features."""
         teacher, before = self._teacher, next(self._teacher.parameters()).device
-        self._stopwatch = Stopwatch(run.device)
-        start = HookOwner(lambda hooks: hooks.own_forward_pre(run.model, self._begin))
         mode = training_mode(teacher, False) if self._task.heads is None else self._task.mode_for_loss(teacher)
         try:
             teacher.to(run.device)
-            with mode, start, self._features(run.model), self._compared(run.model):
+            with mode, self._features(run.model), self._compared(run.model):
                 yield
         finally:
             teacher.to(before)
@@ -149,13 +127,9 @@ class Distillation(Callback):
             yield
         self._outputs = None
 
-    def _begin(self, *_: Any) -> None:
-        if self._start is None and torch.is_grad_enabled() and not recomputing():
-            self._start = time.perf_counter()
-
     def added_loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         """Return the weighted distillation losses of a batch."""
-        with self._stopwatch.timing(), torch.no_grad():
+        with torch.no_grad():
             wanted = self._logits(self._answer(inputs, targets)) if self._heads is None else self._heads.teach()
         settings = self._settings
         if self._heads is None:
@@ -207,34 +181,6 @@ class Distillation(Callback):
         if self._fastest is None:
             self._fastest = for_inference(self._teacher, example) if self._outputs is None else self._teacher
         return call(self._fastest, example)
-
-    def after_step(self, step: int, made: bool) -> None:
-        """Add up the time of the step."""
-        if self._start is not None:
-            self._steps_s += time.perf_counter() - self._start
-            self._start = None
-
-    @contextmanager
-    def around_trial(self) -> Iterator[None]:
-        """Leave the time of a trial out."""
-        stopwatch, self._stopwatch = self._stopwatch, Stopwatch(next(self._teacher.parameters()).device)
-        try:
-            yield
-        finally:
-            self._stopwatch, self._start = stopwatch, None
-
-    def progress_metrics(self) -> Mapping[str, Any]:
-        """Return the teacher's share of the time."""
-        return {"teacher": share(self.cost.step_share, 0)} if self._steps_s else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the times so far."""
-        return {"seconds": self._stopwatch.seconds, "steps_s": self._steps_s}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from times."""
-        self._stopwatch.add(state["seconds"])
-        self._steps_s += state["steps_s"]
 
 
 AT_ONCE = 2**21
@@ -362,43 +308,3 @@ class FeatureRecorder(HookOwner):
             keep = None if labels is None or labels.size != channels else plan.keep[labels]
             self._kept[key] = None if keep is None or keep.all() else torch.from_numpy(np.flatnonzero(keep)).to(device)
         return self._kept[key]
-
-
-class Stopwatch:
-    """Adds up times on a device, without waiting for it: on CUDA by events that are read once they have passed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Time what runs inside."""
-        if not self._cuda:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._pending.append((begin, end))
-        self._read(wait=False)
-
-    @property
-    def seconds(self) -> float:
-        """The sum so far; waits until everything timed has run."""
-        self._read(wait=True)
-        return self._seconds
-
-    def add(self, seconds: float) -> None:
-        """Add time that was measured before, as in the run that this one continues."""
-        self._seconds += seconds
-
-    def _read(self, *, wait: bool) -> None:
-        while self._pending and (wait or self._pending[0][1].query()):  # type: ignore[no-untyped-call]
-            begin, end = self._pending.popleft()
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1e3
