@@ -27,7 +27,7 @@ AT_ONCE = 2**19
 DETECTORS = ("torchvision.models.detection", "ultralytics.")
 """Beginnings of the names of modules with detectors."""
 DETECTED = ("scores", "boxes")
-"""What is compared of a detector's head."""
+"""What is compared of every detector's head."""
 FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
@@ -40,8 +40,8 @@ class OutputComparison:
     compared from whose outputs it is computed with no other layer in between. So it is where computed values select
     something, as a detector selects the boxes that score best: what is selected has no counterpart in the other model.
 
-    Of known detectors in one stage are compared the probabilities of classes, and the boxes times the probability of an
-    object, of all places: nobody reads a box where nothing is, and most places are such.
+    Of known detectors in one stage are compared the probabilities of classes, and boxes, masks and keypoints times the
+    probability of an object, of all places: nobody reads a box where nothing is, and most places are such.
     """
 
     outputs: tuple[int, ...]  # indices among the tensors of the model's output that are read
@@ -110,7 +110,7 @@ class OutputComparison:
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         with same_attributes(model):
             output, found = self.head.detections(model, partial(call, model, inputs), whole=whole)
-        return output, list(zip(DETECTED, found, strict=True))
+        return output, [*found.items()]
 
     def run(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Counted | None = None, most: int = 0

@@ -81,7 +81,7 @@ def heads(student: nn.Module, teacher: nn.Module) -> DetectorHeads:
         return (TwoStage if family is torchvision_detectors.FasterRCNN else OneStage)(one, other)
     for model in (one, other):
         head = model.model[-1]  # type: ignore[index]
-        if "Detect" not in {kind.__name__ for kind in type(head).__mro__}:
+        if not _is_detect(head):
             raise ModelError(
                 f"distill: the answers of {type(head).__name__} cannot be compared with a teacher's, because each "
                 "model chooses itself what places they are of; leave distill out"
@@ -89,12 +89,16 @@ def heads(student: nn.Module, teacher: nn.Module) -> DetectorHeads:
     return Yolo(one, other)
 
 
+def _is_detect(head: object) -> bool:
+    return "Detect" in {kind.__name__ for kind in type(head).__mro__}
+
+
 def detecting_head(model: nn.Module) -> DetectorHeads | None:
-    """Return the head of a detector in one stage that says boxes and scores, and no more; None for other models."""
+    """Return the head of a detector in one stage, with scores of fixed places; None for other models."""
     inner: Any = unwrapped(model)
     kind = detector_kind(inner)
     if kind == "ultralytics":
-        return Yolo(inner, inner) if type(inner.model[-1]).__name__ in ("Detect", "v10Detect") else None
+        return Yolo(inner, inner) if _is_detect(inner.model[-1]) else None
     return OneStage(inner, inner) if kind and not isinstance(inner, torchvision_detectors.FasterRCNN) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from prunekit.errors import ModelError
 from prunekit.hooks.hook import recomputing
 from prunekit.hooks.owner import HookOwner
 from prunekit.hooks.wrappers import unwrapped
+from prunekit.utils.tensors import gather
 
 SURE = 0.1
 """Least probability that a place holds an object, from which the teacher's box there is compared."""
@@ -37,9 +38,11 @@ class Said:
     boxes: Tensor
     background: bool = False  # whether the scores share one softmax, with the background first; else a sigmoid each
     centerness: Tensor | None = None  # logits (N, 1)
+    # more numbers of each place, (N, ...), such as of its mask or keypoints; or of each image, such as prototypes
+    more: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def detected(self) -> tuple[Tensor, Tensor]:
-        """Return probabilities of classes (N, classes), and boxes (N, 4), each times the probability of an object."""
+    def detected(self) -> dict[str, Tensor]:
+        """Return scores as probabilities of classes (N, classes), and boxes (N, 4) and more by that of an object."""
         each = self.scores.softmax(1)[:, 1:] if self.background else self.scores.sigmoid()
         sure = each.sum(1) if self.background else each.amax(1)
         if self.centerness is not None:
@@ -47,7 +50,11 @@ class Said:
         boxes = self.boxes
         if boxes.ndim == 3:  # the mean of distances
             boxes = boxes.softmax(2) @ torch.arange(boxes.shape[2]).to(boxes)
-        return each, boxes * sure[:, None]
+        places = {"boxes": boxes, **self.more}
+        by_place = {
+            key: one.flatten(1) * sure[:, None] if len(one) == len(sure) else one for key, one in places.items()
+        }
+        return {"scores": each, **by_place}
 
     def wide(self) -> Said:
         """Return the same in float32 at least."""
@@ -168,7 +175,7 @@ class DetectorHeads(HookOwner):
         pairs = zip(self.said(answers), taught, strict=True)
         return torch.stack([head_error(one, other) for one, other in pairs]).mean()
 
-    def detections(self, model: nn.Module, run: Callable[[], Any], *, whole: bool) -> tuple[Any, tuple[Tensor, Tensor]]:
+    def detections(self, model: nn.Module, run: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Tensor]]:
         """Run a model, to its end if `whole`, and return its output, else None, and what its head has detected.
 
         That is `Said.detected` of the last branch, by which alone a model of several detects.
@@ -266,9 +273,13 @@ class Yolo(DetectorHeads):
     def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
         """Yield what each branch says of all anchors of all images."""
         maps = answers[0] if isinstance(answers[0], dict) else answers[0][1]  # in eval mode behind the decoded boxes
-        for branch in [maps[name] for name in ("one2many", "one2one") if name in maps] or [maps]:
-            scores, boxes = (branch[name].transpose(1, 2).flatten(0, 1) for name in ("scores", "boxes"))
-            yield Said(scores, boxes if boxes.shape[1] == 4 else boxes.unflatten(1, (4, -1)))
+        for branch in [maps[name] for name in ("one2many", "one2one") if maps.get(name)] or [maps]:
+            count, flat = branch["scores"].shape[2], dict[str, Tensor]()
+            for name in sorted(branch.keys() - {"feats"}):
+                for one in gather(branch[name]):
+                    flat[name] = one.transpose(1, 2).flatten(0, 1) if one.shape[2:] == (count,) else one
+            scores, boxes = flat.pop("scores"), flat.pop("boxes")
+            yield Said(scores, boxes if boxes.shape[1] == 4 else boxes.view(len(boxes), 4, -1), more=flat)
 
 
 def _of_torchvision(model: Any, anchors: Any, *coders: Any) -> dict[str, Any]:
