@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from prunekit.channels.labels.label_union import Labels
 from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.criteria.criterion import Evidence, Scores, register_criterion
-from prunekit.distributed.shared_work import owned, shared_values
+from prunekit.distributed.shared_work import owned, shared_values, wait_for_workers
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.statistics.gram_matrices import LayerMoments, PatchStats
 from prunekit.statistics.layer_errors import few_rows, predicted_columns, relative_scale, ridge_of
@@ -167,6 +167,7 @@ def eliminations(
         stats.memory.release()
         for each in stats.parts:
             each.memory.release()
+    wait_for_workers()  # as long as the largest group takes
     for part in shared_values(own):
         known.update(part)
     for group, key in zip(groups, keys, strict=True):

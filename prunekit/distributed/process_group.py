@@ -21,6 +21,7 @@ from enum import Enum
 from functools import wraps
 from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -228,7 +229,8 @@ def _failure(shared: Store, seconds: float) -> tuple[int, PeerError] | None:
 
 def on_one_machine() -> bool:
     """Return whether all processes run on one machine, and so can map the same files."""
-    return len({*gather_values(platform.node())}) == 1
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return len({*gather_values((platform.node(), boot.read_text() if boot.is_file() else ""))}) == 1
 
 
 def everyone(flag: bool) -> bool:

@@ -298,11 +298,18 @@ class _Collector(LayerFinder):
 
     def _few(self, reading: _Reading, before: list[Tensor] | None) -> list[Tensor] | None:
         """Return the positions so far, with a constant last; None where they are many, or not of a linear layer."""
-        patch, layers = reading.patches[0], [self._layers[use] for use in reading.readers]
-        plain = not any(layer.geometry.kernel or layer.stack for layer in layers)
-        if before is None or not plain or sum(map(len, [*before, patch])) > FEW * patch.shape[1]:
+        patch = reading.patches[0]
+        if (
+            before is None
+            or not self._are_plain(reading.readers)
+            or sum(map(len, [*before, patch])) > FEW * patch.shape[1]
+        ):
             return None
         return [*before, self.memory.keep(with_constant(patch, reading.factors))]
+
+    def _are_plain(self, readers: Iterable[WeightUse]) -> bool:
+        """Return whether all are linear layers of one matrix."""
+        return not any(self._layers[use].geometry.kernel or self._layers[use].stack for use in readers)
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """Return the moments of all batches; once, at the end."""
@@ -342,8 +349,8 @@ class _Collector(LayerFinder):
             else:
                 grams = list(map(self.memory.keep, whole))
             counts = list(map(shared_count, known.counts))
-            read = None
-            if agreed(known.read is not None or not known.counts[0]) and counts[0] <= FEW * (size - 1):
+            read, few = None, self._are_plain(readers) and counts[0] <= FEW * (size - 1)
+            if few and agreed(known.read is not None or not known.counts[0]):
                 rows = torch.cat(known.read) if known.read else zeros.new_empty(0, size)
                 read = [self.memory.keep(shared_rows(rows))]
             total = _GramSum(grams, counts, readers, read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -63,7 +64,10 @@ class OutputComparison:
             from prunekit.tasks.detection import detecting_head
 
             if (head := detecting_head(model)) is not None:
-                return cls((), DETECTED, read, head=head)
+                found = cls((), DETECTED, read, head=head)
+                with suppress(KeyError, IndexError, AttributeError, TypeError):  # of a head that says something else
+                    found.values(model, select_samples(inputs, slice(FEW)))
+                    return found
         finder = LayerFinder(model, ())
         few, more = (_returned(model, select_samples(inputs, slice(count)), finder, read) for count in (FEW, FEW + 1))
         counts = [sample_count(select_samples(inputs, slice(count))) for count in (FEW, FEW + 1)]

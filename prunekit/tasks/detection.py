@@ -98,7 +98,8 @@ def detecting_head(model: nn.Module) -> DetectorHeads | None:
     inner: Any = unwrapped(model)
     kind = detector_kind(inner)
     if kind == "ultralytics":
-        return Yolo(inner, inner) if _is_detect(inner.model[-1]) else None
+        head = inner.model[-1]
+        return Yolo(inner, inner) if _is_detect(head) and not hasattr(head, "lrpc") else None  # that filters places
     return OneStage(inner, inner) if kind and not isinstance(inner, torchvision_detectors.FasterRCNN) else None
 
 

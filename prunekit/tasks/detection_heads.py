@@ -1,4 +1,4 @@
-"""Heads of detectors, compared for distillation: what a teacher says of the places that its student judges."""
+"""Heads of detectors, compared for distillation and repair: what two models say of the same places."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class Said:
 
     def detected(self) -> dict[str, Tensor]:
         """Return scores as probabilities of classes (N, classes), and boxes (N, 4) and more by that of an object."""
-        each = self.scores.softmax(1)[:, 1:] if self.background else self.scores.sigmoid()
-        sure = each.sum(1) if self.background else each.amax(1)
-        if self.centerness is not None:
-            each = each * self.centerness.sigmoid()
+        each, sure = self.wide().likely()
+        if self.centerness is not None:  # as FCOS scores what it detects
+            each, sure = (
+                one.sqrt() for one in (each * self.centerness.sigmoid(), sure * self.centerness[:, 0].sigmoid())
+            )
         boxes = self.boxes
         if boxes.ndim == 3:  # the mean of distances
             boxes = boxes.softmax(2) @ torch.arange(boxes.shape[2]).to(boxes)
@@ -55,6 +56,11 @@ class Said:
             key: one.flatten(1) * sure[:, None] if len(one) == len(sure) else one for key, one in places.items()
         }
         return {"scores": each, **by_place}
+
+    def likely(self) -> tuple[Tensor, Tensor]:
+        """Return the probabilities of classes (N, classes), and of any object (N,)."""
+        each = self.scores.softmax(1)[:, 1:] if self.background else self.scores.sigmoid()
+        return each, each.sum(1) if self.background else each.amax(1)
 
     def wide(self) -> Said:
         """Return the same in float32 at least."""
@@ -86,11 +92,9 @@ def head_error(student: Said, teacher: Said) -> Tensor:
     if wanted.background:
         known, likely = (said.scores.log_softmax(1) for said in (given, wanted))
         classes = F.kl_div(known, likely, reduction="none", log_target=True).sum(1)
-        each = likely.exp()[:, 1:]
-        sure = each.sum(1)
     else:
-        classes, each = _of_probabilities(given.scores, wanted.scores), wanted.scores.sigmoid()
-        sure = each.amax(1)
+        classes = _of_probabilities(given.scores, wanted.scores)
+    each, sure = wanted.likely()
     sure = sure * (sure >= SURE)
     if wanted.boxes.ndim == 3 and wanted.background:
         boxes = F.smooth_l1_loss(given.boxes[:, 1:], wanted.boxes[:, 1:], reduction="none").sum(2)
@@ -129,7 +133,7 @@ class DetectorHeads(HookOwner):
         self.student: Any = student
         self.teacher: Any = teacher
         self.noted: dict[str, Any] = {}
-        one, other = self.facts(student), self.facts(teacher)
+        one, other = ({}, {}) if student is teacher else (self.facts(student), self.facts(teacher))
         for name, value in one.items():
             if value != other[name]:
                 raise ModelError(
@@ -178,7 +182,7 @@ class DetectorHeads(HookOwner):
     def detections(self, model: nn.Module, run: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Tensor]]:
         """Run a model, to its end if `whole`, and return its output, else None, and what its head has detected.
 
-        That is `Said.detected` of the last branch, by which alone a model of several detects.
+        That is `Said.detected` of the branch by which the model detects: of two, the second where it is `end2end`.
         """
         noted = list[Any]()
 
@@ -187,14 +191,15 @@ class DetectorHeads(HookOwner):
             if not whole:
                 raise _DetectedError
 
-        handle, output = unwrapped(model).get_submodule(self.says[0]).register_forward_hook(note), None
+        head = unwrapped(model).get_submodule(self.says[0])
+        handle, output = head.register_forward_hook(note), None
         try:
             with suppress(_DetectedError):
                 output = run()
         finally:
             handle.remove()
-        *_, said = self.said(tuple(noted))
-        return output, said.detected()
+        said = [*self.said(tuple(noted))]
+        return output, said[-1 if getattr(head, "end2end", False) else 0].detected()
 
 
 class _DetectedError(Exception):

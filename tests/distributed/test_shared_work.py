@@ -60,6 +60,25 @@ class Texts(nn.Module):
         return self.head(x + self.down(F.silu(self.gate(y)) * self.up(y)))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """Experts in a stack, of which the first gets no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 12), nn.Linear(12, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 32, 12)), nn.Parameter(torch.randn(4, 12, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN[0] += len(x)
+        x = self.stem(x)
+        numbers, found = 1 + (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.zeros_like(x)
+        for number in range(4):
+            rows = torch.where(numbers == number)[0]
+            hidden = F.relu(F.linear(x[rows], self.up[number]))
+            found = found.index_add(0, rows, F.linear(hidden, self.down[number]))
+        return self.head(x + found)  # type: ignore[no-any-return]
+
+
 def images() -> tuple[nn.Module, Tensor, dict[str, Any]]:
     model = Residual()
     for name, values in model.named_buffers():
@@ -80,6 +99,10 @@ def few_rows() -> tuple[nn.Module, Tensor, dict[str, Any]]:
     return nn.Sequential(*layers), torch.randn(40, 6), {"params": 0.6}
 
 
+def experts() -> tuple[nn.Module, Tensor, dict[str, Any]]:
+    return Experts(), torch.randn(96, 6), {"params": 0.6}
+
+
 Case = Callable[[], tuple[nn.Module, Tensor, dict[str, Any]]]
 
 
@@ -97,7 +120,7 @@ def pruned(case: Case) -> tuple[dict[str, Any], dict[str, Tensor], list[str], in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [images, texts, few_rows])
+@pytest.mark.parametrize("case", [images, texts, few_rows, experts])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_plan_and_weights_are_those_of_one_process(case: Case, processes: int, tmp_path: Path) -> None:
     widths, weights, layers, seen = pruned(case)

@@ -22,6 +22,7 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks.hook import count_hooks
 from prunekit.settings.inputs import DataSettings
 from prunekit.settings.train import DistillSettings, FeatureSettings, TrainSettings
+from prunekit.statistics.output_error import OutputComparison
 from prunekit.tasks.detection import DETECTION
 from prunekit.tasks.detection_heads import Said, head_error
 from prunekit.training import rate_search
@@ -115,12 +116,41 @@ def test_boxes_count_as_much_as_an_object_is_likely(background: bool) -> None:
     torch.testing.assert_close(each.amax(1), likely, atol=1e-3, rtol=0)
     distances = nn.functional.one_hot(torch.tensor([3, 1, 0, 2]), 5) * 50.0  # bins of each side
     more = {"keypoints": torch.ones(2, 3), "prototypes": torch.ones(1, 5)}
-    said = replace(said, boxes=distances.expand(2, 4, 5), centerness=torch.full((2, 1), -9.0), more=more)
+    said = replace(said, boxes=distances.expand(2, 4, 5), more=more)
     found = said.detected()
     torch.testing.assert_close(found["boxes"][1], torch.tensor([3.0, 1.0, 0.0, 2.0]), atol=1e-2, rtol=0)
-    assert float(found["scores"].max()) < 1e-3
+    aside = replace(said, centerness=torch.full((2, 1), -20.0)).detected()
+    assert float(aside["scores"].max()) < 1e-3
+    assert float(aside["boxes"].max()) < 1e-3
     torch.testing.assert_close(found["keypoints"], likely[:, None].expand(2, 3), atol=1e-3, rtol=0)
     assert found["prototypes"] is more["prototypes"]
+
+
+@pytest.mark.parametrize("end2end", [False, True])
+def test_a_model_of_two_branches_is_judged_by_the_one_that_detects(end2end: bool) -> None:
+    model: Any = yolo(end2end=True).eval()
+    model.model[-1].end2end = end2end
+    images = torch.rand(3, 3, 64, 64)
+    judge = OutputComparison.of(model, (images,))
+    before = dict(judge.values(model, (images,)))
+    with torch.no_grad():
+        for layer in model.model[-1].cv3:
+            layer[-1].bias.add_(1)
+    assert torch.equal(dict(judge.values(model, (images,)))["scores"], before["scores"]) is end2end
+
+
+def test_a_head_that_says_something_else_is_compared_as_any_model() -> None:
+    class Transform(nn.Module):
+        def forward(self, images: Any, targets: Any = None) -> Any:
+            return inner(images, targets)
+
+    model: Any = ssd().eval()
+    inner, model.transform = model.transform, Transform()
+    assert OutputComparison.of(model, ([torch.rand(3, 64, 64)] * 3,)).head is not None
+    plain = model.head.forward
+    model.head.forward = lambda features: {**plain(features), "cls_logits": None}
+    with pytest.raises(AttributeError):
+        OutputComparison.of(model, ([torch.rand(3, 64, 64)] * 3,))  # torchvision's own postprocessing
 
 
 @contextmanager

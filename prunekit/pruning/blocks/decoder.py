@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.distributed.process_group import from_main, full_tensor, gather_values, local_part
+from prunekit.distributed.process_group import (
+    from_main,
+    full_tensor,
+    gather_values,
+    is_shard,
+    local_part,
+    require_equal,
+)
 from prunekit.distributed.shared_work import dealt, wait_for_workers, workers
 from prunekit.errors import DataError, ModelError, first_line, raised_as
 from prunekit.hooks.model_copy import named_tensors, with_tensors, without_values
@@ -133,6 +140,8 @@ class ModelWeights:
                 raise ModelError(
                     f"{name}: expected the shape {wanted[0]} of the configuration, not quantized, got {got}"
                 )
+        whole = tensors_digest((name, tensor) for name, tensor in tensors.items() if not is_shard(tensor))
+        require_equal(whole, "weights that each process holds whole")
         digest = tensors_digest((name, local_part(tensor)) for name, tensor in tensors.items())
         names = {name: ("", name) for name in tensors}
         return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest))

@@ -123,10 +123,11 @@ def prune_folder(
     Embeddings, head and hidden size stay. Where the decoder fits into memory twice, `prune` loses less: it weighs
     errors by their effect on the logits, and makes the hidden states fewer.
 
-    The processes of one machine share the work on each block, and the main one writes; on several machines it works
-    alone, and the others wait for the result. After an error their group cannot be used again. A model of which each
-    has shards (`fully_shard`) is gathered a block at a time, and what is in no block, such as embeddings: no process
-    ever holds more than its shards and that. A call that goes on needs as many processes as before.
+    The processes of one machine share the work on each block, and the main one writes; each needs memory for a block
+    and its repair. On several machines it works alone, and the others wait for the result. After an error their group
+    cannot be used again. A model of which each has shards (`fully_shard`) is gathered a block at a time, and what is in
+    no block, such as embeddings: no process ever holds more than its shards and that. A call that goes on needs as many
+    processes as before.
 
     Hidden states of the samples lie in mapped files in the folder `unfinished` of the result. A call with the same
     arguments goes on behind the last block that an interrupted one has finished, and gives the same files.
@@ -192,6 +193,7 @@ class _Job:
             "tokens": [*self.tokens.shape, sha256(self.tokens.numpy().tobytes()).hexdigest()],
             "params": params,
             "repair": asdict(self.settings),
+            "processes": workers(),
             "versions": [version(name) for name in ("prunekit", "torch", "transformers")],
         }
         if workers() > 1:

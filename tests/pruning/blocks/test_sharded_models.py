@@ -126,6 +126,23 @@ def test_several_processes_write_what_one_writes_and_fail_together(tmp_path: Pat
     assert "expected a new or empty folder" in other[1]
 
 
+def of_its_own(out: Path) -> str:
+    config = decoder().config
+    torch.manual_seed(rank())
+    try:
+        pk.prune_folder(transformers.LlamaForCausalLM(config), TOKENS, params=0.8, out=out)
+    except (PeerError, RunError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_processes_with_other_weights_are_refused(tmp_path: Path) -> None:
+    for said in together(2, tmp_path / "group", of_its_own, tmp_path / "out"):
+        assert "weights that each process holds whole: expected the same in all 2 processes" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_model_in_memory_is_pruned_as_its_folder_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = decoder()
