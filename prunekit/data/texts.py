@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -319,11 +320,14 @@ class TextTokenizer:
         begin = next((at for at, one in enumerate(special) if not one), 0)
         return found.ids[:begin], found.ids[begin + inner :]
 
-    def stream(self, texts: Iterable[Iterable[str]]) -> Ids:
-        """Return all tokens one after the other, (N,), those of texts in blocks separated by the end token, if any."""
-        return self._kept(self._streamed(texts))
+    def stream(self, texts: Iterable[Iterable[str]], enough: int | None = None) -> Ids:
+        """Return all tokens one after the other, (N,), those of texts in blocks separated by the end token, if any.
 
-    def _streamed(self, texts: Iterable[Iterable[str]]) -> Iterator[list[int]]:
+        Texts are read no further than to where `enough` tokens are there.
+        """
+        return self._kept(self._streamed(texts, sys.maxsize if enough is None else enough))
+
+    def _streamed(self, texts: Iterable[Iterable[str]], enough: int) -> Iterator[list[int]]:
         end = self._special("eos_token")
         for number, text in enumerate(texts):
             if number and end is not None:
@@ -332,6 +336,9 @@ class TextTokenizer:
                 with self._running():  # without places in the text, which take half of the memory
                     (found,) = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
                 yield found.ids
+                enough -= len(found.ids)
+                if enough <= 0:
+                    return
 
     def lines(self, texts: Iterable[str], longest: int) -> RowsOfIds:
         """Return the tokens of each text that has any, special ones around it, cut at a number of tokens."""

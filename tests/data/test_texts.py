@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from prunekit.data import texts
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
-from prunekit.data.texts import PIECE, _pieces, training_text
+from prunekit.data.texts import PIECE, _pieces, open_tokenizer, training_text
 from prunekit.errors import DataError, UsageError
 from prunekit.measure.accuracy import evaluate
 from prunekit.settings.inputs import DataSettings
@@ -391,3 +391,19 @@ def test_empty_texts_are_no_data_and_short_ones_name_the_window_that_would_do(tm
     with pytest.raises(DataError, match=r"got 2 of 40 tokens; give more text, or set data.window=10$"):
         load_splits(given, "causal_lm")
     assert len(load_splits(replace(given, window=10), "causal_lm").test) == 1
+
+
+def test_a_text_is_read_no_further_than_to_enough_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    read: list[int] = []
+
+    def blocks() -> Iterator[str]:
+        for number in range(9):
+            read.append(number)
+            yield "some words\n" * 200_000
+
+    whole = open_tokenizer(tmp_path).stream([["some words\n" * 1000]])
+    found = open_tokenizer(tmp_path).stream([blocks()], 100)
+    assert len(read) < 4
+    assert len(found) >= 100
+    assert found[:100].tolist() == whole[:100].tolist()

@@ -236,7 +236,8 @@ def _prune_folder(
     if not (folder / FILE).is_file():
         raise UsageError(f"{folder}: expected its {FILE} beside the weights, found none")
     with console.running():
-        ids, count = open_tokenizer(folder).stream(read_texts(text, lines=False)), prod(windows)
+        count = prod(windows)
+        ids = open_tokenizer(folder).stream(read_texts(text, lines=False), count)
         if len(windows) != 2 or len(ids) < count:
             asked = "x".join(map(str, windows))
             raise UsageError(
