@@ -203,7 +203,7 @@ class DetectorHeads(HookOwner):
 
 
 class _DetectedError(Exception):
-    """What a head says is known, and nothing behind it need run."""
+    """The answer of a head is known, and nothing behind it need run."""
 
 
 class OneStage(DetectorHeads):
