@@ -148,7 +148,7 @@ def patch_statistics(
 
     With `held_out`, inputs other than tokens get `parts`: moments of most samples and of the others.
     If there are too few positions for a Gram matrix, its ridge is raised; `too_few_rows` names such layers. Images are
-    (B, ...), or a tuple of all inputs, of which `batch` run at once if that is given; settings are those of the repair
+    (B, ...), or a tuple of all inputs, of which at most `batch` run at once if given; settings are those of the repair
     that follows, if one does; only readers of `groups` are looked at, if these are given. Much less free memory than
     pruning takes is a `UsageError`.
     """
@@ -291,7 +291,7 @@ def _moments(
     limit = -(-sample_count(images) // batch_parts())
     return collect_patches(
         copy,
-        in_batches(images, batch or max(1, min(BATCH, AT_ONCE * samples // rows, most, limit))),
+        in_batches(images, max(1, min(batch or min(BATCH, AT_ONCE * samples // rows, most), limit))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,

@@ -334,9 +334,8 @@ def _at_end(outputs: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 def _variance(wanted: Tensor) -> float:
     """Return the variance of (N, o) outputs, or their mean square if they are constant."""
-    around = (
-        wanted - shared_rows(wanted[:1])[0]
-    )  # exactly 0 if they are constant; `var` takes six times as long as these lines
+    first = shared_rows(wanted[:1])[0]
+    around = wanted - first  # exactly 0 if they are constant; `var` takes six times as long as these lines
     around.sub_(shared_mean(around.mean(0), len(around)))
     squares = shared_sum(torch.linalg.vector_norm(around, dim=1).double().square().sum())
     spread = float(squares) / max(1, (shared_count(len(wanted)) - 1) * wanted.shape[1])

@@ -28,7 +28,7 @@ AT_ONCE = 2**19
 DETECTORS = ("torchvision.models.detection", "ultralytics.")
 """Beginnings of the names of modules with detectors."""
 DETECTED = ("scores", "boxes")
-"""What is compared of every detector's head."""
+"""Names of the tensors that every detector's head is compared by."""
 FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that may be no more than float32's rounding."""
 
@@ -104,24 +104,17 @@ class OutputComparison:
         If only layers are compared, what the model does behind them, such as selecting boxes, is run only the first
         time that there are inputs of these shapes.
         """
-        if self.head is not None:
-            return self._detected(model, inputs, whole=False)[1]
-        most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0)
+        most = 0 if self.outputs else self._calls.get(_shapes(inputs), 0) if self.head is None else 1
         return self.run(model, inputs, counted, most)[1]
-
-    def _detected(
-        self, model: nn.Module, inputs: tuple[Any, ...], *, whole: bool
-    ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
-        with same_attributes(model):
-            output, found = self.head.detections(model, partial(call, model, inputs), whole=whole)
-        return output, [*found.items()]
 
     def run(
         self, model: nn.Module, inputs: tuple[Any, ...], counted: Counted | None = None, most: int = 0
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return the model's output, None if the pass ends after `most` calls of layers, and the compared tensors."""
         if self.head is not None:
-            return self._detected(model, inputs, whole=True)
+            with same_attributes(model):
+                output, said = self.head.detections(model, partial(call, model, inputs), whole=not most)
+            return output, [*said.items()]
         layers, output = _LayerOutputs(model, self, counted, most), None
         with same_attributes(model), layers.intercepting():
             output = call(model, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,9 @@ class Said:
     boxes: Tensor
     background: bool = False  # whether the scores share one softmax, with the background first; else a sigmoid each
     centerness: Tensor | None = None  # logits (N, 1)
-    # more numbers of each place, (N, ...), such as of its mask or keypoints; or of each image, such as prototypes
-    more: Mapping[str, Tensor] = field(default_factory=dict)
+    # more numbers of each place, (N, ...), such as of its mask or keypoints; or of each image, such as prototypes; made
+    # where they are compared, as distillation does not look at them
+    more: Callable[[], Mapping[str, Tensor]] = dict
 
     def detected(self) -> dict[str, Tensor]:
         """Return scores as probabilities of classes (N, classes), and boxes (N, 4) and more by that of an object."""
@@ -51,7 +52,7 @@ class Said:
         boxes = self.boxes
         if boxes.ndim == 3:  # the mean of distances
             boxes = boxes.softmax(2) @ torch.arange(boxes.shape[2]).to(boxes)
-        places = {"boxes": boxes, **self.more}
+        places = {"boxes": boxes, **self.more()}
         by_place = {
             key: one.flatten(1) * sure[:, None] if len(one) == len(sure) else one for key, one in places.items()
         }
@@ -279,12 +280,20 @@ class Yolo(DetectorHeads):
         """Yield what each branch says of all anchors of all images."""
         maps = answers[0] if isinstance(answers[0], dict) else answers[0][1]  # in eval mode behind the decoded boxes
         for branch in [maps[name] for name in ("one2many", "one2one") if maps.get(name)] or [maps]:
-            count, flat = branch["scores"].shape[2], dict[str, Tensor]()
-            for name in sorted(branch.keys() - {"feats"}):
-                for one in gather(branch[name]):
-                    flat[name] = one.transpose(1, 2).flatten(0, 1) if one.shape[2:] == (count,) else one
-            scores, boxes = flat.pop("scores"), flat.pop("boxes")
-            yield Said(scores, boxes if boxes.shape[1] == 4 else boxes.view(len(boxes), 4, -1), more=flat)
+            scores, boxes = (_of_places(branch[name]) for name in ("scores", "boxes"))
+            boxes = boxes if boxes.shape[1] == 4 else boxes.view(len(boxes), 4, -1)
+            yield Said(scores, boxes, more=partial(_more_said, branch))
+
+
+def _of_places(numbers: Tensor) -> Tensor:
+    return numbers.transpose(1, 2).flatten(0, 1)
+
+
+def _more_said(branch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a branch says beside scores and boxes."""
+    every = {name: one for name in sorted(branch.keys() - {"scores", "boxes", "feats"}) for one in gather(branch[name])}
+    count = branch["scores"].shape[2:]
+    return {name: _of_places(one) if one.shape[2:] == count else one for name, one in every.items()}
 
 
 def _of_torchvision(model: Any, anchors: Any, *coders: Any) -> dict[str, Any]:

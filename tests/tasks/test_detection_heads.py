@@ -116,7 +116,7 @@ def test_boxes_count_as_much_as_an_object_is_likely(background: bool) -> None:
     torch.testing.assert_close(each.amax(1), likely, atol=1e-3, rtol=0)
     distances = nn.functional.one_hot(torch.tensor([3, 1, 0, 2]), 5) * 50.0  # bins of each side
     more = {"keypoints": torch.ones(2, 3), "prototypes": torch.ones(1, 5)}
-    said = replace(said, boxes=distances.expand(2, 4, 5), more=more)
+    said = replace(said, boxes=distances.expand(2, 4, 5), more=lambda: more)
     found = said.detected()
     torch.testing.assert_close(found["boxes"][1], torch.tensor([3.0, 1.0, 0.0, 2.0]), atol=1e-2, rtol=0)
     aside = replace(said, centerness=torch.full((2, 1), -20.0)).detected()

@@ -122,7 +122,7 @@ class ModelWeights:
     tensors: Mapping[str, Tensor]
     places: Mapping[str, tuple[str, str]]  # of each tensor no file, and its name
     nbytes: int  # of all tensors
-    identity: Any  # a checksum of each process's shards
+    identity: Any  # checksums of whole tensors, and of each process's shards
     folder: Path | None = None
 
     @classmethod
@@ -140,11 +140,13 @@ class ModelWeights:
                 raise ModelError(
                     f"{name}: expected the shape {wanted[0]} of the configuration, not quantized, got {got}"
                 )
-        whole = tensors_digest((name, tensor) for name, tensor in tensors.items() if not is_shard(tensor))
+        whole, shards = (
+            tensors_digest((name, local_part(one)) for name, one in tensors.items() if is_shard(one) is sharded)
+            for sharded in (False, True)
+        )
         require_equal(whole, "weights that each process holds whole")
-        digest = tensors_digest((name, local_part(tensor)) for name, tensor in tensors.items())
         names = {name: ("", name) for name in tensors}
-        return cls(tensors, names, sum(one.nbytes for one in tensors.values()), gather_values(digest))
+        return cls(tensors, names, sum(one.nbytes for one in tensors.values()), [whole, *gather_values(shards)])
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors by their names, in each process that works."""

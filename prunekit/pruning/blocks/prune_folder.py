@@ -24,11 +24,12 @@ from prunekit.distributed.process_group import (
     from_main,
     is_main,
     join_group,
+    main_process_only,
     on_one_machine,
     one_for_all,
     require_equal,
 )
-from prunekit.distributed.shared_work import batch_parts, sharing_work, wait_for_workers, workers
+from prunekit.distributed.shared_work import sharing_work, wait_for_workers, workers
 from prunekit.errors import PlanError, ResumeError, UsageError, VerificationError, require_kind
 from prunekit.hooks.model_copy import named_tensors
 from prunekit.measure.verification import verify
@@ -199,10 +200,10 @@ class _Job:
         if workers() > 1:
             for name, given in {"out": self.out.absolute(), **wanted}.items():
                 require_equal(str(given), f"prune_folder: {name}")
-        if is_main():
-            self._begin(wanted)
+        self._begin(wanted)
         wait_for_workers()
 
+    @main_process_only
     def _begin(self, wanted: Mapping[str, Any]) -> None:
         require_writable(self.out, folder=True)
         source, asked = self.decoder.weights, self.out / WORK / ASKED
@@ -232,7 +233,7 @@ class _Job:
         short = self._hidden("dense", 0)[:2, :SHORT].clone()
         layout = BlockLayout.of(self.decoder, short)
         most = layout.most_gone(budget)
-        batch = max(1, min(AT_ONCE // self.tokens.shape[1], -(-len(self.tokens) // batch_parts())))
+        batch = max(1, AT_ONCE // self.tokens.shape[1])
         orders, errors, finished = list[dict[str, Any]](), list[dict[str, Any]](), self._finished()
         for index in range(self.decoder.count):
             file = self.out / WORK / f"order-{index:05}.npz"
@@ -291,8 +292,7 @@ class _Job:
             places |= {decoder.weights.places[name][1]: shard.name for name in names.values()}
             records.append(read_json(record))
         wait_for_workers()  # all have read the records
-        if is_main():
-            self._finish(places, layout, changes)
+        self._finish(places, layout, changes)
         wait_for_workers()
         sizes = decoder.parameters, layout.parameters(widths)
         return PrunedFolder(self.out, layout.search.noted(changes), sizes, tuple(records[:number]))
@@ -303,6 +303,7 @@ class _Job:
         wait_for_workers()  # none is written before all have looked
         return found
 
+    @main_process_only
     def _finish(self, places: Mapping[str, str], layout: BlockLayout, changes: Changes) -> None:
         """Write what makes the shards a model, by the file of each tensor, and remove what a later call would read."""
         total = sum((self.out / shard).stat().st_size for shard in {*places.values()})
