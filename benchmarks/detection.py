@@ -40,19 +40,17 @@ os.environ.setdefault("YOLO_AUTOINSTALL", "false")
 os.environ.setdefault("YOLO_VERBOSE", "false")
 
 import torch
-from common import RESULTS, as_items, as_markdown, collected, keep, show
+from common import RESULTS, as_items, as_markdown, collected, keep, onnx_speedup, show
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torchvision.models import get_model
 
 import prunekit as pk
-from prunekit.backends.session import inputs_like
 from prunekit.data.drawn_shapes import CLASSES, DrawnShapes
 from prunekit.data.loader import batches
 from prunekit.data.sources import load_splits
 from prunekit.data.splits import Splits
 from prunekit.measure.accuracy import evaluate
-from prunekit.measure.latency.comparison import measure_latency
 from prunekit.measure.model_size import count_macs, count_parameters
 from prunekit.tasks.detection import DETECTION
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
@@ -62,6 +60,8 @@ CPU = torch.device("cpu")
 YOLOS = ("yolov8n", "yolo11n", "yolo26n")
 TORCHVISION = ("ssdlite320_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn")
 VALIDATION = 48
+FEW_PROPOSALS = {"box_batch_size_per_image": 64, "rpn_post_nms_top_n_train": 200, "rpn_post_nms_top_n_test": 100}
+"""Of Faster R-CNN, so that its box head takes seconds a batch and no minute."""
 BATCH = 16
 TENTH = 10
 """The part of the epochs that a pruned model is fine-tuned for."""
@@ -208,7 +208,8 @@ class Torchvision(Detector):
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        model = get_model(self.name, weights=None, weights_backbone=None, num_classes=len(self.splits.classes) + 1)
+        classes, few = len(self.splits.classes) + 1, FEW_PROPOSALS if self.name.startswith("faster") else {}
+        model = get_model(self.name, weights=None, weights_backbone=None, num_classes=classes, **few)
         size = self.options.size
         model.transform.min_size, model.transform.max_size = (size,), size
         if model.transform.fixed_size is not None:
@@ -368,18 +369,7 @@ def figures(
 
 def timed(detector: Yolo | Torchvision, dense: Any, key: str, way: Callable[[], Any]) -> dict[str, Any]:
     """The speedup of a pruned model that was kept."""
-    return speedup(detector, detector.module(dense), detector.module(detector.restored(key, dense, way)))
-
-
-def speedup(detector: Detector, dense: nn.Module, pruned: nn.Module) -> dict[str, Any]:
-    """How many times faster ONNX Runtime runs the pruned model, at batch 1 on one thread."""
-    settings = pk.LatencySettings(batches=(1,), threads=(1,), repeats=60, runtimes=("onnxruntime",))
-    inputs = inputs_like((detector.example,), drawn=False)
-    found = measure_latency({"dense": deepcopy(dense), "pruned": deepcopy(pruned)}, inputs, settings, [CPU])
-    if not found.speedup:
-        return {"not_timed": "; ".join(str(failure) for failure in found.failures)[:160]}
-    row = found.speedup[0]
-    return {"speedup": row["median"], "speedup_low": row["low"], "speedup_high": row["high"]}
+    return onnx_speedup(detector.module(dense), detector.module(detector.restored(key, dense, way)), detector.example)
 
 
 def cached(detector: Detector, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

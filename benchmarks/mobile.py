@@ -1,19 +1,22 @@
 """Networks of phones pruned without training: agreement with the dense model at shares of its MACs.
 
-Inputs that judge are seen by nothing else; widths may be any number. `agreement` is in percent of the dense model's:
-classes, pitches, scores, lines of text, the cosine of vectors, or F1 of faces, notes, speech or text's pixels;
-`error` is the squared error of the output as a share of its variance; `macs` the share left; `seconds` are those of
-the CPU. Packages and their licences are in `mobile_networks.py`, inputs in `mobile_inputs.py`, `mobile_sounds.py` and
-`mobile_texts.py`. Methods:
+Inputs that judge are seen by nothing else. `agreement` is in percent of the dense model's: classes, pitches, scores,
+lines of text, the cosine of vectors, or F1 of faces, notes, speech or text's pixels; `error` is the squared error of
+the output as a share of its variance; `macs` the share left; `seconds` are those of the CPU. Packages and their
+licences are in `mobile_networks.py`, inputs in `mobile_inputs.py`, `mobile_sounds.py` and `mobile_texts.py`. Methods:
 
-- `prunekit`: `pk.prune` as it comes; `unrepaired`, the same plan alone; `uniform`, our order with the same share of
-  every group; `no-joint` and `no-rectified`, without the fits of two layers together, or of what a ReLU lets through.
+- `prunekit`: `pk.prune` with any widths; `rounded`, as it comes; `unrepaired`, the plan of the first alone; `uniform`,
+  our order with the same share of every group; `no-joint` and `no-rectified`, without the fits of two layers together,
+  or of what a ReLU lets through.
 - `l2`: filters of least norm over the whole model (Li et al. 2017), BatchNorm statistics taken anew where there are
   any; `l2-fitted`, the same filters and our repair.
+- `by-time`: `pk.prune(speedup=...)` in ONNX Runtime, batch 1, one thread, for each of `--speedup`, as `asked`.
 - `fpgm`: filters nearest to their median over the whole model (He et al. 2019) by torch-pruning, statistics anew.
 
+With `--timed` rows have the `speedup` in ONNX Runtime over the dense model, with its 95 % interval.
+
     python benchmarks/mobile.py --pictures FOLDER [--network A,B] [--macs 0.9,0.8,0.7,0.5] [--method A,B] [--threads N]
-        [--json] [--keep]
+        [--speedup 1.3,1.5] [--timed] [--json] [--keep]
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import collected, keep, rows_before, shares, show
+from common import collected, keep, onnx_speedup, reductions, rows_before, shares, show
 from mobile_agreement import BATCH, Subject, error
 from mobile_networks import NETWORKS
 from torch import Tensor, nn
@@ -45,7 +48,7 @@ HALVINGS = 12
 
 def ours(subject: Subject, share: float, **options: Any) -> nn.Module:
     """Our order, budget and repair, or others."""
-    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, round_to=1, **options).model
+    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, **{"round_to": 1, **options}).model
 
 
 def magnitude(subject: Subject, share: float) -> nn.Module:
@@ -96,8 +99,15 @@ def _locked(axes: Any) -> bool:
     return axes is not None and axes[0] is not None and not axes[0].any()
 
 
+def by_time(subject: Subject, asked: float) -> nn.Module:
+    """Our order and repair, to a time."""
+    target = pk.Target(runtime="onnxruntime")
+    return pk.prune(subject.model, calibration=subject.inputs[0], speedup=asked, target=target).model
+
+
 METHODS: dict[str, Callable[[Subject, float], nn.Module]] = {
     "prunekit": ours,
+    "rounded": partial(ours, round_to=None),
     "unrepaired": partial(ours, repair=False),
     "l2": magnitude,
     "l2-fitted": partial(ours, criterion="l2", scope="global"),
@@ -114,18 +124,19 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         subject = NETWORKS[name](options.pictures)
         dense, example = subject.output(subject.model), (subject.inputs[0][:1],)
         whole = count_macs(subject.model, example)
-        for share in options.macs:
-            for method in options.method:
-                row: dict[str, Any] = {"network": name, "asked": share, "method": method}
-                start = time.process_time()
-                try:
-                    model = METHODS[method](subject, share)
-                except PrunekitError as failure:
-                    yield {**row, "reason": f"{type(failure).__name__}: {failure}"}
-                    continue
-                seconds, other = time.process_time() - start, subject.output(model)
-                figures = {"agreement": subject.agreement(dense, other), "error": error(dense, other)}
-                yield {**row, "macs": count_macs(model, example) / whole, **figures, "seconds": seconds}
+        asked = [(share, method, METHODS[method]) for share in options.macs for method in options.method]
+        for budget, method, way in [*asked, *((one, "by-time", by_time) for one in options.speedup)]:
+            row: dict[str, Any] = {"network": name, "asked": budget, "method": method}
+            start = time.process_time()
+            try:
+                model = way(subject, budget)
+            except PrunekitError as failure:
+                yield {**row, "reason": f"{type(failure).__name__}: {failure}"}
+                continue
+            seconds, other = time.process_time() - start, subject.output(model)
+            figures = {"agreement": subject.agreement(dense, other), "error": error(dense, other)}
+            row |= {"macs": count_macs(model, example) / whole, **figures, "seconds": seconds}
+            yield row | (onnx_speedup(subject.model, model, *example) if options.timed else {})
 
 
 def named(text: str, known: dict[str, Any]) -> list[str]:
@@ -142,6 +153,8 @@ def main() -> None:
     every = ",".join(NETWORKS)
     parser.add_argument("--network", type=lambda text: named(text, NETWORKS), default=every, metavar="A,B", help=every)
     parser.add_argument("--macs", type=shares, default="0.9,0.8,0.7,0.5", metavar="A,B", help="shares that are left")
+    parser.add_argument("--speedup", type=reductions, default=[], metavar="A,B", help="that `by-time` is asked for")
+    parser.add_argument("--timed", action="store_true", help="in ONNX Runtime")
     methods = ",".join(METHODS)
     parser.add_argument(
         "--method", type=lambda text: named(text, METHODS), default=methods, metavar="A,B", help=methods

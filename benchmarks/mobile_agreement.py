@@ -112,6 +112,11 @@ def cosine(dense: Tensor, other: Tensor) -> float:
     return 100 * float(F.cosine_similarity(dense, other).mean())
 
 
+def centered_cosine(dense: Tensor, other: Tensor) -> float:
+    """Mean cosine of what vectors differ by from the mean of the dense ones."""
+    return cosine(dense - dense.mean(0), other - dense.mean(0))
+
+
 def same_faces(dense: Tensor, other: Tensor) -> float:
     """F1 of faces: peaks of both maps that are at most one cell apart."""
     one, two = _peaks(dense), _peaks(other)

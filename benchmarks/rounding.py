@@ -1,4 +1,4 @@
-"""Accuracy that rounding widths costs, and time that it saves: `round_to` of 1, None and 8.
+"""Accuracy that rounding widths costs, and time that it saves: `round_to` of 1, None and 8, in time also 4 and 16.
 
 Accuracy: ResNets of CIFAR-10 with trained weights, pruned and repaired by `prune(model, calibration=images, macs=...)`
 from training images without labels; nothing is trained, and the test images are seen by `top1` (percent) alone.
@@ -10,20 +10,23 @@ mean and deviation.
 Time: torchvision's models with random weights at half of their MACs, pruned by example (`l2`, `uniform`), 1x3x224x224,
 float32, one thread, all timed alternately with the dense one in one process. `ms` is the median of the rounds,
 `least_ms` the fastest of them, which other work on the machine disturbs least. `over_1` is the time over that of
-`round_to=1`, the median over the rounds of their ratio; brackets are the 10th and 90th percentile.
+`round_to=1`, and `over_dense` over the dense model's, the median over the rounds of their ratio; brackets are the 10th
+and 90th percentile.
 
     python benchmarks/rounding.py [--data FILE --weights DEPTH=FILE ...] [--macs 0.8 0.6 0.5] [--seeds N]
-        [--models A,B] [--rounds N] [--out FILE] [--json] [--keep]
+        [--models A,B] [--runtime eager|onnxruntime] [--rounds N] [--out FILE] [--json] [--keep]
 
-Without `--data` times alone are measured; `--models ""` measures none.
+Without `--data` times alone are measured; `--models ""` measures none. Those in ONNX Runtime are kept apart, in
+`rounding_onnxruntime.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -44,11 +47,15 @@ from prunekit.models.zoo import build_model
 from prunekit.settings.inputs import ModelSettings
 
 ROUNDINGS = (1, None, 8)
+TIMED = (1, 4, None, 8, 16)
+RUNTIMES = ("eager", "onnxruntime")
 SHARE = 0.5
 """Share of the MACs at which times are measured."""
 KEYS = ("model", "macs", "round_to", "seed")
 MEANS = ("model", "macs", "round_to", "top1", "worst", "macs_left", "params_left", "multiples_of_8", "seeds")
-TIMES = ("model", "round_to", "macs_left", "params_left", "multiples_of_8", "ms", "least_ms", "over_1")
+TIMES = (
+    "model", "round_to", "macs_left", "params_left", "multiples_of_8", "ms", "least_ms", "over_1", "over_dense"
+)  # fmt: skip
 
 
 def facts(model: nn.Module, plan: prunekit.Plan) -> dict[str, float]:
@@ -82,28 +89,42 @@ def accuracies(
             rows.add({**which, "top1": top1, **facts(done.model, done.plan)})
 
 
-def timed(name: str, rounds: int) -> Iterator[dict[str, Any]]:
+def runner(model: nn.Module, example: torch.Tensor, runtime: str) -> Callable[[], Any]:
+    """What runs a model."""
+    if runtime == "eager":
+        return partial(model, example)
+    import onnxruntime
+
+    file, options, array = io.BytesIO(), onnxruntime.SessionOptions(), example.numpy()
+    torch.onnx.export(model, (example,), file, dynamo=False, input_names=["x"])
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(file.getvalue(), options, providers=["CPUExecutionProvider"])
+    return lambda: session.run(None, {"x": array})
+
+
+def timed(name: str, rounds: int, runtime: str) -> Iterator[dict[str, Any]]:
     """The rows of a model of torchvision, all of which take turns."""
     torch.manual_seed(0)
     dense, example = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(1, 3, 224, 224)
-    pruned = {to: prunekit.prune(dense, example, macs=SHARE, round_to=to) for to in ROUNDINGS}
+    pruned = {to: prunekit.prune(dense, example, macs=SHARE, round_to=to) for to in TIMED}
 
-    def run(model: nn.Module) -> float:
+    def run(one: Callable[[], Any]) -> float:
         start = time.perf_counter()
-        model(example)
+        one()
         return 1e3 * (time.perf_counter() - start)
 
-    runs = [partial(run, model) for model in (dense, *(done.model for done in pruned.values()))]
+    models = (dense, *(done.model for done in pruned.values()))
+    runs = [partial(run, runner(model, example, runtime)) for model in models]
     with torch.inference_mode():
         for one in runs:
             warm_up(one)
         times = alternate(runs, rounds).tolist()
     for (to, done), mine in zip(pruned.items(), times[1:], strict=True):
-        found = ratio(mine, times[1])
+        over = {key: ratio(mine, times[place]) for key, place in (("over_1", 1), ("over_dense", 0))}
         yield {
-            "model": name, "macs": SHARE, "round_to": to, **facts(done.model, done.plan),
-            "ms": found["median_ms"], "least_ms": min(mine), "dense_ms": ratio(mine, times[0])["baseline_ms"],
-            "over_1": [found["ratio"], found["low"], found["high"]],
+            "model": name, "runtime": runtime, "macs": SHARE, "round_to": to, **facts(done.model, done.plan),
+            "ms": over["over_1"]["median_ms"], "least_ms": min(mine), "dense_ms": over["over_dense"]["baseline_ms"],
+            **{key: [found["ratio"], found["low"], found["high"]] for key, found in over.items()},
         }  # fmt: skip
 
 
@@ -125,7 +146,8 @@ def in_words(row: dict[str, Any]) -> dict[str, Any]:
     shown = {**row, "round_to": "None" if row["round_to"] is None else row["round_to"]}
     shown |= {name: f"{row[name]:.2f}" for name in ("top1", "worst") if name in row}
     shown |= {name: f"{row[name]:.3f}" for name in ("macs_left", "params_left", "multiples_of_8")}
-    return shown | ({"over_1": "{:.2f} [{:.2f}, {:.2f}]".format(*row["over_1"])} if "over_1" in row else {})
+    overs = {name: value for name, value in row.items() if name.startswith("over_")}
+    return shown | {name: "{:.2f} [{:.2f}, {:.2f}]".format(*value) for name, value in overs.items()}
 
 
 def weights_of(text: str) -> tuple[int, Path]:
@@ -147,10 +169,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=256, metavar="N", help="to calibrate on")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="draws of these")
     parser.add_argument("--models", type=names, default="resnet18,resnet50,mobilenet_v3_large", metavar="A,B")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="eager", help="that times are measured in")
     parser.add_argument("--rounds", type=int, default=60, metavar="N", help="timings of each model")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows of accuracy; those in it are not made again")
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/rounding.json and .md")
+    parser.add_argument(
+        "--keep", action="store_true", help="write benchmarks/results/rounding.json and .md, where other rows stay"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, times = Rows(options.out, KEYS, as_json=options.json), Rows(None, KEYS, as_json=options.json)
@@ -162,7 +187,7 @@ def main() -> None:
             for depth, weights in options.weights:
                 accuracies(depth, weights, archive, options, rows)
         for name in filter(None, options.models):
-            for row in timed(name, options.rounds):
+            for row in timed(name, options.rounds, options.runtime):
                 times.add(row)
     except PrunekitError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -173,9 +198,10 @@ def main() -> None:
             show([{name: row[name] for name in columns} for row in shown], as_json=False)
     if options.keep:
         setting = {"images": options.images, "rounds": options.rounds, "threads": 1, "dtype": "float32"}
-        print(keep("rounding", [*rows, *times], setting), file=sys.stderr)
+        file = "rounding" if options.runtime == RUNTIMES[0] else f"rounding_{options.runtime}"
+        print(keep(file, [*rows, *times], setting), file=sys.stderr)
         text = "\n".join(as_markdown(shown, columns) for columns, shown in tables if shown)
-        (RESULTS / "rounding.md").write_text(f"# Rounded widths\n\n{text}\n{as_items(setting)}", encoding="utf-8")
+        (RESULTS / f"{file}.md").write_text(f"# Rounded widths\n\n{text}\n{as_items(setting)}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_rounded_widths_are_timed_beside_any() -> None:
     done = run("rounding.py", "--json", "--models", "mobilenet_v3_small", "--rounds", "2")
     assert done.returncode == 0, done.stderr
     rows = {row["round_to"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert list(rows) == [1, None, 8]
+    assert list(rows) == [1, 4, None, 8, 16]
     assert rows[1]["multiples_of_8"] < rows[None]["multiples_of_8"] <= rows[8]["multiples_of_8"] == 1
     assert all(row["macs_left"] <= 0.5 for row in rows.values())
 

@@ -32,7 +32,7 @@ UNBOUNDED = PlanBounds()
 NAMED = 3
 """How many modules an error names."""
 WIDE = 16
-"""Multiple that widths in a configuration of a library have where no other is given and an axis has eight of them."""
+"""Multiple that widths have where no other is given and an axis has eight of them: kernels compute sixteen at once."""
 
 
 def free_parts(
@@ -152,7 +152,7 @@ def _allowed(size: int, channels: int, settings: PruneSettings, step: int = 1, l
     counts = np.arange(1, size + 1)
     wide = counts * channels
     # where no rounding is given, the width of the whole axis decides on the multiple
-    block = max(settings.target.block, WIDE if settings.layout == "huggingface" and channels == 1 else 1)
+    block = max(settings.target.block, WIDE)
     step_of = settings.round_to or min(block, 1 << max(0, (int(wide[-1]) // 8).bit_length() - 1))
     fits = (wide % step_of == 0) | ((wide < step_of) & (not settings.round_to))
     fits &= wide >= settings.min_channels

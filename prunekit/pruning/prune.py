@@ -123,8 +123,8 @@ def prune(
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
             for each multiply-accumulate, or whatever else the budget counts; or `capacity`, the widest layers that
             the budget allows, where scores only rank the channels of a group.
-        round_to: channel counts become multiples of this where they can. None: of 8 where 64 channels or more are, of
-            4 from 32 on, of 2 from 16 on, for which kernels are fast; 1: any number.
+        round_to: channel counts become multiples of this where they can. None: of 16 where 128 channels or more are,
+            of 8 from 64, of 4 from 32, of 2 from 16 on, for which kernels are fast; 1: any number.
         min_channels: the fewest channels that any group keeps.
         ignore: whose output channels are kept: a glob over module paths, a module (with all that is in it), a class of
             modules, or several of these.

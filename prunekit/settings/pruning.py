@@ -379,8 +379,8 @@ class PruneSettings(Checked):
     of their MACs as the budget allows; scores choose only within a group."""
     round_to: PositiveInt | None = None
     """Channel counts are multiples of this, and of what a `pattern` needs, where possible. null: by width, of the
-    largest power of two up to `target.block` that is an eighth of the axis at most (8 of 64 channels and more, 4 of 32,
-    2 of 16), for which kernels are fast; fewer channels than that may be any number."""
+    largest power of two up to 16, or `target.block` if that is more, that is an eighth of the axis at most (16 of 128
+    channels and more, 8 of 64, 4 of 32, 2 of 16), for which kernels are fast; fewer channels may be any number."""
     min_channels: PositiveInt = 1
     """Fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()

@@ -369,11 +369,11 @@ def test_it_is_noted_where_others_pay_for_what_a_configuration_cannot_say() -> N
     assert "layout='equal' or 'free' would keep 75.0 % of each" in note
 
 
-def test_widths_in_a_configuration_are_multiples_of_sixteen() -> None:
+def test_widths_of_layers_are_multiples_of_sixteen() -> None:
     """Where an axis has eight of them, and no rounding is given; heads are any number."""
     chart = pk.trace(llama(hidden_size=128, intermediate_size=384), {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
     scores = np.ones(chart.n_labels)
-    for layout, round_to, step in (("huggingface", None, 16), ("equal", None, 8), ("huggingface", 4, 4)):
+    for layout, round_to, step in (("huggingface", None, 16), ("equal", None, 16), ("huggingface", 4, 4)):
         parts = free_parts(chart, scores, PruneSettings(layout=layout, round_to=round_to))
         (counts,) = [part.counts // part.together for part in parts if part.labels.size // part.together == 384]
         assert np.gcd.reduce(counts[counts >= 16]) == step

@@ -137,7 +137,7 @@ def test_a_larger_batch_prunes_early_layers_more() -> None:
         plan = make_plan(chart, np.ones_like(scores), wanted(batch, memory_mb=(least + dense) / 2))
         shares.append((plan.keep[first].mean(), plan.keep[last].mean()))
     (first_of_one, last_of_one), (first_of_many, last_of_many) = shares
-    assert first_of_one > 0.9 > 0.5 > first_of_many
+    assert first_of_one > 0.8 > 0.5 > first_of_many
     assert last_of_one < last_of_many - 0.05
 
 

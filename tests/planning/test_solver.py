@@ -181,8 +181,11 @@ def test_widths_are_multiples(scope: str, round_to: int) -> None:
         (63, 8, 4),
         (64, 8, 8),
         (100, 8, 8),
-        (100, 4, 4),
+        (100, 4, 8),
+        (127, 8, 8),
+        (128, 8, 16),
         (200, 16, 16),
+        (300, 32, 32),
     ],
 )
 def test_widths_are_rounded_by_the_size_of_the_axis(dense: int, block: int, step: int) -> None:
