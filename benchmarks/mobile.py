@@ -46,9 +46,9 @@ HALVINGS = 12
 """Of the interval in which the smallest ratio of channels that meets the budget is searched."""
 
 
-def ours(subject: Subject, share: float, **options: Any) -> nn.Module:
+def ours(subject: Subject, share: float, round_to: int | None = 1, **options: Any) -> nn.Module:
     """Our order, budget and repair, or others."""
-    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, **{"round_to": 1, **options}).model
+    return pk.prune(subject.model, calibration=subject.inputs[0], macs=share, round_to=round_to, **options).model
 
 
 def magnitude(subject: Subject, share: float) -> nn.Module:

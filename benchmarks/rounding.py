@@ -23,13 +23,13 @@ Without `--data` times alone are measured; `--models ""` measures none. Those in
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ import torchvision
 from common import RESULTS, Rows, as_items, as_markdown, keep, ratio, show
 from latency_networks import names
 from oneshot_cifar10 import drawn, measured
+from sparse_runtimes import FORMS
 from torch import nn
 
 import prunekit
@@ -89,19 +90,6 @@ def accuracies(
             rows.add({**which, "top1": top1, **facts(done.model, done.plan)})
 
 
-def runner(model: nn.Module, example: torch.Tensor, runtime: str) -> Callable[[], Any]:
-    """What runs a model."""
-    if runtime == "eager":
-        return partial(model, example)
-    import onnxruntime
-
-    file, options, array = io.BytesIO(), onnxruntime.SessionOptions(), example.numpy()
-    torch.onnx.export(model, (example,), file, dynamo=False, input_names=["x"])
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(file.getvalue(), options, providers=["CPUExecutionProvider"])
-    return lambda: session.run(None, {"x": array})
-
-
 def timed(name: str, rounds: int, runtime: str) -> Iterator[dict[str, Any]]:
     """The rows of a model of torchvision, all of which take turns."""
     torch.manual_seed(0)
@@ -113,9 +101,11 @@ def timed(name: str, rounds: int, runtime: str) -> Iterator[dict[str, Any]]:
         one()
         return 1e3 * (time.perf_counter() - start)
 
-    models = (dense, *(done.model for done in pruned.values()))
-    runs = [partial(run, runner(model, example, runtime)) for model in models]
-    with torch.inference_mode():
+    with TemporaryDirectory() as folder, torch.inference_mode():
+        runs = []
+        for number, model in enumerate((dense, *(done.model for done in pruned.values()))):
+            (own := Path(folder, str(number))).mkdir()
+            runs.append(partial(run, FORMS[runtime][0](model, example, own)))
         for one in runs:
             warm_up(one)
         times = alternate(runs, rounds).tolist()
