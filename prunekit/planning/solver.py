@@ -115,6 +115,12 @@ def keep_of(channel_map: ChannelMap, parts: list[GroupPart], counts: Labels) -> 
     return channel_map.completed(keep)
 
 
+def halved(channel_map: ChannelMap, settings: PruneSettings) -> Keep:
+    """Return labels that prune about half of every group, as far as its counts allow: for a trial of all groups."""
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), settings)
+    return keep_of(channel_map, parts, np.array([part.at_most(part.labels.size / 2) for part in parts]))
+
+
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
     asked = ", ".join(
         f"{one.name} {one.as_cost(value):.4g}" for one, value in zip(budgets.facts, budgets.asked, strict=True)

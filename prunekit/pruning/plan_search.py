@@ -35,7 +35,7 @@ from prunekit.modes.public_call import own_part
 from prunekit.planning.candidates import WIDE, Scores
 from prunekit.planning.plan import Plan
 from prunekit.planning.sensitivity_curves import SensitivityCurve, cumulative_curves
-from prunekit.planning.solver import feasible_plan, make_plan
+from prunekit.planning.solver import feasible_plan, halved, make_plan
 from prunekit.planning.stored_plan import LIBRARY_CONFIG
 from prunekit.settings.pruning import PruneSettings, facts_of
 from prunekit.utils.context import paused_garbage_collection, release_memory
@@ -157,6 +157,10 @@ class PlanSearch:
         corrected. A budget that cannot be met is a `PlanError`.
         """
         settings, channel_map = self.settings, self.channel_map
+        if settings.schedule is not None and not settings.channels_stay and not settings.budget.measured:
+            # plans of its steps may prune what the final one keeps; a measured one is within all of theirs
+            some, examples = partial(halved, settings=settings), list(self.examples)
+            channel_map = run_trial(self.model, channel_map, some, examples, plain=settings.plain_classes).channel_map
         if self.log_plans:
             by = "" if settings.criterion == "random" else f" by {settings.criterion}"  # a Pruner tries any plan
             self.log(f"plan{by}, and try it")

@@ -173,7 +173,8 @@ class Pruner(Displayed, AbstractContextManager["Pruner"]):
         labeled = check_calibration(self.settings, pruning_steps, calibration, loss, task)
         # The trial of a first plan finds the locks. That plan is random if the criterion scores again at each change,
         # so that a pruner that goes on from a state finds the same locks with other weights.
-        tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
+        once = asked.budget.measured or not rescored(self.settings)
+        tried = self.settings if once else replace(self.settings, criterion="random")
         example = None if example is None else to_device(example, next(inner.parameters()).device)
         request = Request(
             inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task, outputs

@@ -524,3 +524,38 @@ def test_all_at_once_is_pruned_when_it_is_made() -> None:
     assert [row["step"] for row in pruner.rows()] == [0]
     assert "final plan" in str(pruner)
     pruner.finish()
+
+
+class Fixed(nn.Module):
+    """A network whose Python needs all outputs of its last convolution, whose least important half is plain."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.stem, self.middle, self.last = (nn.Conv2d(inputs, 64, 3, padding=1) for inputs in (3, 64, 64))
+        self.classify = nn.Linear(64, 4)
+        with torch.no_grad():
+            self.last.weight[16:] *= 0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.last(F.relu(self.middle(F.relu(self.stem(x)))))).mean((2, 3))
+        return self.classify(x.view(-1, 64) if self.way == "view" else x if x.shape[1] == 64 else 2 * x)
+
+
+@pytest.mark.parametrize("way", ["view", "width"])
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_prune_nothing_that_only_their_own_trial_would_lock(way: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Fixed(way)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 3, 8, 8)
+    limits: dict[str, Any] = {"macs": 0.85, "round_to": 16, "scope": "global", "criterion": "l2"}
+    with Pruner(model, optimizer, x, steps=3, schedule=ScheduleSettings("linear", rounds=3), seed=seed, **limits) as p:
+        while not p.done:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            p.step()
+        small, _ = p.finish()
+        assert (p.plan.widths().get("last", (64, 64))[0] < 64) is (way == "view")  # whose size is set
+    torch.testing.assert_close(small(x), model(x))

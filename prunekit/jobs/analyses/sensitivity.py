@@ -4,13 +4,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from prunekit.channels.trace import trace
-from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap, Keep
+from prunekit.channels.tracing.channel_map import ChannelGroup, ChannelMap
 from prunekit.channels.trial.trial import run_trial
 from prunekit.criteria.elimination import eliminations
 from prunekit.criteria.scoring import score
@@ -32,8 +33,10 @@ from prunekit.planning.sensitivity_curves import (
     keep_in_group,
     rank_correlation,
 )
+from prunekit.planning.solver import halved
 from prunekit.pruning.sample_statistics import joined_samples, patch_statistics
 from prunekit.settings.job import JobSettings
+from prunekit.settings.pruning import PruneSettings
 from prunekit.tasks.task import Loss, Task, described_task, pair
 from prunekit.utils.context import paused_garbage_collection, threads
 from prunekit.utils.display import Displayed, Table, count, digits, plural, share
@@ -223,7 +226,7 @@ def analyze_sensitivity(
     with paused_garbage_collection():
         chart = trace(model, *examples)
         chosen_groups(chart, groups)
-        chart = run_trial(model, chart, _halved, examples).channel_map
+        chart = run_trial(model, chart, partial(halved, settings=PruneSettings()), examples).channel_map
     chosen = chosen_groups(chart, groups)
     about = f"sensitivity: {len(chosen)} channel groups, {sample_count(calibration)} samples"
     stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))
@@ -240,14 +243,6 @@ def analyze_sensitivity(
     task = measured_as or task
     measured = measure_sensitivity(model, chart, orders, measured_on, loss=loss, task=task, progress=progress)
     return Sensitivity(chart, chosen, curves, measured)
-
-
-def _halved(channel_map: ChannelMap) -> Keep:
-    """Return a choice of half of every group, for the trial."""
-    keep = np.ones(channel_map.n_labels, dtype=bool)
-    for group in channel_map.groups:
-        keep[group.labels[: group.labels.size // 2]] = False
-    return keep
 
 
 def analyze(
