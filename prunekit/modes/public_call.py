@@ -303,18 +303,21 @@ def public_call(function: Callable[P, R]) -> Callable[P, R]:
         undo = [undo for model in models for undo in (ModuleState(model).restore, GradientState(model).restore)]
         handled = sys.exc_info()[1]
         try:
-            with own_part():
-                _INSIDE.set(True)
-                return function(*args, **named)
-        except BaseException as error:
-            for one in undo:
-                finished(one)
-            interruption = interruption_in(error, handled)
-            if interruption not in (None, error):
-                raise KeyboardInterrupt(*interruption.args) from error
-            raise
+            try:
+                with own_part():
+                    _INSIDE.set(True)
+                    return function(*args, **named)
+            except BaseException as error:
+                for one in undo:
+                    finished(one)
+                interruption = interruption_in(error, handled)
+                if interruption not in (None, error):
+                    raise KeyboardInterrupt(*interruption.args) from error
+                raise
+            finally:
+                _INSIDE.set(False)
         finally:
-            _INSIDE.set(False)
+            _INSIDE.set(False)  # again, as an interruption may have come before
             # A frame that holds its own error is freed by the collector alone, in the middle of whatever runs then, and
             # with it torch's guards of modes, each of which sets what was on when it was made.
             handled = interruption = None

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import prunekit as pk
 from prunekit.channels.trial import comparison
 from prunekit.measure.measurement_effort import effort_of
+from prunekit.modes import public_call
 from prunekit.utils import context, progress
 
 LOOKED_AT = ("/prunekit/", "contextlib.py", "/torch/autograd/", "/torch/utils/", "/torch/overrides.py", "/torch/amp/")
@@ -98,6 +99,7 @@ def process_state() -> dict[str, Any]:
         "torch": torch.get_rng_state().tolist(),
         "stance": sys.modules["torch._dynamo.eval_frame"]._stance if "torch._dynamo" in sys.modules else None,
         "progress": progress._RUNNING.get(),
+        "inside": public_call._INSIDE.get(),
     }
 
 
@@ -179,6 +181,27 @@ class _InExits(_Interruption):
             return None
         left = frame.f_code.co_name == "__exit__" and self.leaves(frame.f_locals.get("self"))
         return super().__call__(frame, event, _) if left else self
+
+
+class _InOwnFrames(_Interruption):
+    """An interruption at one of the lines around a public call, not of the call itself."""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        own = frame.f_code.co_filename.endswith("public_call.py") and frame.f_code.co_name in ("call", "own_part")
+        if own or (event == "call" and not is_looked_at(frame.f_code.co_filename)):
+            return super().__call__(frame, event, _)
+        return self
+
+
+def test_the_next_call_knows_that_an_interrupted_one_is_over() -> None:
+    """Else it would take itself for a part of that one, and undo nothing when it is interrupted."""
+    model, samples = _model(_Convolutions)
+    (whole := _InOwnFrames()).run(lambda: pk.trace(model, samples[:1]))
+    assert whole.count
+    for at in range(1, whole.count + 1):
+        before, interruption = process_state(), _InOwnFrames(at)
+        interruption.run(lambda: pk.trace(model, samples[:1]))
+        assert process_state() == before, interruption.place
 
 
 def _puts_mode_back(context: Any) -> bool:
