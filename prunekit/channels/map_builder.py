@@ -25,8 +25,9 @@ from prunekit.channels.labels.constraints import (
     Repeated,
 )
 from prunekit.channels.labels.label_flow import WidthMultiple
-from prunekit.channels.labels.label_union import Labels
+from prunekit.channels.labels.label_union import LOCKED, Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
+from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, Stored, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_norms
 from prunekit.channels.tracing.execution import is_layer_of_torch
@@ -40,6 +41,7 @@ _LEADING = {Removal.POSITIONS: (Contracted, Crossed, Normalized), Removal.QUERIE
 NOT_USED = (
     "not used by the example inputs, so it stays, and what it reads may not: give inputs that use it as more_examples"
 )
+LEFT_OUT = "the example inputs read other entries of the same axis, and longer inputs may read these"
 BESIDE_UNUSED = (
     "beside a tensor of this size that the example inputs do not use: give inputs that use it as more_examples, or put "
     "what does not belong together in modules of its own"
@@ -176,7 +178,21 @@ def _unused(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
         read[np.concatenate(inputs)] = True
     unread = np.flatnonzero(~np.logical_or.reduceat(read[axes.all], axes.starts)).tolist() if axes.axes else []
     records = [LockRecord(NOT_USED, axes.modules[index], "", axes.axes[index]) for index in unread]
-    return records + _beside_unused(trace, axes, unread) if unread else records
+    return records + (_beside_unused(trace, axes, unread) if unread else []) + _left_out(trace, axes)
+
+
+def _left_out(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
+    """Return locks of the entries of axes of which the examples read a part, as of positions beyond their length."""
+    every = [operator for run in trace.runs for operator in run.operators if operator.name not in Trait.PASSES]
+    read = trace.flow.union.find(np.arange(trace.flow.union.size)) == LOCKED
+    for labels in {id(field): field.labels for operator in every for field in operator.inputs}.values():
+        read[trace.flow.union.find(labels.reshape(-1))] = True
+    found = [
+        (path, axis[~there], there)
+        for path, axis in zip(axes.modules, axes.axes, strict=True)
+        if not (there := read[trace.flow.union.find(axis)]).all()
+    ]
+    return [LockRecord(LEFT_OUT, path, "", rest) for path, rest, there in found if there.any()]
 
 
 def _beside_unused(trace: Trace, axes: LabeledAxes, unread: list[int]) -> list[LockRecord]:

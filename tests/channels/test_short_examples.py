@@ -117,3 +117,41 @@ def test_what_shows_beyond_the_short_text_is_found_on_the_whole_one(view: bool) 
     with torch.no_grad():
         assert result.model.double()(ids).shape == (8, 128, 5)
         assert torch.allclose(masked(ids), result.model(ids), atol=1e-9)
+
+
+class Positions(nn.Module):
+    """A transformer whose table of positions is longer than the example, as in most tutorials."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.embed, self.positions = nn.Embedding(20, 16), nn.Parameter(torch.randn(1, 24, 16))
+        self.register_buffer("mask", torch.ones(24, 24).tril())
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, length, mask = self.embed(tokens), tokens.shape[1], None
+        if self.way == "slice":
+            x = x + self.positions[:, :length]
+        elif self.way == "narrow":
+            x = x + self.positions.transpose(0, 1).narrow(0, 0, length).squeeze(1)
+        elif self.way == "select":
+            x = x + torch.stack([self.positions[0, index] for index in range(length)])
+        else:
+            mask = self.mask[:length, :length] == 0
+        return self.head(self.layer(x, src_mask=mask))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["slice", "narrow", "select", "mask"])
+@pytest.mark.parametrize("budget", [{"params": 0.7}, {"channels": 0.5}])
+def test_longer_texts_than_the_example_still_run(way: str, budget: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    model, tokens = Positions(way).eval(), torch.randint(20, (2, 24))
+    pruned = prunekit.prune(model, tokens[:, :6], **budget)
+    assert pruned.model.get_parameter("positions").shape[1] == 24
+    assert pruned.model.get_buffer("mask").shape == (24, 24)
+    with torch.no_grad(), prunekit.masked(model, pruned.plan):
+        expected = model(tokens)
+        torch.testing.assert_close(pruned.model(tokens), expected)
+    assert ("other entries of the same axis" in str(pruned.plan.channel_map.locks)) is (way != "select")

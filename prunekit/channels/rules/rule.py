@@ -59,6 +59,7 @@ class Trait(Enum):
     SCALES = "multiplies or divides by a tensor"
     JOINS = "concatenates tensors"
     REARRANGES = "moves values to other positions, whatever they are"
+    PASSES = "passes entries on, or some of them, and computes nothing of them"
     KEEPS_CONSTANTS = "changes no value of what is the same everywhere, so that the axis of channels can be followed"
     AFFINE = "returns its bias where the other weights of its module are zero"
     LAST_AXIS = "channels lie on the last axis of its result, and not on axis 1"

@@ -55,6 +55,10 @@ Trait.RESHAPES_IN_PLACE.declare(*aten("squeeze_ unsqueeze_ transpose_ t_"))
 Trait.SIZED.declare(*aten("view _unsafe_view reshape expand slice"))
 Trait.COPIES.declare(*aten("_unsafe_view as_strided_"))
 Trait.REARRANGES.declare(*aten("view _unsafe_view permute transpose unsqueeze squeeze"))
+Trait.PASSES.declare(
+    *aten("view _unsafe_view reshape permute transpose t movedim unsqueeze squeeze expand slice narrow select"),
+    *aten("split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unbind clone alias detach _to_copy"),
+)
 Trait.KEEPS_CONSTANTS.declare(*aten("view _unsafe_view reshape permute transpose t expand roll slice"))
 
 
