@@ -55,7 +55,6 @@ from prunekit.jobs.stages.deployment_stage import (
 from prunekit.jobs.stages.job_schedule import JobSchedule, require_schedule
 from prunekit.jobs.stages.measurement_stage import layer_rows, measure_models, metrics_of, write_detections, write_plan
 from prunekit.jobs.stages.repair_stage import repair_masked, repair_summary, within_max_drop
-from prunekit.jobs.stages.tensorboard_log import watching, write_summary
 from prunekit.jobs.stages.training_stage import (
     Finetuning,
     OnEpoch,
@@ -65,6 +64,7 @@ from prunekit.jobs.stages.training_stage import (
     measure_masks,
     require_trainable,
     told,
+    watching,
 )
 from prunekit.masks.masked_model import sparsity
 from prunekit.measure.latency.comparison import devices
@@ -422,9 +422,8 @@ class FinetuneRun:
         return metrics
 
     @computed_by_main
-    def conclude(self, plan: Plan, metrics: dict[str, Any]) -> dict[str, Any]:
+    def conclude(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics in every process, once the log says what fell short."""
-        write_summary(self.folder, self.job, self.search.channel_map, plan, metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
@@ -472,7 +471,7 @@ def stages_of(job: JobSettings, *, training: bool) -> list[Stage]:
         (True, Stage("deploy", work.deploy, ("dense", "plan"), ("deployed",), job.deploy.wanted, require_deployable)),
         (True, Stage("measure", work.measure, MEASURED, ("metrics",))),
         (bool(job.export), Stage("export", work.export, EXPORTED, ("metrics",), require=require_formats)),
-        (True, Stage("conclude", work.conclude, ("plan", "metrics"), ("metrics",), counted=False)),
+        (True, Stage("conclude", work.conclude, ("metrics",), ("metrics",), counted=False)),
     )
     return [each for runs, each in stages if runs]
 

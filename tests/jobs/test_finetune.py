@@ -15,9 +15,7 @@ import pandas as pd
 import pytest
 import safetensors.torch
 import torch
-from google.protobuf import text_format
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.proto.graph_pb2 import GraphDef
 from tensorboard_server import served
 
 import prunekit
@@ -136,38 +134,18 @@ def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[st
 @pytest.mark.slow
 def test_tensorboard_itself_shows_a_run(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
     """By what it answers to its own page."""
-    folder, metrics, _ = finished
+    folder, *_ = finished
     with served(folder / "tensorboard") as board:
         scalars = board.json("scalars/tags")
         curve = board.json("scalars/scalars", run="pruned", tag="loss/validation")
         layout = board.json("custom_scalars/layout")
-        wanted = {"startIndex": 0, "sliceSize": 10, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": []}
-        groups = board.json("hparams/session_groups", request=json.dumps(wanted))["sessionGroups"]
-        graph = text_format.Parse(board.bytes("graphs/graph", run="run", conceptual="false").decode(), GraphDef())
     history = pd.read_csv(folder / "history.csv").query("run == 'pruned'")
     assert [(step, value) for _, step, value in curve] == [
         (row.epoch, pytest.approx(row.validation_loss)) for row in history.itertuples()
     ]
-    assert {"baseline", "control", "pruned", "run"} <= set(scalars)
+    assert {"baseline", "control", "pruned"} <= set(scalars)
     charts = {chart["title"]: chart["multiline"]["tag"] for part in layout["category"] for chart in part["chart"]}
     assert charts["loss"] == ["loss/.*"]
-    (group,) = groups
-    assert group["hparams"]["prune.budget.macs"] == 0.45
-    assert group["hparams"]["prune.criterion"] == "activation"
-    assert group["hparams"]["data.download"] == "false"
-    assert not {"output", "prune.budget.params"} & set(group["hparams"])
-    outcomes = {row["name"]["tag"]: row["value"] for row in group["metricValues"]}
-    assert outcomes["pruned/top1"] == pytest.approx(metrics["pruned"]["top1"])
-    assert outcomes["dense/macs"] == pytest.approx(metrics["dense"]["macs"])
-    layers = pd.read_csv(folder / "layers.csv").query("kind == 'Conv2d'").set_index("module")
-    drawn = {node.name: node for node in graph.node if node.op == "convolution"}
-    assert {name.removesuffix("/convolution").replace("/", ".") for name in drawn} == set(layers.index)
-    assert {source for node in graph.node for source in node.input} <= {node.name for node in graph.node}
-    for module, row in layers.iterrows():
-        weight = drawn[f"{str(module).replace('.', '/')}/convolution"].attr["weight"].s.decode()
-        before, after = (text.split("x")[:2] for text in weight.split(" -> "))
-        assert list(map(int, before)) == [row["out_before"], row["in_before"]]
-        assert list(map(int, after)) == [row["out_after"], row["in_after"]]
 
 
 @pytest.mark.slow

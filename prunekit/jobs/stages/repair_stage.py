@@ -20,7 +20,7 @@ from prunekit.masks.masked_model import masked
 from prunekit.measure.score_drop import HeldOut, HeldOutScores
 from prunekit.measure.verification import verify
 from prunekit.planning.plan import Plan, load_plan
-from prunekit.pruning.pattern_zeros import with_best_order, zeros_by_size, zeros_from_samples
+from prunekit.pruning.pattern_zeros import zeros_by_size, zeros_from_samples
 from prunekit.pruning.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.pruning.schedule_planner import share_plan
 from prunekit.pruning.score_budget import ScoreSearch
@@ -149,22 +149,19 @@ def _with_zeros(
     prepared: JobSubject, dense: nn.Module, plan: Plan, run: RunFolder, pattern: PatternSettings, training: bool
 ) -> tuple[nn.Module, RepairReport | None, Plan]:
     """Return the masked model with zeros among single weights, the report of the fit, and the plan with their masks."""
-    repairing, example = prepared.job.repair, prepared.example_inputs
-    ordered, order = with_best_order(dense, plan, example, pattern)
-    if order:
-        run.log(order)
+    repairing = prepared.job.repair
     if pattern.method == "magnitude" and repairing is None:
-        made, layers = zeros_by_size(ordered, plan, example, pattern)
+        made, layers = zeros_by_size(dense, plan, prepared.example_inputs, pattern)
         for line in layers.notes():
             run.log(line)
-        return _masked(prepared, ordered, made, training), None, made
+        return _masked(prepared, dense, made, training), None, made
     images = prepared.calibration_images()
     how = "" if repairing is None else ", kept weights fitted to the dense model"
     run.log(
         f"pattern: {pattern.in_words} by {pattern.method} from {sample_count(images)} training "
         f"{prepared.splits.task.samples}{how}"
     )
-    found = zeros_from_samples(copied(ordered, prepared.device), plan, images, pattern, repairing, log=run.log)
+    found = zeros_from_samples(copied(dense, prepared.device), plan, images, pattern, repairing, log=run.log)
     _write_report(run, found.report)
     return found.model.cpu(), found.report, found.plan
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,6 @@ from prunekit.jobs.run.baseline_cache import Baseline, save_weights
 from prunekit.jobs.run.job_subject import JobSubject
 from prunekit.jobs.run.run_folder import RunFolder, StoppedByCaller
 from prunekit.jobs.stages.job_schedule import JobSchedule
-from prunekit.jobs.stages.tensorboard_log import watched_before, watching
 from prunekit.masks.activation_masks import ActivationMasks
 from prunekit.masks.masked_model import masked, sparsity
 from prunekit.masks.thresholds import ActivationThresholds, calibrate_thresholds, chosen_paths
@@ -43,6 +43,7 @@ from prunekit.training.callbacks.callback import (
 from prunekit.training.callbacks.fake_quantization import FakeQuantization, require_quantizable
 from prunekit.training.callbacks.pruning_schedule import LearningRateRewinding
 from prunekit.training.callbacks.selection import CallbackInputs, build_callbacks, with_teacher
+from prunekit.training.callbacks.tensorboard import TensorBoardLogger
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import transfer_run
@@ -50,6 +51,29 @@ from prunekit.utils.display import in_unit, share, training_name
 from prunekit.utils.files import write_csv
 from prunekit.utils.inputs import inputs_as_example
 from prunekit.utils.progress import Log
+
+
+def watching(run: RunFolder, job: JobSettings, name: str, plan: CurrentPlan = lambda: None) -> list[Callback]:
+    """Return the callbacks that write `tensorboard/<name>` and `scalars/<name>.csv` of a training, if asked for."""
+    if job.watch is None:
+        return []
+    events, table = _places(run.path, name)
+    return [TensorBoardLogger(job.watch, events, table, plan, lambda message: run.log(f"{name}: {message}"))]
+
+
+def watched_before(run: RunFolder, job: JobSettings, name: str, rows: Iterable[EpochRow]) -> None:
+    """Write the scalars of a training that another run has made, unless they are there."""
+    events, table = _places(run.path, name)
+    if job.watch is None or table.exists():
+        return
+    again = TensorBoardLogger(job.watch, events, table)
+    for row in rows:
+        again.scalars(row)
+    again.close()
+
+
+def _places(run: Path, name: str) -> tuple[Path, Path]:
+    return run / "tensorboard" / name, run / "scalars" / f"{name}.csv"
 
 
 def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
