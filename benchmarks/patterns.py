@@ -46,10 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
 METHODS: dict[str, dict[str, Any]] = {
     "ours": {},
     "uniform": {"scope": "uniform"},
-    "without permutation": {"permute": False},
-    "sparsegpt": {"method": "sparsegpt", "scope": "uniform", "permute": False, "repair": False},
-    "wanda": {"method": "wanda", "scope": "uniform", "permute": False, "repair": False},
-    "magnitude": {"method": "magnitude", "scope": "uniform", "permute": False, "repair": False},
+    "sparsegpt": {"method": "sparsegpt", "scope": "uniform", "repair": False},
+    "wanda": {"method": "wanda", "scope": "uniform", "repair": False},
+    "magnitude": {"method": "magnitude", "scope": "uniform", "repair": False},
 }
 """`ours` without options; parts of it taken out; and other methods without a refit."""
 STREAM = ("conv1",)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prunekit.channels.cut.slicing import with_channel_order
-from prunekit.channels.labels.label_union import Labels
-from prunekit.errors import ArtifactError, VerificationError
+from prunekit.errors import ArtifactError
 from prunekit.hooks.step_hooks import StepHook, unscaled
 from prunekit.masks.masked_model import ChangingMasks
 from prunekit.masks.scheduled_masks import Planner
-from prunekit.measure.verification import compare_outputs
 from prunekit.planning.candidates import Scores
 from prunekit.planning.patterns.gradual_masks import StepWeights, masks_at_step, share_at
-from prunekit.planning.patterns.group_orders import group_orders, kept_size
 from prunekit.planning.patterns.pattern import PatternLayer, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.planning.schedules import ScheduleStep
@@ -32,7 +27,6 @@ from prunekit.settings.pruning import PruneSettings, ScheduleSettings
 from prunekit.settings.weight_pattern import PatternSettings
 from prunekit.statistics.layer_graph import LayerGraph, find_layer_graph
 from prunekit.utils.context import training_mode
-from prunekit.utils.display import plural, share
 from prunekit.utils.inputs import inputs_as_example
 
 
@@ -69,52 +63,6 @@ def zeros_from_samples(
     """Return the masked model of `prune_weights`, fitted to the dense one unless `repair` is None."""
     inputs = inputs_as_example(model, samples)
     return prune_weights(model, plan, inputs, settings, repair, fitted=repair is not None, log=log, progress=False)
-
-
-def with_best_order(
-    model: nn.Module, plan: Plan, example: tuple[Any, ...], settings: PatternSettings
-) -> tuple[nn.Module, str]:
-    """Return the model with its channels in an order in which N:M keeps more, and a sentence on that.
-
-    The order of a group is taken only if the model computes the same with it in float64.
-    """
-    if settings.kept_of is None or not settings.permute:
-        return model, ""
-    layers = _layers(model, plan, example, settings).layers
-    orders = group_orders(layers, dict(model.named_parameters()), plan, settings.kept_of)
-    found, taken = _with_orders(model, plan, example, list(orders.values()))
-    if not taken:
-        return model, ""
-    shares = [_share_kept(layers, dict(one.named_parameters()), settings.kept_of) for one in (model, found)]
-    return found, (
-        f"pattern: channels of {plural(taken, 'group')} changed places, so that {settings.kind} keeps "
-        f"{share(shares[1])} of the weights' size instead of {share(shares[0])}"
-    )
-
-
-def _with_orders(model: nn.Module, plan: Plan, example: tuple[Any, ...], orders: list[Labels]) -> tuple[nn.Module, int]:
-    """Return the model with all orders that change nothing, and their number: all at once, or else one by one."""
-    if not orders:
-        return model, 0
-    source = np.arange(plan.channel_map.n_labels)
-    for order in orders:
-        source = np.where(order != np.arange(order.size), order, source)
-    found = with_channel_order(model, plan.channel_map, source)
-    try:
-        compare_outputs(model, found, example)
-        return found, len(orders)
-    except VerificationError:
-        if len(orders) == 1:
-            return model, 0
-        half = len(orders) // 2
-        first, taken = _with_orders(model, plan, example, orders[:half])
-        second, more = _with_orders(first, plan, example, orders[half:])
-        return second, taken + more
-
-
-def _share_kept(layers: Sequence[PatternLayer], weights: Mapping[str, Tensor], kept_of: tuple[int, int]) -> float:
-    sizes = [layer.matrix(weights[layer.weight].detach()).abs().double().movedim(1, 2) for layer in layers]
-    return float(sum(kept_size(each, kept_of).sum() for each in sizes) / sum(each.sum() for each in sizes))
 
 
 RESOURCE = "weights"

@@ -59,9 +59,6 @@ class PatternSettings(Checked):
     """Globs over module paths whose weights stay dense."""
     first_and_last: bool = False
     """Sets weights to zero also in layers that read the model's input or make its output."""
-    permute: bool = True
-    """Lets channels change places first, so that N:M keeps more of the weights (Pool & Yu 2021); the model computes the
-    same. Not in `plan`, not in schedules."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,6 @@ from torch import nn
 
 from prunekit.channels.trace import trace
 from prunekit.errors import PlanError, SettingsError
-from prunekit.planning.patterns.group_orders import best_order, kept_size
 from prunekit.planning.patterns.pattern import Pattern, PatternLayers, pattern_layers
 from prunekit.planning.plan import Plan
 from prunekit.settings.pruning import BudgetSettings, PruneSettings
@@ -147,10 +146,3 @@ def test_a_budget_below_what_dense_layers_hold_names_them() -> None:
         found(kind="unstructured", sparsity=0.1, layers={"*": 0.9})
     with pytest.raises(PlanError, match=r"pattern.ignore: 'wid' matches no layer.*wide"):
         found(kind="2:4", ignore=("wid",))
-
-
-def test_a_better_order_of_columns_keeps_more_and_is_a_permutation() -> None:
-    columns = torch.rand(64, 32, generator=torch.Generator().manual_seed(1)) ** 4
-    order = best_order(columns, (2, 4))
-    assert sorted(order.tolist()) == list(range(32))
-    assert float(kept_size(columns[:, order], (2, 4)).sum()) > float(kept_size(columns, (2, 4)).sum())

@@ -386,3 +386,14 @@ def test_models_without_macs_have_other_budgets() -> None:
         pruner.step()
         small, _ = pruner.finish()
     assert small.users.weight.shape == (9, 8)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_masks_of_single_weights_fit_the_dense_model(method: Any) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    model, x = nn.Sequential(*layers, nn.Linear(16, 4)).eval(), torch.randn(40, 16)
+    pattern = prunekit.PatternSettings("2:4", method=method)
+    result = prunekit.prune(model, calibration=x, pattern=pattern, repair=False)
+    assert result.plan.element_masks
+    with torch.no_grad(), prunekit.masked(model, result.plan):
+        torch.testing.assert_close(result.model(x), model(x))

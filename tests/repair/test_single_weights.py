@@ -10,10 +10,8 @@ import torch
 from pattern_masks import holds
 from torch import Tensor, nn
 
-from prunekit.channels.cut.slicing import with_channel_order
 from prunekit.channels.trace import trace
 from prunekit.compaction.compact_model import compact
-from prunekit.models.zoo import build_model
 from prunekit.planning.patterns.pattern import Pattern
 from prunekit.planning.plan import Plan
 from prunekit.repair.least_squares import ridged
@@ -22,7 +20,6 @@ from prunekit.repair.patterns.group_problem import column_by_column
 from prunekit.repair.patterns.prune_weights import PrunedWeights, prune_weights
 from prunekit.repair.patterns.removal import MaskedLeastSquares, grouped_masked_least_squares, removal_order
 from prunekit.settings.calibration import RepairSettings
-from prunekit.settings.inputs import ModelSettings
 from prunekit.settings.weight_pattern import PatternSettings
 
 
@@ -175,16 +172,3 @@ def test_each_way_to_choose_without_a_fit_and_what_it_leaves_of_the_others() -> 
                 parameter = found.model.get_parameter(name)
                 assert torch.equal(parameter[mask], model.get_parameter(name)[mask])
     assert errors["obs"] < errors["magnitude"]
-
-
-def test_other_orders_of_channels_compute_the_same() -> None:
-    model = build_model(ModelSettings("resnet8", "cifar"), num_classes=10).double().eval()
-    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    chart = trace(model, x)
-    source = np.arange(chart.n_labels)
-    group = next(group for group in chart.groups if group.name == "layer2.0.conv1")
-    source[group.labels] = np.roll(group.labels, 5)
-    other = with_channel_order(model, chart, source)
-    assert not torch.equal(other.layer2[0].conv1.weight, model.layer2[0].conv1.weight)
-    with torch.no_grad():
-        torch.testing.assert_close(other(x), model(x), rtol=1e-12, atol=1e-12)
