@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,8 @@ from prunekit.statistics.output_error import OutputComparison, RelativeError
 from prunekit.statistics.patches import FewRows, solve_positive
 from prunekit.utils.context import device_of, release_memory, training_mode
 from prunekit.utils.inputs import (
-    Counted,
     call,
+    checksum,
     counted_positions,
     inputs_as_example,
     rows_of,
@@ -291,7 +290,7 @@ def _squared_slopes(
                 output, scores = plain_in(judge.read.of(returned)), _token_scores(returned, one)
                 with torch.enable_grad():
                     counted = counted_positions(model, one)
-                    generator = torch.Generator().manual_seed(_number_of(one, counted))
+                    generator = torch.Generator().manual_seed(checksum(one, counted))
                     found = [
                         _Judged(rows_of(output[place], counted), around[place], output[place] is scores)
                         for place in judge.outputs
@@ -309,14 +308,6 @@ def _squared_slopes(
     except (RuntimeError, NotImplementedError, IndexError, AttributeError, UserWarning):
         return None  # an operator without a gradient, or an output that changes with the number of samples
     return squares
-
-
-def _number_of(sample: tuple[Any, ...], counted: Counted | None) -> int:
-    """Return a number of what a sample holds, whatever its place among others and its padding."""
-    masks = ((tensor, None if counted is None else counted.of(tensor.shape)) for tensor in gather(sample))
-    there = (tensor if mask is None else tensor[mask.to(tensor.device)] for tensor, mask in masks)
-    parts = (tensor.detach().cpu().contiguous() for tensor in there)
-    return zlib.crc32(b"".join(part.flatten().view(torch.uint8).numpy().tobytes() for part in parts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.tracing.operator_mode import OperatorMode
 from prunekit.channels.tracing.storages import plain_in
 from prunekit.distributed.shared_work import shared_values
 from prunekit.hooks.wrappers import unwrapped
 from prunekit.statistics.layer_graph import LayerFinder
 from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
-from prunekit.utils.inputs import Counted, call, rows_of, sample_count, select_samples
+from prunekit.utils.inputs import Counted, call, checksum, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
 from prunekit.utils.tensors import gather
 
@@ -27,6 +29,10 @@ AT_ONCE = 2**19
 """Values in float64 at a time: they stay in the cache."""
 DETECTORS = ("torchvision.models.detection", "ultralytics.")
 """Beginnings of the names of modules with detectors."""
+DETR = "ForObjectDetection"
+"""End of the names of transformers' classes of detectors."""
+SELECTING = frozenset({"topk", "sort", "nonzero", "nms"})
+"""Operators by which detectors select places."""
 DETECTED = ("scores", "boxes")
 """Names of the tensors that every detector's head is compared by."""
 FLAT = 1e-13
@@ -41,8 +47,9 @@ class OutputComparison:
     compared from whose outputs it is computed with no other layer in between. So it is where computed values select
     something, as a detector selects the boxes that score best: what is selected has no counterpart in the other model.
 
-    Of known detectors in one stage are compared the probabilities of classes, and boxes, masks and keypoints times the
-    probability of an object, of all places: nobody reads a box where nothing is, and most places are such.
+    Of known detectors are compared the probabilities of classes, and boxes, masks and keypoints times the probability
+    of an object, of all places: nobody reads a box where nothing is, and most places are such. Where a detector selects
+    proposals or queries, the dense model's places are selected in the other model too.
     """
 
     outputs: tuple[int, ...]  # indices among the tensors of the model's output that are read
@@ -54,18 +61,22 @@ class OutputComparison:
     selected: bool = False
     head: Any = field(default=None, repr=False, compare=False)  # of a detector, by which it is compared alone
     each: int = field(default=0, compare=False)  # values of the compared outputs of a sample
+    # what the first model that saw some inputs selected, by a checksum of these and by the operator
+    _selected: dict[int, dict[str, list[Tensor]]] = field(default_factory=dict, repr=False, compare=False)
     # calls of these layers that the dense model makes, by the shapes of the inputs
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
         """Return the comparison of a model."""
-        if any(kind.__module__.startswith(DETECTORS) for kind in type(unwrapped(model)).__mro__):
+        kind = type(unwrapped(model))
+        if kind.__name__.endswith(DETR) or any(one.__module__.startswith(DETECTORS) for one in kind.__mro__):
             from prunekit.tasks.detection import detecting_head
 
             if (head := detecting_head(model)) is not None:
                 found = cls((), DETECTED, read, head=head)
-                with suppress(KeyError, IndexError, AttributeError, TypeError):  # of a head that says something else
+                # of a head that says something else
+                with suppress(KeyError, IndexError, AttributeError, TypeError, ValueError):
                     found.values(model, select_samples(inputs, slice(FEW)))
                     return found
         finder = LayerFinder(model, ())
@@ -112,9 +123,14 @@ class OutputComparison:
     ) -> tuple[Any, list[tuple[int | str, Tensor]]]:
         """Return the model's output, None if the pass ends after `most` calls of layers, and the compared tensors."""
         if self.head is not None:
+            run = partial(call, model, inputs)
             with same_attributes(model):
-                output, said = self.head.detections(model, partial(call, model, inputs), whole=not most)
-            return output, [*said.items()]
+                if not self.head.selects:
+                    output, said = self.head.detections(model, run, whole=not most)
+                    return output, [*said.items()]
+                output = None if most else run()
+                with _SameSelection(self._selected.setdefault(checksum(inputs), {})):
+                    return output, [*self.head.detections(model, run, whole=False)[1].items()]
         layers, output = _LayerOutputs(model, self, counted, most), None
         with same_attributes(model), layers.intercepting():
             output = call(model, inputs)
@@ -158,6 +174,33 @@ class _LayerOutputs(CallInterceptor):
             if len(self.found) == self._most:
                 self.stop()
         return result
+
+
+class _SameSelection(OperatorMode):
+    """Notes what the operators of `SELECTING` select in a model; or, where that is known, has them select the same."""
+
+    def __init__(self, known: dict[str, list[Tensor]]) -> None:
+        super().__init__()
+        self._known, self._made, self._notes = known, Counter[str](), not known
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
+        if name not in SELECTING:
+            return result
+        index: Tensor = gather(result)[-1]
+        if self._notes:
+            self._known.setdefault(name, []).append(index.clone())
+            return result
+        at, known = self._made[name], self._known.get(name, [])
+        self._made[name] += 1
+        if at >= len(known) or not (index.shape == known[at].shape or isinstance(result, Tensor)):
+            return result
+        index = known[at].clone()
+        if isinstance(result, Tensor):
+            return index
+        names = [argument.name for argument in func._schema.arguments]
+        axis = kwargs.get("dim", args[names.index("dim")] if names.index("dim") < len(args) else -1)
+        return args[0].gather(axis, index), index
 
 
 class RelativeError:

@@ -12,7 +12,7 @@ from torchvision.ops import box_convert
 
 from prunekit.errors import DataError, ModelError
 from prunekit.hooks.wrappers import unwrapped
-from prunekit.tasks.detection_heads import FAMILIES, DetectorHeads, OneStage, TwoStage, Yolo
+from prunekit.tasks.detection_heads import FAMILIES, DetectorHeads, OneStage, Queries, TwoStage, Yolo
 from prunekit.tasks.mean_precision import MeanAveragePrecision
 from prunekit.tasks.task import Score, Task, register_task
 from prunekit.utils.inputs import described
@@ -94,13 +94,16 @@ def _is_detect(head: object) -> bool:
 
 
 def detecting_head(model: nn.Module) -> DetectorHeads | None:
-    """Return the head of a detector in one stage, with scores of fixed places; None for other models."""
+    """Return what a detector says of boxes and their scores; None for other models, and where it says more of them."""
     inner: Any = unwrapped(model)
     kind = detector_kind(inner)
-    if kind == "ultralytics":
-        head = inner.model[-1]
-        return Yolo(inner, inner) if _is_detect(head) and not hasattr(head, "lrpc") else None  # that filters places
-    return OneStage(inner, inner) if kind and not isinstance(inner, torchvision_detectors.FasterRCNN) else None
+    if kind == "ultralytics" and _is_detect(head := inner.model[-1]):
+        return None if hasattr(head, "lrpc") else Yolo(inner, inner)  # that filters places
+    if kind == "ultralytics" or type(inner).__name__.endswith("ForObjectDetection"):
+        return Queries(inner)
+    if isinstance(inner, torchvision_detectors.FasterRCNN):
+        return None if inner.roi_heads.has_mask() or inner.roi_heads.has_keypoint() else TwoStage(inner, inner)
+    return OneStage(inner, inner) if kind else None
 
 
 def collate(samples: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Targets]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,9 @@ class Said:
                 one.sqrt() for one in (each * self.centerness.sigmoid(), sure * self.centerness[:, 0].sigmoid())
             )
         boxes = self.boxes
-        if boxes.ndim == 3:  # the mean of distances
+        if boxes.ndim == 3 and self.background:  # of each class, by its probability
+            boxes, sure = (boxes[:, 1:] * each[:, :, None]).flatten(1), torch.ones_like(sure)
+        elif boxes.ndim == 3:  # the mean of distances
             boxes = boxes.softmax(2) @ torch.arange(boxes.shape[2]).to(boxes)
         places = {"boxes": boxes, **self.more()}
         by_place = {
@@ -126,8 +128,9 @@ class DetectorHeads(HookOwner):
     the same proposals, whatever the student draws at random.
     """
 
-    reads: tuple[str, ...]  # paths of modules whose arguments are noted
+    reads: tuple[str, ...] = ()  # paths of modules whose arguments are noted
     says: tuple[str, ...]  # paths of modules whose results are noted
+    selects = False  # whether scores decide which places the last head says something of
 
     def __init__(self, student: nn.Module, teacher: nn.Module) -> None:
         super().__init__()
@@ -181,26 +184,30 @@ class DetectorHeads(HookOwner):
         return torch.stack([head_error(one, other) for one, other in pairs]).mean()
 
     def detections(self, model: nn.Module, run: Callable[[], Any], *, whole: bool) -> tuple[Any, dict[str, Tensor]]:
-        """Run a model, to its end if `whole`, and return its output, else None, and what its head has detected.
+        """Run a model, to its end if `whole`, and return its output, else None, and what its heads have detected.
 
-        That is `Said.detected` of the branch by which the model detects: of two, the second where it is `end2end`.
+        That is `Said.detected` of both heads of two stages, or of the branch by which a model of one stage detects: of
+        two, the second where it is `end2end`.
         """
         noted = list[Any]()
 
         def note(_module: nn.Module, _arguments: Any, answer: Any) -> None:
             noted.append(answer)
-            if not whole:
+            if len(noted) == len(self.says) and not whole:
                 raise _DetectedError
 
-        head = unwrapped(model).get_submodule(self.says[0])
-        handle, output = head.register_forward_hook(note), None
-        try:
+        heads, output = [unwrapped(model).get_submodule(path) for path in self.says], None
+        with ExitStack() as hooks:
+            for head in heads:
+                hooks.callback(head.register_forward_hook(note).remove)
             with suppress(_DetectedError):
                 output = run()
-        finally:
-            handle.remove()
         said = [*self.said(tuple(noted))]
-        return output, said[-1 if getattr(head, "end2end", False) else 0].detected()
+        if not self.selects:
+            said = said[-1:] if getattr(heads[0], "end2end", False) else said[:1]
+        return output, {
+            f"{name} {at}" if at else name: one for at, each in enumerate(said) for name, one in each.detected().items()
+        }
 
 
 class _DetectedError(Exception):
@@ -232,6 +239,7 @@ class TwoStage(DetectorHeads):
     """The heads of torchvision's Faster R-CNN: that of the RPN, and the box head on the student's proposals."""
 
     reads, says = ("backbone", "roi_heads.box_roi_pool"), ("rpn.head", "roi_heads.box_predictor")
+    selects = True
 
     def facts(self, model: Any) -> Mapping[str, Any]:
         """Return its anchors, and how it codes boxes and normalizes images."""
@@ -283,6 +291,31 @@ class Yolo(DetectorHeads):
             scores, boxes = (_of_places(branch[name]) for name in ("scores", "boxes"))
             boxes = boxes if boxes.shape[1] == 4 else boxes.view(len(boxes), 4, -1)
             yield Said(scores, boxes, more=partial(_more_said, branch))
+
+
+class Queries(DetectorHeads):
+    """The decoder of a DETR, of ultralytics or transformers, compared by queries of the same places."""
+
+    selects = True
+
+    def __init__(self, model: nn.Module) -> None:
+        layers: Any = getattr(model, "model", None)
+        self.says = (f"model.{len(layers) - 1}",) if isinstance(layers, nn.Sequential) else ("",)
+        super().__init__(model, model)
+
+    def said(self, answers: tuple[Any, ...]) -> Iterator[Said]:
+        """Yield what is said of all queries, and, before the decoder, of the places that become queries."""
+        (answer,) = answers
+        if isinstance(answer, tuple):  # of ultralytics
+            boxes, scores, first_boxes, first_scores, _ = answer[1] if len(answer) == 2 else answer
+            places = [(scores[-1], boxes[-1]), (first_scores, first_boxes)]
+        else:
+            first = [answer.get(name) for name in ("enc_topk_logits", "enc_topk_bboxes")]
+            places = [(answer.logits, answer.pred_boxes), *([] if None in first else [tuple(first)])]
+        nothing = places[0][0].shape[-1] - 1 == getattr(getattr(self.student, "config", None), "num_labels", -1)
+        for scores, boxes in places:
+            scores = scores.flatten(0, 1)
+            yield Said(scores.roll(1, 1) if nothing else scores, boxes.flatten(0, 1), nothing)
 
 
 def _of_places(numbers: Tensor) -> Tensor:

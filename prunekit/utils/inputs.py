@@ -10,6 +10,7 @@ In sequences, padding is found by the `attention_mask`, and a decoder's by its o
 
 import inspect
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -512,3 +513,11 @@ def blank_padding(values: Tensor, counted: Counted | None) -> Tensor:
     if mask is None:
         return values
     return values.masked_fill(~mask.to(values.device).view(*mask.shape, *[1] * (values.dim() - mask.dim())), 0)
+
+
+def checksum(sample: tuple[Any, ...], counted: Counted | None = None) -> int:
+    """Return a number of what a sample holds, whatever its place among others and its padding."""
+    masks = ((tensor, None if counted is None else counted.of(tensor.shape)) for tensor in gather(sample))
+    there = (tensor if mask is None else tensor[mask.to(tensor.device)] for tensor, mask in masks)
+    parts = (tensor.detach().cpu().contiguous() for tensor in there)
+    return zlib.crc32(b"".join(part.flatten().view(torch.uint8).numpy().tobytes() for part in parts))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,6 +115,11 @@ def test_boxes_count_as_much_as_an_object_is_likely(background: bool) -> None:
     likely = torch.tensor([0.0, 1.0] if background else [1.0, 1.0])
     torch.testing.assert_close(boxes, likely[:, None].expand(2, 4), atol=1e-3, rtol=0)
     torch.testing.assert_close(each.amax(1), likely, atol=1e-3, rtol=0)
+    if background:  # boxes of each class count by its probability
+        of_classes = replace(said, boxes=torch.ones(2, scores.shape[1], 4)).detected()["boxes"]
+        torch.testing.assert_close(of_classes, each.repeat_interleave(4, 1), atol=1e-3, rtol=0)
+        said = replace(said, background=False)
+        likely = torch.ones(2)
     distances = nn.functional.one_hot(torch.tensor([3, 1, 0, 2]), 5) * 50.0  # bins of each side
     more = {"keypoints": torch.ones(2, 3), "prototypes": torch.ones(1, 5)}
     said = replace(said, boxes=distances.expand(2, 4, 5), more=lambda: more)
@@ -137,6 +143,72 @@ def test_a_model_of_two_branches_is_judged_by_the_one_that_detects(end2end: bool
         for layer in model.model[-1].cv3:
             layer[-1].bias.add_(1)
     assert torch.equal(dict(judge.values(model, (images,)))["scores"], before["scores"]) is end2end
+
+
+def rtdetr() -> nn.Module:
+    tasks = pytest.importorskip("ultralytics.nn.tasks")
+    layers = [[-1, 1, "Conv", [16, 3, 2]], [-1, 1, "Conv", [24, 3, 2]], [-1, 1, "Conv", [32, 3, 2]]]
+    decoder = [[[1, 2], 1, "RTDETRDecoder", ["nc", 32, 12, 2, 4, 2, 64]]]
+    model: nn.Module = tasks.RTDETRDetectionModel(
+        {"nc": 3, "backbone": layers, "head": decoder, "ch": 3}, verbose=False
+    )
+    return model
+
+
+def detr_of_transformers(*, nothing: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if nothing:  # one of the classes says that there is no object
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        config = transformers.YolosConfig(**sizes, image_size=[64, 64], num_detection_tokens=12, num_labels=3)
+        return transformers.YolosForObjectDetection(config)  # type: ignore[no-any-return]
+    backbone_config = transformers.RTDetrResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone_config, encoder_hidden_dim=16, d_model=16, encoder_in_channels=[8, 16, 16],
+        decoder_in_channels=[16, 16, 16], encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=12, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, num_labels=3, num_denoising=0,
+    )  # fmt: skip
+    found: nn.Module = transformers.RTDetrForObjectDetection(config)
+    for weight in found.parameters():
+        if weight.ndim > 1:  # else all places score alike
+            nn.init.kaiming_normal_(weight)
+    return found
+
+
+SELECTING: dict[str, Callable[[], nn.Module]] = {
+    "faster_rcnn": faster_rcnn,
+    "rtdetr": rtdetr,
+    "detr of transformers": partial(detr_of_transformers, nothing=False),
+    "yolos": partial(detr_of_transformers, nothing=True),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_selected_places_are_those_of_the_dense_model(name: str) -> None:
+    torch.manual_seed(1)
+    model = SELECTING[name]().eval()
+    images: Any = 3 * torch.randn(3, 3, 64, 64)
+    judge = OutputComparison.of(model, (images,))
+    assert judge.head is not None
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        want = judge.values(model, (images,))
+        for weight in other.parameters():
+            weight.mul_(1 + 0.03 * torch.randn_like(weight))
+        got = judge.values(other, (images,))
+        own = OutputComparison.of(other, (images,)).values(other, (images,))  # of its own places
+    assert [key for key, _ in want] == [key for key, _ in got]
+
+    def error(found: list[tuple[int | str, Tensor]]) -> float:
+        pairs = [(one, two) for (_, one), (_, two) in zip(want, found, strict=True)]
+        if any(one.shape != two.shape for one, two in pairs):  # another number of places
+            return float("inf")
+        return max(float((one - two).norm() / one.norm()) for one, two in pairs)
+
+    assert error(got) < 0.2
+    assert name == "yolos" or error(own) > 2 * error(got)  # it has the same queries for all images
 
 
 def test_a_head_that_says_something_else_is_compared_as_any_model() -> None:
