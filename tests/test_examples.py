@@ -257,6 +257,18 @@ def test_a_mapping_that_is_itself_the_argument_and_one_of_names_alone_say_what_t
         pk.trace(Alone(), ({"x": X},))
 
 
+@pytest.mark.parametrize(
+    ("example", "advice"),
+    [
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "got uint8; give example.to(torch.float32) / 255"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.float64), "got float64; give example.to(torch.float32)"),
+    ],
+)
+def test_an_example_of_another_precision_says_what_to_write(example: Tensor, advice: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(f"expected float32, which its weights are, {advice}")):
+        pk.trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), example)
+
+
 class Alone(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -89,9 +89,10 @@ def prune(
         calibration: samples, preprocessed as the model wants them: a tensor (B, ...), a tuple of all tensors that
             `forward` requires, or a mapping of tensors by the names of its arguments; a map-style data set; or a
             loader, any iterable of batches, tensors or such mappings or (inputs, ...) each, such as a DataLoader or a
-            generator; the first entry, or what `task` unpacks, may be several inputs: a tuple of them, or a mapping. Of
-            a mapping, `labels` or `label` are no inputs, and what `forward` does not take is left out. Where it takes
-            an `attention_mask`, batches may differ in length, and positions that the mask leaves out count for nothing.
+            generator; the first entry, or what `task` unpacks, may be several inputs: a tuple of them, or a mapping.
+            Where `forward` requires several, they may come one after the other: (ids, mask, labels). Of a mapping,
+            `labels` or `label` are no inputs, and what `forward` does not take is left out. Where it takes an
+            `attention_mask`, batches may differ in length, and positions that the mask leaves out count for nothing.
             Images (C, H, W) may come one by one, as a list, or in batches that are lists or tuples of them, alone or
             with targets; of any sizes where the model takes a list, as torchvision's detectors do. Batches of
             ultralytics' loaders are taken as they are, and their uint8 images scaled to 0..1. An iterable data set may

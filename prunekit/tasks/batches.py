@@ -49,15 +49,16 @@ class ModelBatches:
     """
 
     model: nn.Module  # whose `forward` names the inputs
-    # all samples, as a tensor (N, ...), a list of images (C, H, W), a tuple of exactly the tensors that `forward`
-    # requires, if these are several, or a mapping of tensors by the names of its arguments; or a map-style data set of
-    # samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a DataLoader or a generator; or an
-    # iterable data set, of batches or samples. A batch is a tensor, such a mapping, or a tuple or list whose first
-    # entry is one of these or a tuple of all inputs, and whose second, if there is one, holds the targets; or a tuple
-    # or list of exactly the tensors that `forward` requires. Images (C, H, W), of any sizes where the model takes a
-    # list of them, may come as a list or a tuple, alone or with their targets, or one at a time. Of a mapping that
-    # comes without a task, `labels` or `label` are the targets, and what `forward` does not take is left out; if that
-    # is all of it, as in a batch of ultralytics, the entry with the images is the input.
+    # all samples, as a tensor (N, ...), a list of images (C, H, W), a tuple of the tensors that `forward` requires,
+    # if these are several, perhaps with targets behind them, or a mapping of tensors by the names of its arguments;
+    # or a map-style data set of samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a
+    # DataLoader or a generator; or an iterable data set, of batches or samples. A batch is a tensor, such a mapping,
+    # or a tuple or list whose first entry is one of these or a tuple of all inputs, and whose second, if there is
+    # one, holds the targets; or a tuple or list of the tensors that `forward` requires, if these are several, perhaps
+    # with targets behind them. Images (C, H, W), of any sizes where the model takes a list of them, may come as a
+    # list or a tuple, alone or with their targets, or one at a time. Of a mapping that comes without a task, `labels`
+    # or `label` are the targets, and what `forward` does not take is left out; if that is all of it, as in a batch of
+    # ultralytics, the entry with the images is the input.
     data: Any
     task: Task | str | None = None  # takes batches apart that come in another form; itself or its name
     where: str = "calibration"  # purpose of the data, for messages
@@ -111,7 +112,7 @@ def holds_all(model: nn.Module, data: Any) -> bool:
     A tuple of batches does not count: a model of several inputs cannot be called with one of its tensors.
     """
     if isinstance(data, tuple):
-        return _are_arguments(model, data)
+        return bool(_arguments(model, data))
     return isinstance(data, (Tensor, Mapping))
 
 
@@ -264,8 +265,8 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
     targets = None
     if task is not None:
         inputs, targets = task.unpacking(batch, where)
-    elif _are_arguments(model, batch):
-        inputs = tuple(batch)
+    elif inputs := _arguments(model, batch):
+        targets = next(iter(batch[len(inputs) :]), None)
     elif isinstance(batch, (tuple, list)) and batch and not is_image_batch(model, batch):
         inputs, targets = batch[0], batch[1] if len(batch) > 1 else None
     else:
@@ -286,11 +287,12 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
     return model_inputs.inputs_as_example(model, inputs), targets
 
 
-def _are_arguments(model: nn.Module, batch: Any) -> bool:
-    """Return whether a batch holds all arguments and no targets, as (ids, mask) for a model that requires both."""
-    if not isinstance(batch, (tuple, list)) or not 1 < len(batch) == model_inputs.required_count(model):
-        return False
-    return all(isinstance(entry, Tensor) and entry.dim() for entry in batch) and len({len(one) for one in batch}) == 1
+def _arguments(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
+    """Return all arguments that a model of several requires, as ids and mask of (ids, mask, labels); else nothing."""
+    count = model_inputs.required_count(model)
+    found = tuple(batch[:count]) if isinstance(batch, (tuple, list)) and 1 < count <= len(batch) else ()
+    alike = all(isinstance(entry, Tensor) and entry.dim() for entry in found) and len({len(one) for one in found}) == 1
+    return found if alike else ()
 
 
 def _advice(inputs: Any) -> str:

@@ -337,6 +337,12 @@ def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str
     if examples and all(one and all(isinstance(value, int) for value in one) for one in examples):
         sizes = ", ".join(map(str, examples[0]))
         return f"expected tensors, got a shape; give torch.randn({sizes})"
+    own = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    for kind in {tensor.dtype for tensor in gather(list(examples)) if tensor.dtype != own}:
+        if kind == torch.uint8 or kind.is_floating_point:
+            wanted, got = (str(one).removeprefix("torch.") for one in (own, kind))
+            change = f".to(torch.{wanted})" + " / 255" * (kind == torch.uint8)
+            return f"expected {wanted}, which its weights are, got {got}; give example{change}"
     return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
 
 

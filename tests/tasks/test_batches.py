@@ -288,6 +288,11 @@ def test_a_batch_of_all_that_forward_requires_holds_no_targets() -> None:
         ((inputs, targets),) = ModelBatches(Strict(), [given])
         assert targets is None
         assert torch.equal(arguments_by_name(Strict(), inputs)["attention_mask"], mask)
+    labels = torch.zeros(2)
+    for given in ((ids, mask, labels), [ids, mask, labels], (ids, mask, labels, torch.ones(2))):  # and of more does
+        ((inputs, targets),) = ModelBatches(Strict(), [given])
+        assert [*inputs] == [ids, mask]
+        assert targets is labels
     ((inputs, targets),) = ModelBatches(Reader(), [(ids, mask)])  # requires one: the second holds targets, as ever
     assert len(inputs) == 1
     assert targets is mask
@@ -334,6 +339,7 @@ def test_a_tuple_of_all_required_inputs_holds_all_samples() -> None:
     assert torch.equal(joined_inputs(model, [given for given, _ in batches])[1], inputs[1])
     found = prunekit.prune(model, calibration=inputs, params=0.6)
     assert found.max_relative_difference < 1e-9
+    assert [len(rated) for _, rated in ModelBatches(model, (*inputs, torch.rand(200)), size=64)] == [64, 64, 64, 8]
     alone = [given for given, _ in ModelBatches(net(), (torch.randn(4, 3, 8), torch.randn(4, 3, 8)))]
     assert [len(given) for given in alone] == [1, 1]  # two batches of a model that requires one input
 
