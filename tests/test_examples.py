@@ -269,6 +269,12 @@ def test_an_example_of_another_precision_says_what_to_write(example: Tensor, adv
         pk.trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), example)
 
 
+def test_no_other_precision_is_advised_where_another_thing_is_wrong() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.uint8)
+    with pytest.raises(ModelError, match="expected the arguments of its forward"):
+        pk.trace(nn.Sequential(nn.Embedding(256, 8), nn.Linear(9, 4)), ids)
+
+
 class Alone(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from prunekit.channels.labels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.labels.label_flow import WidthMultiple
+from prunekit.channels.labels.label_flow import Field, WidthMultiple
 from prunekit.channels.labels.label_union import LOCKED, Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
 from prunekit.channels.rules.rule import Trait
@@ -182,11 +182,20 @@ def _unused(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
 
 
 def _left_out(trace: Trace, axes: LabeledAxes) -> list[LockRecord]:
-    """Return locks of the entries of axes of which the examples read a part, as of positions beyond their length."""
-    every = [operator for run in trace.runs for operator in run.operators if operator.name not in Trait.PASSES]
-    read = trace.flow.union.find(np.arange(trace.flow.union.size)) == LOCKED
-    for labels in {id(field): field.labels for operator in every for field in operator.inputs}.values():
-        read[trace.flow.union.find(labels.reshape(-1))] = True
+    """Return locks of the entries of axes of which the examples read a part, as of positions beyond their length.
+
+    What is computed of parameters alone, as a scaled table of positions is, reads nothing yet.
+    """
+    read, fields = trace.flow.union.find(np.arange(trace.flow.union.size)) == LOCKED, dict[int, Field]()
+    for run in trace.runs:
+        constant = set[int]()
+        for number, operator in enumerate(run.operators):
+            if constant.issuperset(operator.reads):
+                constant.add(number)
+            elif operator.name not in Trait.PASSES:
+                fields |= {id(field): field for field in operator.inputs}
+    for field in fields.values():
+        read[trace.flow.union.find(field.labels.reshape(-1))] = True
     found = [
         (path, axis[~there], there)
         for path, axis in zip(axes.modules, axes.axes, strict=True)

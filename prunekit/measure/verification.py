@@ -301,7 +301,7 @@ def _expected(
         return _Expected(way, output, max(way.tolerance, watch.found))
     raise ModelError(
         f"{type(copies.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
-        f"{failures[-1]}; {example_advice(copies.model, [example])}"
+        f"{failures[-1]}; {example_advice(copies.model, [example], str(failures[-1]))}"
     ) from failures[-1]
 
 

@@ -372,8 +372,7 @@ def _with_zeros(
     """Return the result with zeros among the weights that the plan's channels leave, and fitted where asked for."""
     from prunekit.pruning.pattern_zeros import zeros_by_size, zeros_from_samples
 
-    report, model = None, request.model
-    few = request.search.examples[0] if request.samples is None else request.first_samples(8)
+    model, report = request.model, None
     if request.samples is None:
         stage(f"pattern {pattern.in_words}: the smallest weights")
         plan, layers = zeros_by_size(model, planned.plan, request.search.examples[0], pattern)
@@ -385,7 +384,7 @@ def _with_zeros(
         masked, plan, layers, report = found.model, found.plan, found.layers, found.report
     stage("verify: the masked model and the compact one")
     notes = (*layers.notes(), *(() if report is None else report.notes))
-    proving = [few] if request.samples is None else request.proof_examples()
+    proving = [request.search.examples[0]] if request.samples is None else request.proof_examples()
     return _verified(request, replace(planned, plan=plan), masked, proving, report, notes)
 
 

@@ -21,7 +21,7 @@ from prunekit.statistics.linear_layers import CallInterceptor, FunctionCall
 from prunekit.utils.context import same_attributes
 from prunekit.utils.inputs import Counted, call, checksum, rows_of, sample_count, select_samples
 from prunekit.utils.outputs import ALL_READ, ReadOutputs
-from prunekit.utils.tensors import gather
+from prunekit.utils.tensors import gather, map_tensors
 
 FEW = 2
 """Samples, and one more, by which outputs whose first axis holds samples are recognized."""
@@ -61,7 +61,7 @@ class OutputComparison:
     selected: bool = False
     head: Any = field(default=None, repr=False, compare=False)  # of a detector, by which it is compared alone
     each: int = field(default=0, compare=False)  # values of the compared outputs of a sample
-    # what the first model that saw some inputs selected, by a checksum of these and by the operator
+    # what the first model that saw the last inputs selected, by a checksum of these and by the operator
     _selected: dict[int, dict[str, list[Tensor]]] = field(default_factory=dict, repr=False, compare=False)
     # calls of these layers that the dense model makes, by the shapes of the inputs
     _calls: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False, compare=False)
@@ -69,14 +69,14 @@ class OutputComparison:
     @classmethod
     def of(cls, model: nn.Module, inputs: tuple[Any, ...], read: ReadOutputs = ALL_READ) -> OutputComparison:
         """Return the comparison of a model."""
-        kind = type(unwrapped(model))
-        if kind.__name__.endswith(DETR) or any(one.__module__.startswith(DETECTORS) for one in kind.__mro__):
+        kinds = type(unwrapped(model)).__mro__
+        if any(one.__name__.endswith(DETR) or one.__module__.startswith(DETECTORS) for one in kinds):
             from prunekit.tasks.detection import detecting_head
 
             if (head := detecting_head(model)) is not None:
                 found = cls((), DETECTED, read, head=head)
                 # of a head that says something else
-                with suppress(KeyError, IndexError, AttributeError, TypeError, ValueError):
+                with suppress(KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError):
                     found.values(model, select_samples(inputs, slice(FEW)))
                     return found
         finder = LayerFinder(model, ())
@@ -128,8 +128,11 @@ class OutputComparison:
                 if not self.head.selects:
                     output, said = self.head.detections(model, run, whole=not most)
                     return output, [*said.items()]
-                output = None if most else run()
-                with _SameSelection(self._selected.setdefault(checksum(inputs), {})):
+                if (number := checksum(inputs)) not in self._selected:
+                    self._selected.clear()  # each batch is compared before the next one
+                known = self._selected.setdefault(number, {})
+                output = None if most else call(model, map_tensors(inputs, torch.clone))
+                with _SameSelection(known):
                     return output, [*self.head.detections(model, run, whole=False)[1].items()]
         layers, output = _LayerOutputs(model, self, counted, most), None
         with same_attributes(model), layers.intercepting():

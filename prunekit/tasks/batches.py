@@ -112,7 +112,8 @@ def holds_all(model: nn.Module, data: Any) -> bool:
     A tuple of batches does not count: a model of several inputs cannot be called with one of its tensors.
     """
     if isinstance(data, tuple):
-        return bool(_arguments(model, data))
+        every = all(isinstance(entry, Tensor) and entry.dim() and len(entry) == len(data[0]) for entry in data)
+        return every and bool(_arguments(model, data))
     return isinstance(data, (Tensor, Mapping))
 
 
@@ -267,6 +268,11 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Input
         inputs, targets = task.unpacking(batch, where)
     elif inputs := _arguments(model, batch):
         targets = next(iter(batch[len(inputs) :]), None)
+        if len(batch) > len(inputs) + 1 and len(model_inputs.parameter_names(model)) > len(inputs):
+            raise DataError(
+                f"{where}: expected {len(inputs)} inputs and targets, got {model_inputs.described(batch)}, of which "
+                f"some may be for the optional arguments of {type(model).__name__}; say how it comes apart: task=..."
+            )
     elif isinstance(batch, (tuple, list)) and batch and not is_image_batch(model, batch):
         inputs, targets = batch[0], batch[1] if len(batch) > 1 else None
     else:

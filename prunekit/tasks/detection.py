@@ -99,7 +99,8 @@ def detecting_head(model: nn.Module) -> DetectorHeads | None:
     kind = detector_kind(inner)
     if kind == "ultralytics" and _is_detect(head := inner.model[-1]):
         return None if hasattr(head, "lrpc") else Yolo(inner, inner)  # that filters places
-    if kind == "ultralytics" or type(inner).__name__.endswith("ForObjectDetection"):
+    config = getattr(inner, "config", None)  # of transformers; detectors of what a text says have one of the text
+    if kind == "ultralytics" or (hasattr(config, "num_labels") and not hasattr(config, "text_config")):
         return Queries(inner)
     if isinstance(inner, torchvision_detectors.FasterRCNN):
         return None if inner.roi_heads.has_mask() or inner.roi_heads.has_keypoint() else TwoStage(inner, inner)

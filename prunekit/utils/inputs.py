@@ -324,8 +324,12 @@ def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[
         ) from error
 
 
-def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
-    """Return advice about examples that a model does not run on."""
+OTHER_TYPES = re.compile("same dtype|should be the same|mixed dtype|(expected|to have) scalar type (of )?[A-Z]")
+"""Torch's words where operands have other types than the weights."""
+
+
+def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]], reason: str) -> str:
+    """Return advice about examples that a model does not run on, for a reason in torch's words."""
     named = set().union(*(split(one)[1] for one in examples))
     kinds = inspect.Parameter
     alone = [one.name for one in parameters_of(model) if one.kind is kinds.KEYWORD_ONLY and one.default is one.empty]
@@ -338,10 +342,10 @@ def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str
         sizes = ", ".join(map(str, examples[0]))
         return f"expected tensors, got a shape; give torch.randn({sizes})"
     own = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-    for kind in {tensor.dtype for tensor in gather(list(examples)) if tensor.dtype != own}:
-        if kind == torch.uint8 or kind.is_floating_point:
-            wanted, got = (str(one).removeprefix("torch.") for one in (own, kind))
-            change = f".to(torch.{wanted})" + " / 255" * (kind == torch.uint8)
+    for given in gather(list(examples)) if OTHER_TYPES.search(reason) else ():
+        if given.dtype != own and (given.dtype == torch.uint8 or given.is_floating_point()):
+            wanted, got = (str(one).removeprefix("torch.") for one in (own, given.dtype))
+            change = f".to(torch.{wanted})" + " / 255" * (given.dtype == torch.uint8 and given.dim() >= IMAGE_AXES)
             return f"expected {wanted}, which its weights are, got {got}; give example{change}"
     return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
 

@@ -126,7 +126,8 @@ class Positions(nn.Module):
         super().__init__()
         self.way = way
         self.embed, self.positions = nn.Embedding(20, 16), nn.Parameter(torch.randn(1, 24, 16))
-        self.register_buffer("mask", torch.ones(24, 24).tril())
+        self.first = nn.Parameter(torch.randn(1, 1, 16))
+        self.register_buffer("mask", torch.ones(24, 24) if way == "triangle" else torch.ones(24, 24).tril())
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
         self.head = nn.Linear(16, 20)
 
@@ -138,12 +139,18 @@ class Positions(nn.Module):
             x = x + self.positions.transpose(0, 1).narrow(0, 0, length).squeeze(1)
         elif self.way == "select":
             x = x + torch.stack([self.positions[0, index] for index in range(length)])
+        elif self.way == "scaled":
+            x = x + nn.functional.dropout(self.positions * 0.5, 0.1, self.training)[:, :length]
+        elif self.way == "joined":
+            x = x + torch.cat([self.first, self.positions], 1)[:, 1 : length + 1]
+        elif self.way == "triangle":
+            mask = self.mask.triu(1)[:length, :length].bool()
         else:
             mask = self.mask[:length, :length] == 0
         return self.head(self.layer(x, src_mask=mask))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", ["slice", "narrow", "select", "mask"])
+@pytest.mark.parametrize("way", ["slice", "narrow", "select", "scaled", "joined", "triangle", "mask"])
 @pytest.mark.parametrize("budget", [{"params": 0.7}, {"channels": 0.5}])
 def test_longer_texts_than_the_example_still_run(way: str, budget: dict[str, float]) -> None:
     torch.manual_seed(0)

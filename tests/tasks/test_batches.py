@@ -282,6 +282,11 @@ class Strict(nn.Module):
         return ids
 
 
+class Optional(nn.Module):
+    def forward(self, ids: Tensor, attention_mask: Tensor, kinds: Tensor | None = None) -> Tensor:
+        return ids
+
+
 def test_a_batch_of_all_that_forward_requires_holds_no_targets() -> None:
     ids, mask = batch([2, 4])[:2]
     for given in ((ids, mask), [ids, mask]):
@@ -293,6 +298,10 @@ def test_a_batch_of_all_that_forward_requires_holds_no_targets() -> None:
         ((inputs, targets),) = ModelBatches(Strict(), [given])
         assert [*inputs] == [ids, mask]
         assert targets is labels
+    with pytest.raises(DataError, match=r"2 inputs and targets, .* optional arguments of Optional; say how"):
+        list(ModelBatches(Optional(), [(ids, mask, mask, labels)]))
+    with pytest.raises(DataError):  # targets that are no tensor are not cut into batches
+        list(ModelBatches(Strict(), (ids, mask, [0, 1])))
     ((inputs, targets),) = ModelBatches(Reader(), [(ids, mask)])  # requires one: the second holds targets, as ever
     assert len(inputs) == 1
     assert targets is mask

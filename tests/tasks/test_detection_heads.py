@@ -225,6 +225,22 @@ def test_a_head_that_says_something_else_is_compared_as_any_model() -> None:
         OutputComparison.of(model, ([torch.rand(3, 64, 64)] * 3,))  # torchvision's own postprocessing
 
 
+def test_a_second_stage_with_one_box_for_all_classes_is_compared_as_any_model() -> None:
+    class OneBox(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.box = nn.Linear(1024, 4), nn.Linear(1024, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.scores(x), self.box(x)
+
+    model: Any = faster_rcnn().eval()
+    model.roi_heads.box_predictor = OneBox()
+    decode = model.roi_heads.postprocess_detections
+    model.roi_heads.postprocess_detections = lambda scores, boxes, *rest: decode(scores, boxes.repeat(1, 4), *rest)
+    assert OutputComparison.of(model, (torch.rand(3, 3, 64, 64),)).head is None
+
+
 @contextmanager
 def reading(models: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """What the first layers of models read."""

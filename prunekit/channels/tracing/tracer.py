@@ -140,7 +140,7 @@ def _traced_on_values(model: nn.Module, examples: Examples, how: _Attempt) -> Tr
                 return _trace(model, examples, replace(how, wide=True))
         raise ModelError(
             f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
-            f"{example_advice(model, examples)}"
+            f"{example_advice(model, examples, reason_of(error))}"
         ) from error
 
 
