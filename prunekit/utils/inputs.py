@@ -342,10 +342,10 @@ def example_advice(model: nn.Module, examples: Sequence[tuple[Any, ...]], reason
         sizes = ", ".join(map(str, examples[0]))
         return f"expected tensors, got a shape; give torch.randn({sizes})"
     own = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-    for given in gather(list(examples)) if OTHER_TYPES.search(reason) else ():
-        if given.dtype != own and (given.dtype == torch.uint8 or given.is_floating_point()):
-            wanted, got = (str(one).removeprefix("torch.") for one in (own, given.dtype))
-            change = f".to(torch.{wanted})" + " / 255" * (given.dtype == torch.uint8 and given.dim() >= IMAGE_AXES)
+    for tensor in gather(list(examples)) if OTHER_TYPES.search(reason) else ():
+        if tensor.dtype != own and (tensor.dtype == torch.uint8 or tensor.is_floating_point()):
+            wanted, got = (str(one).removeprefix("torch.") for one in (own, tensor.dtype))
+            change = f".to(torch.{wanted})" + " / 255" * (tensor.dtype == torch.uint8 and tensor.dim() >= IMAGE_AXES)
             return f"expected {wanted}, which its weights are, got {got}; give example{change}"
     return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
 
