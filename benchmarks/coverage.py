@@ -9,7 +9,7 @@ loses heads and positions in them, and so more than half, that makes up for noth
 would be zero or one is randomized, so that nothing is equal by chance. One process a model, one thread; inputs have the
 size the model was made for. ONNX is `yes` where ONNX Runtime agrees with eager to 1e-4; `--no-export` leaves it out.
 
-    python benchmarks/coverage.py [--zoo torchvision|timm|hf|ultralytics|geometric|diffusers] [--models A,B]
+    python benchmarks/coverage.py [--zoo torchvision|timm|hf|ultralytics|geometric|diffusers|packages] [--models A,B]
                                   [--size 96] [--limit SECONDS] [--no-export] [--json] [--keep]
 """
 
@@ -33,7 +33,7 @@ from prunekit.jobs.run.run_folder import environment
 
 EXPORTS = ("onnx_dense", "onnx_compact")
 
-ZOOS = ("torchvision", "timm", "hf", "ultralytics", "geometric", "diffusers")
+ZOOS = ("torchvision", "timm", "hf", "ultralytics", "geometric", "diffusers", "packages")
 COLUMNS = {
     "model": "model",
     "verdict": "verdict",

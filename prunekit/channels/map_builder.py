@@ -1,5 +1,6 @@
 """The channel map builder: a trace with its constraints solved, and maps that trials made stricter."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,10 @@ from prunekit.channels.labels.constraints import (
     Removal,
     Repeated,
 )
-from prunekit.channels.labels.label_flow import Field, WidthMultiple
+from prunekit.channels.labels.label_flow import Field, WidthMultiple, rows_along
 from prunekit.channels.labels.label_union import LOCKED, Labels
 from prunekit.channels.rewrite.size_expressions import avoidable
+from prunekit.channels.rewrite.source_rewriter import is_named_layer
 from prunekit.channels.rules.rule import Trait
 from prunekit.channels.tracing.channel_map import ChannelMap, Lock, MapSource, SizeAttribute, Stored, group_labels
 from prunekit.channels.tracing.channel_norms import renumbered_norms
@@ -130,7 +132,13 @@ def _built(source: MapSource, shapes: Mapping[str, tuple[int, ...]], stored: Map
         blocks=renumbered_norms(trace.norms.blocks, final) if trace.norms.blocks else {},
         sizes=tuple(
             one.renumbered(final)
-            for one in (*_sizes_of_groups(trace, final), *_sizes_of_positions(trace), *sizes, *source.sizes)
+            for one in (
+                *_sizes_of_groups(trace, final),
+                *_sizes_of_positions(trace),
+                *_sizes_of_named_axes(trace),
+                *sizes,
+                *source.sizes,
+            )
         ),
         multiples=tuple(replace(one, labels=final[one.labels]) for one in (*trace.flow.multiples, *least)),
         stored=stored,
@@ -227,6 +235,22 @@ def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
             if not (rows == rows[0]).all():
                 yield SizeAttribute(grouped.module, "groups", None, grouped.inputs)
                 yield SizeAttribute(grouped.module, "in_channels", None, grouped.inputs.reshape(-1, 1))
+
+
+def _sizes_of_named_axes(trace: Trace) -> Iterator[SizeAttribute]:
+    """Yield lengths of labeled axes that layers of einops hold, as `Rearrange("b n (h d) -> b h n d", h=8)` does 8."""
+    modules, seen = dict(trace.model().named_modules()), set[str]()
+    for operator in (one for run in trace.runs for one in run.operators if is_named_layer(modules[one.module])):
+        layer: Any = modules[operator.module]
+        names = re.findall(r"\w+|\.\.\.", layer.pattern.partition("->")[0])
+        if operator.module in seen or len(operator.call[2][0]) != len(names):
+            continue
+        seen.add(operator.module)  # its first operator takes apart what the pattern has in brackets
+        for place, name in enumerate(layer.axes_lengths):
+            axis = names.index(name) if name in names else None
+            for field in operator.outputs[0]:
+                if axis in field.span:
+                    yield SizeAttribute(operator.module, "axes_lengths", place, rows_along(field.labels, axis))
 
 
 def _sizes_of_positions(trace: Trace) -> Iterator[SizeAttribute]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from equivalence import (
 )
 from torch import Tensor, nn
 
+import prunekit as pk
 from prunekit.channels.rewrite.source_rewriter import attribute_values, set_attributes
 from prunekit.channels.trace import trace
 from prunekit.channels.trial.size_search import BatchAxes, ScaleSearch, SizeSearch
@@ -291,3 +293,71 @@ def test_sizes_that_follow_from_a_layers_own_tensors_are_not_searched() -> None:
     operators = [o for o in plan.channel_map.traced.trace.runs[0].operators if o.module == "0"]
     assert operators
     assert list(search._options("0", operators)) == []
+
+
+class Rearranged(nn.Module):
+    """Attention whose heads layers of einops part, by their number or by their size; two chunks of the tokens first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = pytest.importorskip("einops.layers.torch")
+        self.pooled = layers.Reduce("b (chunks n) d -> b n d", "mean", chunks=2)
+        self.q, self.k, self.v = (nn.Linear(16, 24, bias=False) for _ in range(3))
+        self.heads = layers.Rearrange("b n (h d) -> b h n d", h=4)
+        self.parts = layers.Rearrange("b n (h d) -> b h n d", d=6)
+        self.values = layers.Rearrange("b ... (h d) -> b h ... d", h=4)
+        self.joined, self.out = layers.Rearrange("b h n d -> b n (h d)"), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pooled(x)
+        q, k, v = self.heads(self.q(x)), self.parts(self.k(x)), self.values(self.v(x))
+        scores = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+        return self.out(self.joined(scores @ v))  # type: ignore[no-any-return]
+
+
+def test_layers_of_einops_hold_the_sizes_that_are_left(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Rearranged().eval(), torch.randn(3, 8, 16)
+    result = pk.prune(model, x, channels=0.5)
+    assert not [lock for lock in result.plan.channel_map.locks if "trial" in lock.reason]
+    small: Any = result.model
+    assert small.q.out_features == small.heads.axes_lengths["h"] * small.parts.axes_lengths["d"] == 2 * 3
+    assert model.heads.axes_lengths == {"h": 4}
+    with torch.no_grad():
+        wanted = small(x)
+        with pk.masked(model, result.plan):
+            torch.testing.assert_close(wanted, model(x))
+        pk.save(small, tmp_path / "small", result.plan)
+        for other in (copy.deepcopy(small), pk.load(tmp_path / "small", Rearranged)):
+            assert torch.equal(other(x), wanted)
+            assert repr(other.heads) == "Rearrange('b n (h d) -> b h n d', h=2)"
+
+
+def parted(x: Tensor, sizes: dict[str, int]) -> Tensor:
+    """In a function outside of the class, whose Python stays as it is."""
+    heads = sizes["heads"]
+    return x.view(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+class Mapped(Attention):
+    """The sizes in a mapping."""
+
+    def __init__(self, heads: int, depth: int) -> None:
+        super().__init__(heads, depth)
+        self.sizes = {"calls": 7, "heads": heads}
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (parted(layer(x), self.sizes) for layer in (self.q, self.k, self.v))
+        mixed = ((q @ k.transpose(-2, -1) * self.scale).softmax(-1) @ v).transpose(1, 2)
+        return self.o(mixed.flatten(2))  # type: ignore[no-any-return]
+
+
+def test_integers_of_a_mapping_are_sizes() -> None:
+    torch.manual_seed(0)
+    model, x = Mapped(4, 6).eval(), torch.randn(2, 5, WIDTH)
+    result = pk.prune(model, x, channels=0.5)
+    small: Any = result.model
+    assert small.sizes == {"calls": 7, "heads": 2}
+    assert model.sizes == {"calls": 7, "heads": 4}
+    with torch.no_grad(), pk.masked(model, result.plan):
+        torch.testing.assert_close(small(x), model(x))

@@ -59,8 +59,11 @@ def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> V
     for size in sizes:
         own = values.setdefault(size.module, {})
         old = own.get(size.name, getattr(model.get_submodule(size.module), size.name, []))
-        new, at = size.value(keep), size.position
-        own[size.name] = new if at is None else type(old)([*old[:at], new, *old[at + 1 :]])
+        own[size.name] = new = size.value(keep)
+        if size.position is not None:
+            items: list[Any] = [*(integers(old) or ())]
+            items[size.position] = new
+            own[size.name] = dict(zip(old, items, strict=True)) if type(old) is dict else type(old)(items)
     return values
 
 
@@ -75,6 +78,13 @@ def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) ->
         for name, value in named.items():
             if name not in expressions:
                 own[name] = _of_kind(f"{path}.{name}", own[name], value)
+                if is_named_layer(modules[path]):
+                    own[f"_{name}"] = tuple(own[name].items())
+
+
+def is_named_layer(module: nn.Module) -> bool:
+    """Return whether a module is a layer of einops, whose `axes_lengths` says how long axes of its pattern are."""
+    return type(module).__module__.startswith("einops.layers.") and type(vars(module).get("axes_lengths")) is dict
 
 
 def _of_kind(name: str, old: Any, value: Any) -> Any:
@@ -83,13 +93,15 @@ def _of_kind(name: str, old: Any, value: Any) -> Any:
     new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value
     before, after = integers(old) or [], integers(new) or []
     fits = type(new) is type(old) and len(before) == len(after)
+    fits = fits and (type(old) is not dict or list(old) == list(new))
     if not fits or not all(b == a or 0 < b < a for a, b in zip(before, after, strict=True)):
         raise ValueError(f"{name}: {value!r} in place of {old!r}")
     return new
 
 
 def integers(value: Any) -> list[int] | None:
-    """Return the integers that a value consists of; None if it is anything else."""
+    """Return the integers that a value consists of, such as those of a mapping; None if it is anything else."""
+    value = [*value.values()] if type(value) is dict else value
     items = list(value) if type(value) in (list, tuple, torch.Size) else [value]
     return items if items and all(type(item) is int for item in items) else None
 
