@@ -430,7 +430,7 @@ def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: flo
     """Return a message on the first tensor of the compact model that is not the masked one's, cut; empty if none is."""
     narrow = dict(named_tensors(compact))
     for name, tensor in named_tensors(masked):
-        if name in narrow and has_gradients(tensor) and tensor.numel():
+        if name in narrow and name in plan.channel_map.shapes and has_gradients(tensor) and tensor.numel():
             difference, _ = largest_difference(cut(tensor, plan.kept_indices.get(name, ())), narrow[name])
             if not difference <= tolerance:
                 return f"{name} of the compact model is not what the plan keeps of the masked model's"

@@ -361,3 +361,35 @@ def test_integers_of_a_mapping_are_sizes() -> None:
     assert model.sizes == {"calls": 7, "heads": 4}
     with torch.no_grad(), pk.masked(model, result.plan):
         torch.testing.assert_close(small(x), model(x))
+
+
+class Biased(Rearranged):
+    """Its bias for each head is computed when it is first needed, and kept in a buffer that was empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = pytest.importorskip("einops.layers.torch")
+        self.heads = layers.Rearrange("b n (m h d) -> b h n (m d)", m=1, h=4)  # a name that sorts behind
+        self.register_buffer("slopes", torch.arange(1.0, 5).view(4, 1, 1))
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pooled(x)
+        q, k, v = self.heads(self.q(x)), self.parts(self.k(x)), self.values(self.v(x))
+        if self.bias is None:
+            self.register_buffer("bias", self.slopes * torch.eye(x.shape[1]), persistent=False)
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) + self.bias
+        return self.out(self.joined(scores.softmax(-1) @ v))  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_forward_makes_is_no_tensor_of_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Biased().eval(), torch.randn(3, 8, 16)
+    result = pk.prune(model, x, channels=0.5)
+    small: Any = result.model
+    assert small.heads.axes_lengths == {"m": 1, "h": 2}
+    with torch.no_grad():
+        wanted = small(x)
+        assert pk.verify(model, small, result.plan, x).max_relative_difference < 1e-9
+    pk.save(small, tmp_path / "small", result.plan)
+    assert torch.equal(pk.load(tmp_path / "small", Biased)(x), wanted)

@@ -90,10 +90,12 @@ def is_named_layer(module: nn.Module) -> bool:
 def _of_kind(name: str, old: Any, value: Any) -> Any:
     if integers(old) is None:
         raise KeyError(name)
+    if type(old) is dict and isinstance(value, dict) and old.keys() == value.keys():
+        value = {key: value[key] for key in old}  # a file may have them in another order
     new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value
     before, after = integers(old) or [], integers(new) or []
     fits = type(new) is type(old) and len(before) == len(after)
-    fits = fits and (type(old) is not dict or list(old) == list(new))
+    fits = fits and (type(old) is not dict or old.keys() == new.keys())
     if not fits or not all(b == a or 0 < b < a for a, b in zip(before, after, strict=True)):
         raise ValueError(f"{name}: {value!r} in place of {old!r}")
     return new
