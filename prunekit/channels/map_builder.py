@@ -239,7 +239,7 @@ def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
 
 def _sizes_of_named_axes(trace: Trace) -> Iterator[SizeAttribute]:
     """Yield lengths of labeled axes that layers of einops hold, as `Rearrange("b n (h d) -> b h n d", h=8)` does 8."""
-    modules, seen = dict(trace.model().named_modules()), set[str]()
+    modules, seen = dict(trace.model().named_modules(remove_duplicate=False)), set[str]()
     for operator in (one for run in trace.runs for one in run.operators if is_named_layer(modules[one.module])):
         layer: Any = modules[operator.module]
         names = re.findall(r"\w+|\.\.\.", layer.pattern.partition("->")[0])
