@@ -59,12 +59,16 @@ def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> V
     for size in sizes:
         own = values.setdefault(size.module, {})
         old = own.get(size.name, getattr(model.get_submodule(size.module), size.name, []))
-        own[size.name] = new = size.value(keep)
-        if size.position is not None:
-            items: list[Any] = [*(integers(old) or ())]
-            items[size.position] = new
-            own[size.name] = dict(zip(old, items, strict=True)) if type(old) is dict else type(old)(items)
+        new, at = size.value(keep), size.position
+        own[size.name] = new if at is None else _with_item(old, at, new)
     return values
+
+
+def _with_item(old: Any, at: int, new: Any) -> Any:
+    """Return a list, tuple or mapping with another value at a position; a list may get longer by it."""
+    items = [*old.values()] if type(old) is dict else old
+    items = [*items[:at], new, *items[at + 1 :]]
+    return dict(zip(old, items, strict=True)) if type(old) is dict else type(old)(items)
 
 
 def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
