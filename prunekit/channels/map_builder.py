@@ -239,9 +239,11 @@ def _sizes_of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
 
 def _sizes_of_named_axes(trace: Trace) -> Iterator[SizeAttribute]:
     """Yield lengths of labeled axes that layers of einops hold, as `Rearrange("b n (h d) -> b h n d", h=8)` does 8."""
-    modules, seen = dict(trace.model().named_modules(remove_duplicate=False)), set[str]()
-    for operator in (one for run in trace.runs for one in run.operators if is_named_layer(modules[one.module])):
-        layer: Any = modules[operator.module]
+    modules = dict[str, Any](trace.model().named_modules(remove_duplicate=False))
+    layers = {path: module for path, module in modules.items() if is_named_layer(module)}
+    seen = set[str]()
+    for operator in (one for run in trace.runs for one in run.operators if one.module in layers):
+        layer = layers[operator.module]
         names = re.findall(r"\w+|\.\.\.", layer.pattern.partition("->")[0])
         if operator.module in seen or len(operator.call[2][0]) != len(names):
             continue
