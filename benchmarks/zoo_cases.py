@@ -60,6 +60,26 @@ class Zoo(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Networks:
+    """A zoo whose networks are of one size: by name what makes each, and its inputs."""
+
+    known: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]]
+
+    def names(self) -> list[str]:
+        """The networks of the matrix."""
+        return list(self.known)
+
+    def knows(self, name: str) -> bool:
+        """Whether it has a row in the matrix."""
+        return name in self.known
+
+    def build(self, name: str, side: int | None) -> Case:
+        """A network with random weights, of the same size whatever `side` says."""
+        make, inputs = self.known[name]
+        return Case(make().eval(), inputs)
+
+
 def images(side: int, channels: int = 3) -> Callable[[int], tuple[Any, ...]]:
     """Inputs of an image classifier."""
     return lambda batch: (torch.randn(batch, channels, side, side),)

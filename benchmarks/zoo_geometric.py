@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch_geometric.nn as geometric
 from torch import Tensor, nn
-from zoo_cases import Case
+from zoo_cases import Networks
 
 SIZE = "40 nodes, 160 edges"
 NODES, EDGES, FEATURES, HIDDEN, CLASSES, LAYERS = 40, 160, 12, 64, 7, 3
@@ -123,19 +123,5 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor,
     "gin_graphs": (GraphClassifier, _graphs),
     "pointnet2": (PointNet, _cloud),
 }  # fmt: skip
-
-
-def names() -> list[str]:
-    """The networks of the matrix."""
-    return list(NETWORKS)
-
-
-def knows(name: str) -> bool:
-    """Whether it has a row in the matrix."""
-    return name in NETWORKS
-
-
-def build(name: str, side: int | None) -> Case:
-    """A network with random weights; its graph has the same size, whatever `side` says."""
-    make, inputs = NETWORKS[name]
-    return Case(make().eval(), inputs)
+ZOO = Networks(NETWORKS)
+names, knows, build = ZOO.names, ZOO.knows, ZOO.build

@@ -13,28 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo_cases import Case
+from zoo_cases import Networks
 
 SIZE = "their own"
 
 Inputs = Callable[[int], tuple[Any, ...]]
 Entry = tuple[Callable[[], nn.Module], Inputs]
-
-
-def names() -> list[str]:
-    """The networks of the matrix."""
-    return list(ENTRIES)
-
-
-def knows(name: str) -> bool:
-    """Whether it has a row in the matrix."""
-    return name in ENTRIES
-
-
-def build(name: str, side: int | None) -> Case:
-    """A model with random weights, of its own size whatever `side` says."""
-    make, inputs = ENTRIES[name]
-    return Case(make().eval(), inputs)
 
 
 def randn(*shape: int) -> Inputs:
@@ -330,3 +314,5 @@ def _others() -> Iterator[tuple[str, Entry]]:
 ENTRIES: dict[str, Entry] = {
     name: entry for group in (_vits, _segmenters, _medical, _languages, _sounds, _others) for name, entry in group()
 }
+ZOO = Networks(ENTRIES)
+names, knows, build = ZOO.names, ZOO.knows, ZOO.build
