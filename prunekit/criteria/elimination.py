@@ -351,11 +351,12 @@ def held_out_growth(order: Elimination, fitted: Sequence[LayerObjective], held: 
             gone = gone.repeat_interleave(one.products.shape[1] // len(gone))
             products, (left, lost) = one.products[gone][:, gone], (by.nonzero().flatten() for by in (~gone, gone))
             left = torch.cat([left, left.new_tensor([len(gone)])])  # with the constant
-            factors = predicted_columns(one.gram.double(), ~gone, biased=one.biased)[left]
+            own = one.gram.double()
+            factors = predicted_columns(own, ~gone, biased=one.biased)[left]
             weighted = factors @ products
-            for place, gram in enumerate([one.gram.double(), other.gram.double()]):
-                rows = gram[left]
-                errors[place] += float((gram[lost][:, lost] * products).sum())
+            for place, gram in enumerate([own, other.gram]):
+                rows = gram[left].double()
+                errors[place] += float((gram[lost][:, lost].double() * products).sum())
                 errors[place] += float((weighted * (rows[:, left] @ factors - 2 * rows[:, lost])).sum())
         growth.append(max(1.0, errors[1] / errors[0]) if errors[0] > 0 else 1.0)
     found: FloatArray = np.interp(np.arange(1, count + 1), steps, growth)
